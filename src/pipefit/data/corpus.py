@@ -1,0 +1,100 @@
+"""Text as bytes: a corpus that ships with Python, or the user's own files.
+
+A byte is a token, so no tokenizer stands between the text and the model, and losses are in nats per byte.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import DataError
+
+__all__ = ["Paths", "as_tokens", "split_corpus", "text", "unigram_entropy"]
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+def text(paths: Paths | None = None) -> bytes:
+    """The corpus to train on, as bytes.
+
+    Without `paths` it is the prose of `pydoc_data.topics`, the language reference that Python carries for its
+    interactive `help()`: about 465 kB of English with some code. With `paths` it is those files, in that order,
+    with a blank line between them.
+
+    Raises:
+        DataError: a path is missing, a directory, unreadable or empty; or no path is given in the list.
+    """
+    if paths is None:
+        return _builtin_prose()
+    single = isinstance(paths, str | os.PathLike)
+    files = [Path(paths)] if single else [Path(path) for path in paths]  # type: ignore[arg-type, union-attr]
+    if not files:
+        raise DataError("data: expected at least one text file, got an empty list; leave it out for the built-in text")
+    return b"\n\n".join(_read(file) for file in files)
+
+
+def _builtin_prose() -> bytes:
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except ImportError as error:
+        raise DataError(
+            "data: this Python comes without pydoc_data.topics, the built-in text; give a text file with --data FILE"
+        ) from error
+    prose = (topics[name].strip("\n") for name in sorted(topics))
+    return "\n\n\n".join(prose).encode()
+
+
+def _read(file: Path) -> bytes:
+    if file.is_dir():
+        raise DataError(f"data: {file} is a directory; give the text files themselves, for example {file}/*.txt")
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"data: {file} does not exist (looked from {Path.cwd()})") from error
+    except OSError as error:
+        raise DataError(f"data: {file} cannot be read: {error.strerror or error}") from error
+    if not content.strip():
+        raise DataError(f"data: {file} is empty; a corpus needs at least a few thousand bytes")
+    return content
+
+
+def as_tokens(corpus: bytes) -> Tensor:
+    """The corpus as a flat tensor of uint8 tokens."""
+    # A bytearray, because torch warns about tensors over memory that nobody may write.
+    return torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
+
+
+def split_corpus(corpus: bytes, validation: float = 0.1) -> tuple[bytes, bytes]:
+    """Splits a corpus into its first part for training and its last part for validation.
+
+    The cut is contiguous, so no window of the one overlaps a window of the other.
+
+    Raises:
+        DataError: `validation` is outside (0, 1), or the corpus is too short to be split.
+    """
+    if not 0.0 < validation < 1.0:
+        raise DataError(f"data: the validation share must lie between 0 and 1, got {validation}")
+    cut = round(len(corpus) * (1.0 - validation))
+    if not 0 < cut < len(corpus):
+        raise DataError(f"data: {len(corpus)} bytes are too few to keep a share of {validation} for validation")
+    return corpus[:cut], corpus[cut:]
+
+
+def unigram_entropy(corpus: bytes) -> float:
+    """Entropy of the byte frequencies in nats per byte: the loss of the best model that ignores all context.
+
+    >>> round(unigram_entropy(b"abab"), 4)
+    0.6931
+    """
+    if not corpus:
+        raise DataError("data: an empty corpus has no entropy")
+    total = len(corpus)
+    return -sum(count / total * math.log(count / total) for count in Counter(corpus).values())

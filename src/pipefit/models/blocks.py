@@ -1,0 +1,54 @@
+"""Parts that several built-in models share: named chains of layers and checks of size options."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from pipefit.errors import ModelError
+
+Value = TypeVar("Value")
+
+__all__ = ["chain", "choose", "require_multiple", "require_positive", "require_probability"]
+
+
+def chain(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
+    """An `nn.Sequential` whose named children are the layers, in order.
+
+    Each child is one layer of the profile: the smallest unit that a cut may separate.
+    """
+    return nn.Sequential(OrderedDict(layers))
+
+
+def require_positive(model: str, **sizes: int) -> None:
+    """Refuses a size that is not a whole number of at least one."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ModelError(f"{model}: {name} must be a whole number of at least 1, got {size!r}")
+
+
+def require_multiple(model: str, whole: str, size: int, part: str, divisor: int) -> None:
+    """Refuses a `whole` that its `part` does not divide, and names the nearest sizes that work."""
+    if size % divisor:
+        below, above = size // divisor * divisor, -(-size // divisor) * divisor
+        options = " or ".join(str(near) for near in (below, above) if near)
+        raise ModelError(
+            f"{model}: {whole}={size} is not a multiple of {part}={divisor}; nearest that work: {whole}={options}"
+        )
+
+
+def require_probability(model: str, **rates: float) -> None:
+    """Refuses a rate outside [0, 1)."""
+    for name, rate in rates.items():
+        if not 0.0 <= rate < 1.0:
+            raise ModelError(f"{model}: {name} must be at least 0 and below 1, got {rate!r}")
+
+
+def choose(model: str, option: str, given: str, table: Mapping[str, Value]) -> Value:
+    """The entry of `table` that `given` names."""
+    if given not in table:
+        raise ModelError(f"{model}: {option} must be one of {', '.join(sorted(table))}; got {given!r}")
+    return table[given]

@@ -1,0 +1,131 @@
+"""A decoder-only transformer in the manner of GPT-2 (Radford et al. 2019), one block per layer.
+
+Shapes: b sequences, s positions, h hidden, a heads, V vocabulary. Weights are normal(0, 0.02), and the two
+projections that end in the residual stream normal(0, 0.02/sqrt(2·layers)), as in that paper.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipefit.models.blocks import chain, require_multiple, require_positive, require_probability
+
+__all__ = ["Block", "Embedding", "Head", "gpt"]
+
+
+class Embedding(nn.Module):
+    """Token ids (b, s) int64 -> (b, s, h): token plus learned position."""
+
+    def __init__(self, vocab: int, context: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, hidden)
+        self.position = nn.Embedding(context, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Adds the first s positions to the embedded tokens."""
+        length = ids.shape[1]
+        if length > self.position.num_embeddings:
+            raise ValueError(f"gpt: {length} positions given, but context={self.position.num_embeddings}")
+        return self.dropout(self.token(ids) + self.position.weight[:length])
+
+
+class Attention(nn.Module):
+    """Causal self-attention (b, s, h) -> (b, s, h) with one fused projection for query, key and value."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.out = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each position attends to itself and to what came before."""
+        b, s, h = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
+        rate = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, s, h))
+
+
+class Block(nn.Module):
+    """One layer of the transformer: x + attention(norm(x)), then x + mlp(norm(x)); the MLP is 4 h wide with GELU."""
+
+    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden)
+        self.attention = Attention(hidden, heads, dropout)
+        self.norm2 = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, h) -> (b, s, h)."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
+
+
+class Head(nn.Module):
+    """Final norm and the projection to the vocabulary: (b, s, h) -> logits (b, s, V)."""
+
+    def __init__(self, hidden: int, vocab: int, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.project = nn.Linear(hidden, vocab, bias=False)
+        if weight is not None:
+            self.project.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the next token at every position."""
+        return self.project(self.norm(x))
+
+
+def _initialise(model: nn.Sequential, layers: int) -> None:
+    residual_std = 0.02 / math.sqrt(2 * layers)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                std = residual_std if name.endswith(("attention.out", "down")) else 0.02
+                nn.init.normal_(module.weight, std=std)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+
+def gpt(
+    layers: int = 4,
+    hidden: int = 128,
+    heads: int = 4,
+    vocab: int = 256,
+    context: int = 128,
+    dropout: float = 0.0,
+    tied: bool = True,
+) -> nn.Sequential:
+    """A GPT of layers `embed`, `block0` … `block{layers-1}`, `head`: ids (b, s) int64 -> logits (b, s, vocab).
+
+    Args:
+        layers: number of transformer blocks.
+        hidden: width of the residual stream, a multiple of `heads`.
+        heads: attention heads per block.
+        vocab: number of tokens (256: bytes).
+        context: the longest sequence.
+        dropout: rate after the embedding, in attention and after both halves of a block.
+        tied: the head's weight is the very Parameter of the token embedding, in the first and in the last layer.
+
+    Raises:
+        ModelError: a size is not positive, or `heads` does not divide `hidden`.
+    """
+    require_positive("gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, context=context)
+    require_multiple("gpt", "hidden", hidden, "heads", heads)
+    require_probability("gpt", dropout=dropout)
+    embed = Embedding(vocab, context, hidden, dropout)
+    blocks = [(f"block{index}", Block(hidden, heads, dropout)) for index in range(layers)]
+    head = Head(hidden, vocab, embed.token.weight if tied else None)
+    model = chain([("embed", embed), *blocks, ("head", head)])
+    _initialise(model, layers)
+    return model
