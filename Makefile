@@ -1,0 +1,71 @@
+# pipefit's commands; `make` alone lists them.
+# The environment is .venv. It is made once, and made again only when pyproject.toml or constraints.txt change,
+# so every later run works without a network. PIP_FIND_LINKS (a folder of wheels) is honoured.
+
+SHELL       := bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS   += --no-print-directory
+.DEFAULT_GOAL := help
+
+PY        := .venv/bin/python
+DEMO_ARGS ?= train --model gpt --ranks 2 --schedule auto --steps 300 -o runs/demo
+BENCH_ARGS ?= --help
+PYTEST    := $(PY) -m pytest -q
+XDIST     := -n 2
+# The pure half: everything that never imports torch and whose docstrings are run as tests.
+PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules verify simulate cost timeline partition \
+	planner synthesize draw,src/pipefit/$(part)))
+
+.PHONY: help venv demo test fast check format lint types imports doctest docs golden bench clean
+
+help: ## print this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@echo; echo "  make PYTHON=/path/to/python3.12 …   uses that interpreter (3.11 or newer) for .venv"
+
+venv: .venv/stamp ## create the environment in .venv (done by every other target)
+
+.venv/stamp: pyproject.toml constraints.txt scripts/make-venv
+	@PYTHON="$(PYTHON)" scripts/make-venv
+
+demo: .venv/stamp ## train a small language model over a pipeline of two processes
+	@$(PY) -m pipefit $(DEMO_ARGS)
+
+test: .venv/stamp ## all tests: the pure tier on two workers, then those with torch
+	@$(PYTEST) $(XDIST) tests/pure
+	@$(PYTEST) tests --ignore=tests/pure
+
+fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
+	@$(PYTEST) $(XDIST) -m "not slow" tests/pure
+	@$(PYTEST) -m "not slow" tests/torch
+
+check: lint types imports doctest docs test ## everything a change must pass
+
+format: .venv/stamp ## rewrite the code in the house's form
+	@$(PY) -m ruff format .
+	@$(PY) -m ruff check --fix .
+
+lint: .venv/stamp ## form and lint
+	@$(PY) -m ruff format --check .
+	@$(PY) -m ruff check .
+
+types: .venv/stamp ## mypy --strict over the pure half
+	@$(PY) -m mypy
+
+imports: .venv/stamp ## the folder contract: imports only point down, and the pure half is without torch
+	@.venv/bin/lint-imports --no-logo
+
+doctest: .venv/stamp ## the examples in the docstrings of the pure half
+	@$(PYTEST) --doctest-modules $(PURE) || test $$? -eq 5 # 5: no example yet
+
+docs: .venv/stamp ## build the manual in docs/_build/html; a warning is an error
+	@$(PY) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
+golden: .venv/stamp ## rewrite the golden .pipe files of the tests; look at the diff before you commit it
+	@$(PY) -m tests.golden
+
+bench: .venv/stamp ## run a benchmark: make bench BENCH_ARGS="NAME"
+	@$(PY) -m pipefit bench $(BENCH_ARGS)
+
+clean: ## remove the environment, caches and built pages; runs/ stays
+	rm -rf .venv build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,25 @@
+"""Sphinx settings of the manual: MyST pages, the furo theme."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+import pipefit
+
+project = "pipefit"
+author = "The pipefit authors"
+copyright = "2026, The pipefit authors"
+version = release = pipefit.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+
+# The notebook is run by a test and read in Jupyter; the pages link to it.
+exclude_patterns = ["_build", "**.ipynb", "**.ipynb_checkpoints"]
+
+html_theme = "furo"
+html_title = "pipefit"
