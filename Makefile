@@ -7,15 +7,16 @@ SHELL       := bash
 MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
 
-PY        := .venv/bin/python
-DEMO_ARGS ?= train --model gpt --ranks 2 --schedule auto --steps 300 -o runs/demo
+PY         := .venv/bin/python
+DEMO_ARGS  ?= train --model gpt --ranks 2 --schedule auto --steps 300 -o runs/demo
 BENCH_ARGS ?= --help
-PYTEST    := $(PY) -m pytest -q
-XDIST     := -n 2
+PYTEST     := $(PY) -m pytest -q
+XDIST      := -n 2
 # The pure half: everything that never imports torch and whose docstrings are run as tests.
 PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules verify simulate cost timeline partition \
 	planner synthesize draw,src/pipefit/$(part)))
 
+.NOTPARALLEL:
 .PHONY: help venv demo test fast check format lint types imports doctest docs golden bench clean
 
 help: ## print this list
