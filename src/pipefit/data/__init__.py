@@ -1,7 +1,19 @@
 """Built-in data sets that need no download, cut into reproducible and resumable batches."""
 
+from pipefit.data.arrays import ArrayBatches, Digits, digits
 from pipefit.data.corpus import split_corpus, text, unigram_entropy
 from pipefit.data.generate import sample
+from pipefit.data.synthetic import synthetic
 from pipefit.data.windows import TextBatches
 
-__all__ = ["TextBatches", "sample", "split_corpus", "text", "unigram_entropy"]
+__all__ = [
+    "ArrayBatches",
+    "Digits",
+    "TextBatches",
+    "digits",
+    "sample",
+    "split_corpus",
+    "synthetic",
+    "text",
+    "unigram_entropy",
+]

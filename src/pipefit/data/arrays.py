@@ -1,0 +1,145 @@
+"""Arrays of samples in shuffled epochs, and the images that come with scikit-learn."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipefit.data.windows import batch_seed, resume_position
+from pipefit.errors import DataError
+
+__all__ = ["ArrayBatches", "Digits", "digits"]
+
+
+class Digits(NamedTuple):
+    """Images (n, 1, 8, 8) float32 and their labels (n,) int64, for training and for testing."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
+def digits(test: float = 0.2, seed: int = 0) -> Digits:
+    """The 1,797 handwritten digits of scikit-learn (UCI "Optical recognition of handwritten digits"), 8 × 8 pixels.
+
+    Pixels are standardised with the one mean and deviation of the training images.
+
+    Args:
+        test: share of the images kept for testing.
+        seed: of the split.
+
+    Raises:
+        DataError: scikit-learn is not installed, or `test` leaves one side empty.
+    """
+    try:
+        datasets = importlib.import_module("sklearn.datasets")
+    except ImportError as error:
+        raise DataError(
+            "data: digits come with scikit-learn, which is not here: pip install 'pipefit[data]'"
+        ) from error
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    x = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
+    y = torch.tensor(labels, dtype=torch.int64)
+    num_test = round(len(x) * test)
+    if not 0 < num_test < len(x):
+        raise DataError(f"data: a test share of {test} leaves no image on one side; choose one between 0 and 1")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    held, kept = order[:num_test], order[num_test:]
+    mean, deviation = x[kept].mean(), x[kept].std()
+    x = (x - mean) / deviation
+    return Digits(x[kept], y[kept], x[held], y[held])
+
+
+class ArrayBatches:
+    """Batches (x, y) of samples; each epoch has its own order, a function of (seed, epoch) alone.
+
+    Every pass of `for` ends with the epoch, and the next pass is the next epoch. A pass that was left in the middle
+    (a break, or a resume) continues where it was.
+
+    Args:
+        x: samples along the first dimension.
+        y: targets along the first dimension.
+        batch: samples per batch.
+        seed: of the orders.
+        shuffle: False keeps the given order (for evaluation).
+        ragged: keep the last, smaller batch of an epoch; otherwise those samples wait for another epoch's order.
+
+    Raises:
+        DataError: no samples, unequal lengths, or a batch larger than the data when `ragged` is off.
+    """
+
+    def __init__(
+        self, x: Tensor, y: Tensor, batch: int, seed: int = 0, shuffle: bool = True, ragged: bool = False
+    ) -> None:
+        if len(x) != len(y):
+            raise DataError(f"data: {len(x)} samples but {len(y)} targets")
+        if len(x) == 0:
+            raise DataError("data: no samples")
+        if batch < 1 or (batch > len(x) and not ragged):
+            raise DataError(f"data: batch must lie between 1 and the {len(x)} samples there are, got {batch}")
+        self._x, self._y, self._batch, self._seed = x, y, batch, seed
+        self._shuffle, self._ragged = shuffle, ragged
+        self._position = 0
+        self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return -(-len(self._x) // self._batch) if self._ragged else len(self._x) // self._batch
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are complete."""
+        return self._position // len(self)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rest of the current epoch."""
+        end = (self.epoch + 1) * len(self)
+        while self._position < end:
+            index = self._position
+            self._position += 1
+            yield self.batch_at(index)
+
+    def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
+        """Batch number `index`, counted over all epochs, without moving the position."""
+        epoch, within = divmod(index, len(self))
+        rows = self._order(epoch)[within * self._batch : (within + 1) * self._batch]
+        return self._x[rows], self._y[rows]
+
+    def _order(self, epoch: int) -> Tensor:
+        if not self._shuffle:
+            epoch = 0
+        if self._cached[0] != epoch:
+            generator = torch.Generator().manual_seed(batch_seed(self._seed, epoch))
+            order = torch.randperm(len(self._x), generator=generator) if self._shuffle else torch.arange(len(self._x))
+            self._cached = (epoch, order)
+        return self._cached[1]
+
+    def reset(self) -> None:
+        """Goes back to the first batch of the first epoch."""
+        self._position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: position and seed, and the sizes the position counts in."""
+        return {"position": self._position, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the position of `state`.
+
+        Raises:
+            DataError: the state belongs to other data, seed or sizes, so the position would mean other batches.
+        """
+        self._position = resume_position(state, self._identity())
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "batch": self._batch,
+            "num_samples": len(self._x),
+            "shuffle": self._shuffle,
+            "ragged": self._ragged,
+        }

@@ -1,0 +1,93 @@
+"""Finding and calling a user's model factory, so that whatever it does wrong becomes one clear message."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipefit.errors import ModelError, PipefitError, nearest
+
+__all__ = ["call_factory", "find_factory"]
+
+
+def find_factory(path: str) -> Callable[..., Any]:
+    """The callable that `pkg.mod:name` or `folder/file.py:name` names; modules are also looked for in the folder here.
+
+    Raises:
+        ModelError: the module or file is missing or fails when imported, or holds no such callable.
+    """
+    place, _, attribute = path.rpartition(":")
+    if not place or not attribute:
+        raise ModelError(f"expected package.module:factory or file.py:factory, got {path!r}")
+    module = _import_file(place, path) if place.endswith(".py") else _import_module(place, path)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            callables = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
+            raise ModelError(f"{path}: {place} holds no {attribute!r}; {nearest(part, callables)}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ModelError(f"{path}: {attribute!r} is no function but {type(found).__name__}; give a model factory")
+    return found  # type: ignore[no-any-return]
+
+
+def _import_module(name: str, path: str) -> ModuleType:
+    # An installed command does not look into the folder it is called from, but its user does.
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
+        if missing:
+            raise ModelError(f"{path}: there is no module {error.name!r}, neither installed nor in {here}") from error
+        raise ModelError(f"{path}: importing {name} raised {_told(error)}") from error
+
+
+def _import_file(file: str, path: str) -> ModuleType:
+    source = Path(file).resolve()
+    if not source.is_file():
+        raise ModelError(f"{path}: there is no file {source}")
+    # One module per file, also when two folders hold files of one name.
+    name = f"pipefit_user_{source.stem}_{hashlib.sha256(str(source).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ModelError(f"{path}: importing {file} raised {_told(error)}") from error
+    return module
+
+
+def call_factory(factory: Callable[..., Any], options: Mapping[str, Any], model: str) -> Any:
+    """Calls the factory; pipefit's own errors pass, any other becomes a `ModelError` with its message and place."""
+    try:
+        return factory(**options)
+    except PipefitError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{model}: the factory raised {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """What was raised, and the innermost line that raised it."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    # Frames before the user's own belong to the import machinery and to this file.
+    last = frames[-1] if frames else None
+    place = f" ({last.filename}, line {last.lineno}, in {last.name})" if last else ""
+    return f"{type(error).__name__}: {error}{place}"

@@ -1,0 +1,173 @@
+"""From a name to a model with its loss and an example: built-in models, and the user's own `pkg.mod:factory`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from pipefit.errors import ModelError, nearest
+from pipefit.models import examples
+from pipefit.models.blocks import chain
+from pipefit.models.convolution import alexnet, convnet, vgg16
+from pipefit.models.examples import Example, Loss, mean_cross_entropy
+from pipefit.models.factory import call_factory, find_factory
+from pipefit.models.gnmt import gnmt
+from pipefit.models.gpt import gpt
+from pipefit.models.mlp import mlp
+from pipefit.models.options import check_options, parse_text, valid_options
+from pipefit.models.resnet import resnet50
+
+__all__ = ["BUILT_IN", "BuiltIn", "ModelBundle", "build", "parse_options"]
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A model that comes with pipefit.
+
+    `sizes` are options of the example alone, such as the length of a sentence; `data` names the data set that suits
+    the default sizes, None where only random data do.
+    """
+
+    factory: Callable[..., nn.Sequential]
+    example: Callable[[Mapping[str, Any]], Example]
+    data: str | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "alexnet": BuiltIn(alexnet, examples.image_example),
+    "convnet": BuiltIn(convnet, examples.image_example, data="digits"),
+    "gnmt": BuiltIn(gnmt, examples.translation_example, sizes={"length": 24}),
+    "gpt": BuiltIn(gpt, examples.text_example, data="text"),
+    "mlp": BuiltIn(mlp, examples.vector_example, data="digits"),
+    "resnet50": BuiltIn(resnet50, examples.image_example),
+    "vgg16": BuiltIn(vgg16, examples.image_example),
+}
+
+
+@dataclass(frozen=True)
+class ModelBundle:
+    """A model, ready to be profiled, cut and trained.
+
+    Attributes:
+        name: as it was asked for.
+        layers: the model as named layers in order; a module that is no sequence is one layer.
+        loss: (output, target) -> scalar mean over the samples.
+        example: (batch, seed) -> random (x, y) of the shapes and types that the model takes.
+        data: name of the data set to train on when none is given ("text", "digits"), or None.
+        options: every option with the value it has here (empty for the user's own factories, beyond those given).
+        whole: what the factory returned, before it was taken as layers; for tracing a module that is no sequence.
+    """
+
+    name: str
+    layers: nn.Sequential
+    loss: Loss
+    example: Example
+    data: str | None
+    options: Mapping[str, Any]
+    whole: nn.Module
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable and frozen parameters; a tied one counts once."""
+        return sum(parameter.numel() for parameter in self.layers.parameters())
+
+    def describe(self) -> str:
+        """One line for people: name, options, layers, parameters."""
+        given = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.name}({given}): {len(self.layers)} layers, {self.num_parameters:,} parameters"
+
+
+def build(name_or_path: str, **options: object) -> ModelBundle:
+    """Builds a built-in model by name, or the user's own by `pkg.mod:factory` or `path/file.py:factory`.
+
+    The user's factory returns an `nn.Sequential`, a list of modules or of (name, module), or any `nn.Module`; or a
+    tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`. The loss is
+    cross entropy when none is given. Weights come from torch's global random state, so seed it first.
+
+    Args:
+        name_or_path: which model.
+        options: of its factory; words are read by the types in its signature.
+
+    Raises:
+        ModelError: an unknown name (the nearest is suggested) or option, or a factory that cannot be found, raises,
+            or returns something else.
+    """
+    if ":" in name_or_path:
+        return _build_own(name_or_path, options)
+    entry = BUILT_IN.get(name_or_path)
+    if entry is None:
+        hint = nearest(name_or_path, BUILT_IN)
+        raise ModelError(f"unknown model {name_or_path!r}; {hint} Your own model is given as package.module:factory.")
+    given = check_options(entry.factory, options, name_or_path, entry.sizes)
+    defaults = {name: parameter.default for name, parameter in valid_options(entry.factory).items()}
+    complete = {**defaults, **entry.sizes, **given}
+    arguments = {name: value for name, value in given.items() if name not in entry.sizes}
+    layers = call_factory(entry.factory, arguments, name_or_path)
+    example = entry.example(complete)
+    return ModelBundle(name_or_path, layers, mean_cross_entropy, example, entry.data, complete, layers)
+
+
+def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
+    """Options of a model from text such as `layers=8,hidden=256`, by the types in its factory's signature.
+
+    Raises:
+        ModelError: not NAME=VALUE, an unknown option (the valid ones are listed), or a word of another type.
+    """
+    words = parse_text(text, name_or_path)
+    if ":" in name_or_path:
+        return check_options(find_factory(name_or_path), words, name_or_path)
+    if name_or_path not in BUILT_IN:
+        raise ModelError(f"unknown model {name_or_path!r}; {nearest(name_or_path, BUILT_IN)}")
+    entry = BUILT_IN[name_or_path]
+    return check_options(entry.factory, words, name_or_path, entry.sizes)
+
+
+def _build_own(path: str, options: Mapping[str, object]) -> ModelBundle:
+    factory = find_factory(path)
+    given = check_options(factory, options, path)
+    made = call_factory(factory, given, path)
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3:
+        raise ModelError(f"{path}: expected a model, (model, loss) or (model, loss, example); got {len(parts)} things")
+    model, loss, example = (*parts, None, None)[:3]
+    for part, what in ((loss, "loss"), (example, "example")):
+        if part is not None and not callable(part):
+            raise ModelError(f"{path}: the {what} must be callable, got {type(part).__name__}")
+    layers = _as_layers(model, path)
+    whole = model if isinstance(model, nn.Module) else layers
+    return ModelBundle(path, layers, loss or mean_cross_entropy, example or _no_example(path), None, given, whole)
+
+
+def _no_example(path: str) -> Example:
+    def example(batch: int, seed: int = 0) -> tuple[Any, Any]:
+        raise ModelError(
+            f"{path}: the shapes of its input are not known; let the factory return (model, loss, example), "
+            "with example(batch, seed) giving random (x, y), or give data"
+        )
+
+    return example
+
+
+def _as_layers(model: object, path: str) -> nn.Sequential:
+    if isinstance(model, nn.Sequential):
+        layers = model
+    elif isinstance(model, nn.ModuleList | list):
+        layers = chain(_named(index, item, path) for index, item in enumerate(model))
+    elif isinstance(model, nn.Module):
+        layers = chain([("model", model)])
+    else:
+        raise ModelError(f"{path}: expected the factory to return an nn.Module or a list, got {type(model).__name__}")
+    if len(layers) == 0:
+        raise ModelError(f"{path}: the model has no layers")
+    return layers
+
+
+def _named(index: int, item: object, path: str) -> tuple[str, nn.Module]:
+    name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(index), item)
+    if not isinstance(name, str) or not isinstance(module, nn.Module):
+        raise ModelError(f"{path}: layer {index} of the list is no nn.Module but {type(module).__name__}")
+    return name, module
