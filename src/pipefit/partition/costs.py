@@ -1,0 +1,114 @@
+"""What communication costs PipeDream's partitioner, by named convention, because published answers depend on it.
+
+Legend: m replicas of a stage, W its weight bytes, B bandwidth of the level, C its time on one component, g components
+of the level below, a bytes across a cut, m_left and m_right the replicas on the cut's two sides.
+
+| convention | stage on m components, seconds per mini-batch | cut |
+|---|---|---|
+| paper | max(C, 2(m−1)·W/B) / m | 2a/B |
+| ring | max(C, 2(m−1)/m·W/B) / m | 2a/(B·min(m_left, m_right)) |
+| pipedream-code | (C + D(m)) / m, D(m) = 4(m−1)·W/(B·m); D/g where a level is not split, or in its first stage | as ring |
+
+`paper` is the formula as printed (Narayanan et al., SOSP 2019, section 3.1). `ring` counts what a ring all-reduce sends,
+once per m mini-batches. `pipedream-code` is what the released optimizer computes with activation costs on; beyond the
+table, it charges no sending to the first stage of a level, charges a level's last stage for sending out of the level
+unless the model ends there, and uses all M workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipefit.errors import PlanError, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+__all__ = ["CONVENTIONS", "Convention", "convention_named", "data_parallel_s", "reduce_s", "stage_s"]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How communication is counted.
+
+    Attributes:
+        name: as users write it.
+        overlaps: reduction runs beside computation (their maximum counts), else after it (their sum).
+        divides: a cut's bytes are shared by the replicas of either side.
+        exact: all workers of a level must be used.
+        below: reduction of a level's first stage is divided by the width of the level below.
+        sends_first: the first stage of a level pays for what it sends.
+        sends_out: the last of several stages of a level pays for what leaves the level.
+    """
+
+    name: str
+    overlaps: bool
+    divides: bool
+    exact: bool
+    below: bool
+    sends_first: bool
+    sends_out: bool
+
+
+CONVENTIONS: dict[str, Convention] = {
+    rule.name: rule
+    for rule in (
+        Convention("paper", True, False, False, False, True, False),
+        Convention("ring", True, True, False, False, True, False),
+        Convention("pipedream-code", False, True, True, True, False, True),
+    )
+}
+
+
+def convention_named(name: str) -> Convention:
+    """The convention of this name.
+
+    Raises:
+        PlanError: there is none.
+    """
+    if name not in CONVENTIONS:
+        raise PlanError(f"unknown cost convention {name!r}; {nearest(name, CONVENTIONS)}")
+    return CONVENTIONS[name]
+
+
+def reduce_s(rule: Convention, weight_bytes: Any, replicas: int, bandwidth: float) -> Any:
+    """Seconds of the reduction of weight gradients over the replicas, as the convention counts it (D, or its like)."""
+    if rule.name == "paper":
+        return 2 * (replicas - 1) * weight_bytes / bandwidth
+    factor = 2 if rule.overlaps else 4
+    return factor * (replicas - 1) * weight_bytes / (bandwidth * replicas)
+
+
+def stage_s(
+    rule: Convention, compute_s: Any, weight_bytes: Any, replicas: int, bandwidth: float, below: int, first: bool
+) -> Any:
+    """Seconds per mini-batch of a stage on `replicas` components (numbers or arrays; infinite stays infinite).
+
+    Args:
+        rule: the convention.
+        compute_s: seconds per mini-batch on one component.
+        weight_bytes: of the stage.
+        replicas: m.
+        bandwidth: of the level, bytes per second.
+        below: components of the level below (1 for devices).
+        first: the stage is the first of its level, or its only one.
+    """
+    import numpy as np
+
+    reduction = reduce_s(rule, weight_bytes, replicas, bandwidth)
+    if rule.overlaps:
+        return np.maximum(compute_s, reduction) / replicas
+    return (compute_s + (reduction / below if first and rule.below else reduction)) / replicas
+
+
+def data_parallel_s(rule: Convention, total_s: float, weight_bytes: float, levels: list[tuple[int, float]]) -> float:
+    """Seconds per mini-batch of plain data parallelism over all levels (width, bandwidth), folded from the inside."""
+    time_s, below = total_s, 1
+    for width, bandwidth in levels:
+        time_s = float(stage_s(rule, time_s, weight_bytes, width, bandwidth, below, first=True))
+        below = width
+    return time_s

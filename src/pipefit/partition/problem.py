@@ -1,0 +1,146 @@
+"""One search of PipeDream's partitioner: states, levels, rules, and what a stage costs.
+
+Every cost is local to a stage once the cut 2a/(B·min(m_left, m_right)) is read as max(2a/(B·m_left), 2a/(B·m_right)):
+a stage pays for its own computation and reduction, for what it receives and for what it sends, and the time per
+mini-batch is the largest of all these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pipefit.partition.costs import Convention, stage_s
+from pipefit.partition.states import States
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+__all__ = ["Memory", "Problem"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a device can hold, and what a stage keeps there.
+
+    A stage with weights W and saved bytes A and k mini-batches in flight holds k·(versions·W + A) + state·W.
+
+    Attributes:
+        limit_bytes: of one device; infinite: no limit.
+        versions: 1.0 when every mini-batch in flight keeps its own weights (weight stashing), 0.0 when none does.
+        state: bytes of gradients and optimizer states (and the weights themselves, where versions is 0) per weight byte.
+    """
+
+    limit_bytes: float = math.inf
+    versions: float = 1.0
+    state: float = 1.0
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit at all."""
+        return math.isfinite(self.limit_bytes)
+
+    def needed_bytes(self, weight_bytes: float, saved_bytes: float, in_flight: int) -> float:
+        """Bytes of a stage with this many mini-batches in flight."""
+        return in_flight * (self.versions * weight_bytes + saved_bytes) + self.state * weight_bytes
+
+
+@dataclass
+class Problem:
+    """States, levels (width, bytes per second; from the inside) and rules of one search."""
+
+    states: States
+    levels: list[tuple[int, float]]
+    rule: Convention
+    memory: Memory = Memory()
+    straight: bool = False
+    bases: dict[tuple[int, Fraction], Array] = field(default_factory=dict, repr=False)
+
+    def replica_counts(self, components: int) -> range:
+        """The replica counts a stage may have with this many components left."""
+        return range(1, (1 if self.straight else components) + 1)
+
+    def totals(self, level: int) -> range:
+        """How many components of a level a partition may use: all where the convention says so, else at most all."""
+        width = self.levels[level - 1][0]
+        return range(width if self.rule.exact else 1, width + 1)
+
+    def context(self, level: int, beyond: Fraction, components: int, replicas: int) -> Fraction:
+        """Devices behind a stage for each of its copies, when it has `replicas` of the `components` from it on.
+
+        `beyond` is the same figure for the level above. On level 0, where copies are devices, ceil(1 + this) is
+        ceil(devices from the stage on / its replicas): its mini-batches in flight. Without a memory limit that
+        decides nothing, and this is 0 so that all stages share one table.
+        """
+        if not self.memory.is_limited:
+            return Fraction(0)
+        size = math.prod(width for width, _ in self.levels[: level - 1])
+        behind = ((components - replicas) * size + beyond) / replicas
+        return Fraction(math.ceil(behind)) if level == 1 else behind
+
+    @cached_property
+    def compute_s(self) -> Array:
+        """Array [a, b]: seconds per mini-batch of the layers from state a to b on one device; infinite where none."""
+        between = self.states.between
+        return between("forward_s") + between("backward_input_s") + between("backward_weight_s")
+
+    @cached_property
+    def weight_bytes(self) -> Array:
+        """Array [a, b]: bytes of the weights; 0 where there is no such stage."""
+        import numpy as np
+
+        return np.where(self.states.inside, self.states.between("weight_bytes"), 0.0)
+
+    @cached_property
+    def saved_bytes(self) -> Array:
+        """Array [a, b]: bytes saved for the backward pass; 0 where there is no such stage."""
+        import numpy as np
+
+        return np.where(self.states.inside, self.states.between("saved_bytes"), 0.0)
+
+    def device_s(self, beyond: Array | float, row: slice | int, columns: slice | int) -> Array:
+        """Part of `compute_s`, infinite where memory does not suffice with 1 + `beyond` mini-batches in flight.
+
+        `beyond` may be an array (p, 1) for one row; the result is then (p, columns).
+        """
+        import numpy as np
+
+        compute = self.compute_s[row, columns]
+        if not self.memory.is_limited:
+            return compute
+        weights, saved = self.weight_bytes[row, columns], self.saved_bytes[row, columns]
+        needed = (1 + np.ceil(beyond)) * (self.memory.versions * weights + saved) + self.memory.state * weights
+        return np.where(needed <= self.memory.limit_bytes, compute, np.inf)
+
+    def stage_s(
+        self, level: int, base: Array, replicas: Array | int, row: slice | int, columns: slice | int, first: bool, last: bool
+    ) -> Array:
+        """Seconds per mini-batch of stages of a level: computation, reduction, receiving and sending.
+
+        Args:
+            level: counted from 1.
+            base: seconds on one component, for this row and these columns.
+            replicas: m, or an array (p, 1) of them for one row.
+            row: state the stage starts at (all for a matrix).
+            columns: states it may end at.
+            first: nothing is received; as the first stage of its level.
+            last: nothing is sent inside the level.
+        """
+        import numpy as np
+
+        bandwidth = self.levels[level - 1][1]
+        below = self.levels[level - 2][0] if level > 1 else 1
+        cost = stage_s(self.rule, base, self.weight_bytes[row, columns], replicas, bandwidth, below, first)
+        link_s = 2 * self.states.crossing_bytes / bandwidth
+        share = replicas if self.rule.divides else 1
+        if not first:
+            received = link_s[row]
+            cost = np.maximum(cost, (received if isinstance(row, int) else received[:, None]) / share)
+        sends = (self.rule.sends_out and not first) if last else (self.rule.sends_first or not first)
+        return np.maximum(cost, link_s[columns] / share) if sends else cost

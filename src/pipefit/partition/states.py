@@ -1,0 +1,192 @@
+"""Where a graph can be cut: its down-sets, and the costs between them.
+
+A stage boundary is a set of layers that holds, with every layer, all that feed it (a down-set, written D below).
+Then data only flows forward through it. Stages are the differences of a rising sequence of down-sets. A chain of N
+layers has N + 1 down-sets; a graph whose branches are wide has too many to list, and there a block of the graph
+(the part between two cuts that every other cut agrees with) is cut along a few linear orders instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pipefit.spec import Profile
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+__all__ = ["States", "find_states"]
+
+
+@dataclass(frozen=True)
+class States:
+    """Down-sets D_0 ⊂ … in an order in which every set comes after its subsets, as bit masks of layers.
+
+    Attributes:
+        profile: the layers.
+        masks: bit i of masks[a] is set when layer i is in D_a; masks[0] holds only layers that cost nothing.
+        complete: every down-set is here, so a search over them is exact.
+    """
+
+    profile: Profile
+    masks: tuple[int, ...]
+    complete: bool
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    @cached_property
+    def member(self) -> Array:
+        """Array [state, layer] of ones and zeros."""
+        import numpy as np
+
+        num_layers = len(self.profile)
+        width = (num_layers + 7) // 8
+        raw = b"".join(mask.to_bytes(width, "little") for mask in self.masks)
+        bits = np.unpackbits(np.frombuffer(raw, np.uint8).reshape(len(self.masks), width), axis=1, bitorder="little")
+        return bits[:, :num_layers].astype(np.float64)
+
+    @cached_property
+    def inside(self) -> NDArray[np.bool_]:
+        """Array [a, b]: D_a is a proper subset of D_b, so the layers between them can be a stage."""
+        import numpy as np
+
+        outside = self.member @ (1.0 - self.member).T
+        return (outside == 0) & ~np.eye(len(self), dtype=bool)
+
+    def between(self, field: str) -> Array:
+        """Array [a, b]: the sum of a layer's figure over D_b minus D_a; infinite where b does not hold a."""
+        import numpy as np
+
+        total = self.member @ np.array([getattr(layer, field) for layer in self.profile.layers], dtype=np.float64)
+        # Differences of sums leave rounding dust where the true value is 0.
+        difference = np.maximum(total[None, :] - total[:, None], 0.0)
+        difference[difference < 1e-13 * total.max()] = 0.0
+        return np.where(self.inside, difference, np.inf)
+
+    @cached_property
+    def crossing_bytes(self) -> Array:
+        """Bytes that cross the boundary at each state: every output used outside of it, counted once."""
+        import numpy as np
+
+        used_by = [0] * len(self.profile)
+        for tail, head in self.profile.links:
+            used_by[tail] |= 1 << head
+        result = np.zeros(len(self))
+        for tail, users in enumerate(used_by):
+            size = self.profile.layers[tail].output_bytes
+            if users and size:
+                result += [size if mask >> tail & 1 and users & ~mask else 0.0 for mask in self.masks]
+        return result
+
+    def layers_between(self, a: int, b: int) -> tuple[int, ...]:
+        """The layers of the stage from D_a to D_b; a stage that starts at the first state holds the free layers too."""
+        mask = self.masks[b] & ~self.masks[a] if a else self.masks[b]
+        return tuple(index for index in range(len(self.profile)) if mask >> index & 1)
+
+
+def find_states(profile: Profile, max_states: int = 2000) -> States:
+    """The down-sets of a profile's graph, all of them when there are at most `max_states`.
+
+    Sources that cost nothing at all (inputs) belong to the first stage: they are in every state.
+    """
+    num_layers = len(profile)
+    feeds = [0] * num_layers
+    for tail, head in profile.links:
+        feeds[head] |= 1 << tail
+    free = _free_sources(profile, feeds)
+    blocks = _blocks(feeds, free, num_layers)
+    allowance = max(max_states // max(len(blocks), 1), 8)
+    # Small blocks leave their allowance to the larger ones.
+    listed = [_down_sets(start, end, feeds, max_states) for start, end in blocks]
+    if sum(len(sets) if sets else max_states + 1 for sets in listed) > max_states:
+        listed = [sets if sets is not None and len(sets) <= allowance else None for sets in listed]
+    complete = all(sets is not None for sets in listed)
+    masks = {free}
+    for (start, end), sets in zip(blocks, listed, strict=True):
+        masks.update(sets if sets is not None else _along_orders(profile, start, end, feeds))
+    return States(profile, tuple(sorted(masks, key=lambda mask: (mask.bit_count(), mask))), complete)
+
+
+def _free_sources(profile: Profile, feeds: list[int]) -> int:
+    """Layers without predecessors, time, weights and output bytes; none, if that were all layers."""
+    free = 0
+    for index, layer in enumerate(profile.layers):
+        if feeds[index] == 0 and layer.total_s == layer.weight_bytes == layer.output_bytes == 0:
+            free |= 1 << index
+    return 0 if free == (1 << len(profile)) - 1 else free
+
+
+def _blocks(feeds: list[int], free: int, num_layers: int) -> list[tuple[int, int]]:
+    """Consecutive pairs of cuts that are comparable with every down-set.
+
+    The prefix D of the layers' order is such a cut when each layer outside of it needs all of D.
+    """
+    above = [0] * num_layers
+    for index in range(num_layers):
+        above[index] = feeds[index]
+        for tail in range(index):
+            if feeds[index] >> tail & 1:
+                above[index] |= above[tail]
+    cuts = [(1 << num_layers) - 1]
+    common = cuts[0]
+    for index in reversed([i for i in range(num_layers) if not free >> i & 1]):
+        common &= above[index] | free
+        prefix = ((1 << index) - 1) | free
+        if prefix & ~common == 0 and prefix != free:
+            cuts.append(prefix)
+    cuts.append(free)
+    cuts.reverse()
+    return list(zip(cuts, cuts[1:], strict=False))
+
+
+def _down_sets(start: int, end: int, feeds: list[int], limit: int) -> list[int] | None:
+    """All down-sets from `start` to `end` but `start` itself; None when there are more than `limit`."""
+    seen = {start}
+    frontier = [start]
+    rest = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
+    while frontier:
+        grown = set()
+        for mask in frontier:
+            for index in rest:
+                if not mask >> index & 1 and feeds[index] & ~mask == 0:
+                    grown.add(mask | 1 << index)
+        frontier = list(grown)
+        seen |= grown
+        if len(seen) > limit + 1:
+            return None
+    return sorted(seen - {start})
+
+
+def _along_orders(profile: Profile, start: int, end: int, feeds: list[int]) -> list[int]:
+    """The prefixes of three linear orders of a block: as given, branch after branch, and least bytes across first."""
+    users: list[int] = [0] * len(feeds)
+    for tail, head in profile.links:
+        users[tail] |= 1 << head
+
+    def crossing(mask: int) -> float:
+        return sum(
+            layer.output_bytes for i, layer in enumerate(profile.layers) if mask >> i & 1 and users[i] & ~mask
+        )
+
+    result = set()
+    for rule in ("given", "branches", "bytes"):
+        mask, last_ready = start, [index for index in range(len(feeds)) if end >> index & 1 and not start >> index & 1]
+        latest = -1
+        while mask != end:
+            ready = [i for i in last_ready if not mask >> i & 1 and feeds[i] & ~mask == 0]
+            if rule == "given":
+                chosen = ready[0]
+            elif rule == "branches":
+                chosen = next((i for i in ready if latest >= 0 and feeds[i] >> latest & 1), ready[0])
+            else:
+                chosen = min(ready, key=lambda i: (crossing(mask | 1 << i), i))
+            latest = chosen
+            mask |= 1 << chosen
+            result.add(mask)
+    return sorted(result)

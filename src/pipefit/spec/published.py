@@ -1,0 +1,177 @@
+"""Profiles from files: pipefit's own format, and the layer graphs published with PipeDream (Harlap et al., SOSP 2019).
+
+A published graph is JSON with `nodes` (id, desc, forward_ms, backward_ms, activation_bytes, parameter_bytes) and
+`edges` (pairs of ids). Three of them are part of the package: `load_profile("vgg16")`, "resnet50", "gnmt".
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipefit.errors import ProfileError, nearest
+from pipefit.spec.files import decode, read_json
+from pipefit.spec.profile import Layer, Profile
+
+__all__ = ["from_published", "load_profile", "published_names"]
+
+_FOLDER = Path(__file__).resolve().parent.parent / "profiles_published"
+
+# The file of the translator does not store its batch size; the command in its authors' README uses 64, and
+# 64 samples of 24 words explain its dominant activation (4 bytes · 1024 · 1536).
+_BATCH_SIZE_ELSEWHERE = {"gnmt": 64}
+
+
+class _Node(msgspec.Struct, frozen=True):
+    id: str
+    desc: str
+    forward_ms: float
+    backward_ms: float
+    activation_bytes: float
+    parameter_bytes: float
+
+
+class _Graph(msgspec.Struct, frozen=True):
+    model: str
+    nodes: tuple[_Node, ...]
+    edges: tuple[tuple[str, str], ...]
+    batch_size: int | None = None
+    source: str = ""
+
+
+def published_names() -> tuple[str, ...]:
+    """The names of the published profiles that come with the package.
+
+    >>> published_names()
+    ('gnmt', 'resnet50', 'vgg16')
+    """
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads a profile: a file in pipefit's format, a published layer graph, or the name of one in the package.
+
+    >>> profile = load_profile("vgg16")
+    >>> len(profile), profile.microbatch_size
+    (41, 128)
+
+    Raises:
+        ProfileError: no such file or name; or what is wrong in it, with the path inside the file.
+    """
+    if str(path) in published_names() and not Path(path).is_file():
+        path = _FOLDER / f"{path}.json"
+    elif not Path(path).exists() and Path(path).suffix == "" and len(Path(path).parts) == 1:
+        raise ProfileError(f"{path}: no such file, and no published profile: {nearest(str(path), published_names())}")
+    data = read_json(path, ProfileError)
+    if isinstance(data, dict) and "nodes" in data and "format" not in data:
+        return from_published(data, str(path))
+    return decode("profile", data, Profile, ProfileError, str(path))
+
+
+def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
+    """A published layer graph as a Profile, for one whole mini-batch.
+
+    What the published form leaves open is settled so:
+
+    - a source whose description begins with "Input" is data loading: it stays as a layer, but costs nothing;
+    - sinks whose description begins with "__getitem__" (parts of an output nobody uses) are left out, in one pass;
+    - the backward pass is published as one figure: half is put down to the input and half to the weights,
+      and all of it to the input where a layer has no weights;
+    - bytes saved for the backward pass are not published: the output's bytes stand for them.
+
+    The layers come in a topological order, nodes that could be next in the order of the file.
+
+    Raises:
+        ProfileError: with `where` and the path inside the data; for a cycle, with a node on it.
+    """
+    try:
+        graph = msgspec.convert(data, _Graph)
+    except msgspec.ValidationError as problem:
+        raise ProfileError(f"{where}: {problem}") from None
+    index_of = _check(graph, where)
+    edges = [(index_of[tail], index_of[head]) for tail, head in graph.edges]
+    tails, heads = {tail for tail, _ in edges}, {head for _, head in edges}
+    unused = {i for i, node in enumerate(graph.nodes) if node.desc.startswith("__getitem__") and i not in tails}
+    kept = [i for i in _topological(len(graph.nodes), edges, graph.nodes, where) if i not in unused]
+    place = {old: new for new, old in enumerate(kept)}
+    layers = tuple(_layer(graph.nodes[i], is_source=i not in heads) for i in kept)
+    links = sorted({(place[tail], place[head]) for tail, head in edges if head in place})
+    batch = graph.batch_size if graph.batch_size is not None else _BATCH_SIZE_ELSEWHERE.get(graph.model, 1)
+    try:
+        return Profile(graph.model, batch, layers, tuple(links), "as published", graph.source)
+    except ProfileError as problem:
+        raise ProfileError(f"{where}: {problem}") from None
+
+
+def _check(graph: _Graph, where: str) -> dict[str, int]:
+    """The index of every node by its id, after everything in the file was looked at."""
+    index_of: dict[str, int] = {}
+    for index, node in enumerate(graph.nodes):
+        if node.id in index_of:
+            raise ProfileError(f"{where}: nodes[{index}].id: {node.id!r} is also the id of nodes[{index_of[node.id]}]")
+        index_of[node.id] = index
+        for field in ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes"):
+            value = getattr(node, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise ProfileError(
+                    f"{where}: nodes[{index}].{field}: expected a finite number ≥ 0, got {value} (node {node.id})"
+                )
+    for index, edge in enumerate(graph.edges):
+        for end, name in enumerate(edge):
+            if name not in index_of:
+                raise ProfileError(f"{where}: edges[{index}][{end}]: there is no node {name!r}")
+    return index_of
+
+
+def _topological(num_nodes: int, edges: Sequence[tuple[int, int]], nodes: Sequence[_Node], where: str) -> list[int]:
+    """An order in which data flows forward; among nodes that could be next, the earlier in the file."""
+    after: list[list[int]] = [[] for _ in range(num_nodes)]
+    missing = [0] * num_nodes
+    for tail, head in edges:
+        after[tail].append(head)
+        missing[head] += 1
+    ready = [i for i in range(num_nodes) if missing[i] == 0]
+    order: list[int] = []
+    while ready:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for head in after[node]:
+            missing[head] -= 1
+            if missing[head] == 0:
+                heapq.heappush(ready, head)
+    if len(order) < num_nodes:
+        cycle = " → ".join(nodes[i].id for i in _cycle(missing, edges))
+        raise ProfileError(f"{where}: edges: the graph has a cycle: {cycle}; data must flow forward")
+    return order
+
+
+def _cycle(missing: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """A cycle among the nodes that never became ready, its first node repeated at the end."""
+    before = {head: tail for tail, head in edges if missing[tail] > 0 and missing[head] > 0}
+    walk = [next(iter(before))]
+    while (node := before[walk[-1]]) not in walk:
+        walk.append(node)
+    # The walk goes against the edges; what comes before the first visit of `node` leads into the cycle only.
+    return [node, *reversed(walk[walk.index(node) :])]
+
+
+def _layer(node: _Node, is_source: bool) -> Layer:
+    name = f"{node.id} {' '.join(node.desc.split())}"
+    if is_source and node.desc.startswith("Input"):
+        return Layer(name, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    backward_s = node.backward_ms / 1000
+    weight_s = backward_s / 2 if node.parameter_bytes > 0 else 0.0
+    return Layer(
+        name,
+        forward_s=node.forward_ms / 1000,
+        backward_input_s=backward_s - weight_s,
+        backward_weight_s=weight_s,
+        output_bytes=node.activation_bytes,
+        saved_bytes=node.activation_bytes,
+        weight_bytes=node.parameter_bytes,
+    )
