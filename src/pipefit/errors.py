@@ -1,0 +1,81 @@
+"""Every mistake a user can make, as one kind of exception.
+
+A `PipefitError` says what was expected, what came, and what to do. The command line prints it as one message
+and leaves with exit code 2; it never shows a traceback for one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CommunicationError",
+    "DataError",
+    "InfeasibleError",
+    "InvalidProgramError",
+    "ModelError",
+    "NonFiniteLossError",
+    "PipefitError",
+    "PlanError",
+    "ProfileError",
+    "ProgramError",
+    "ScheduleError",
+    "TopologyError",
+    "nearest",
+]
+
+
+class PipefitError(ValueError):
+    """What a user gave cannot be used as it stands."""
+
+
+class ProfileError(PipefitError):
+    """A profile is malformed; the message names the path inside the file."""
+
+
+class TopologyError(PipefitError):
+    """A topology is malformed; the message names the path inside the file."""
+
+
+class PlanError(PipefitError):
+    """A plan, partition or placement contradicts itself or its model."""
+
+
+class InfeasibleError(PipefitError):
+    """No plan fits; the message says what is missing and the cheapest change that would help."""
+
+
+class ScheduleError(PipefitError):
+    """An unknown schedule, or a shape the schedule has no meaning for."""
+
+
+class ProgramError(PipefitError):
+    """The text of a program cannot be read; the message names the line."""
+
+
+class InvalidProgramError(PipefitError):
+    """A program that the verifier refuses; the message holds its report."""
+
+
+class ModelError(PipefitError):
+    """A model cannot be built, split or run as asked."""
+
+
+class DataError(PipefitError):
+    """Data is missing, empty, or cannot be cut into micro-batches."""
+
+
+class NonFiniteLossError(PipefitError):
+    """The loss became NaN or infinite; every rank agreed before the weights changed."""
+
+
+class CommunicationError(RuntimeError):
+    """A peer died, hung or sent what was not expected: not the user's mistake, but never silent."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that helps whoever mistyped `name`: the nearest known names, else all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"

@@ -1,0 +1,22 @@
+"""Schedules as programs: operations, instructions, programs, their text, dependencies and liveness. No torch here."""
+
+from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd, recompute
+from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, Kind, Lane, Op
+from pipefit.ir.program import Header, Program, WeightRule
+
+__all__ = [
+    "COMPUTE_OPS",
+    "OP_SPEC",
+    "Header",
+    "Instruction",
+    "Kind",
+    "Lane",
+    "Op",
+    "Program",
+    "WeightRule",
+    "bwd",
+    "bwd_input",
+    "bwd_weight",
+    "fwd",
+    "recompute",
+]

@@ -1,0 +1,149 @@
+"""Must come before: for every instruction, which others its values come from. Built once for each program.
+
+Instructions are numbered through all ranks. A value is made and needed on one rank, so an edge joins two instructions
+of the same list, the maker first; what crosses ranks are messages (a send and its receive) and collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Header, Program
+from pipefit.ir.values import WEIGHTS, WGRAD, Value, consumes, makes, needs, tied_stages
+
+__all__ = ["Graph", "collective_members", "dependency_graph"]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """The dependencies of a program.
+
+    Attributes:
+        program: what it was built from.
+        starts: number of each rank's first instruction, and at the end how many there are.
+        instructions: of all ranks, in turn.
+        ranks: the rank of each.
+        preds: for each, the earlier instructions of its rank that made the values it needs.
+        missing: needs that no earlier instruction of the rank has made (or that are used up): (instruction, value).
+        partner: the receive of each send and the send of each receive.
+        unmatched: sends and receives that have no partner.
+        collectives: the instructions that take part in each collective, one per rank.
+        collective_of: the index of each reduce's and barrier's collective.
+    """
+
+    program: Program
+    starts: list[int]
+    instructions: list[Instruction]
+    ranks: list[int]
+    preds: list[tuple[int, ...]]
+    missing: list[tuple[int, Value]]
+    partner: dict[int, int]
+    unmatched: list[int]
+    collectives: list[tuple[int, ...]]
+    collective_of: dict[int, int]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The rank of an instruction and its index there."""
+        return self.ranks[number], number - self.starts[self.ranks[number]]
+
+
+def dependency_graph(program: Program) -> Graph:
+    """The dependency graph of a program, valid or not: what is missing or unmatched is listed, never raised.
+
+    It is built once and kept with the program.
+    """
+    cached: Graph | None = program.__dict__.get("_graph")
+    if cached is None:
+        cached = program.__dict__["_graph"] = _build(program)
+    return cached
+
+
+def _build(program: Program) -> Graph:
+    starts: list[int] = [0]
+    flat: list[Instruction] = []
+    rank_of: list[int] = []
+    preds: list[tuple[int, ...]] = []
+    missing: list[tuple[int, Value]] = []
+    for rank, instructions in enumerate(program.ranks):
+        flat += instructions
+        rank_of += [rank] * len(instructions)
+        _link_rank(program, rank, starts[-1], preds, missing)
+        starts.append(len(flat))
+    partner, unmatched = _match_messages(flat, rank_of)
+    collectives = _collectives(program, flat, rank_of)
+    members = {number: index for index, group in enumerate(collectives) for number in group}
+    return Graph(program, starts, flat, rank_of, preds, missing, partner, unmatched, collectives, members)
+
+
+def _link_rank(
+    program: Program, rank: int, start: int, preds: list[tuple[int, ...]], missing: list[tuple[int, Value]]
+) -> None:
+    makers: dict[Value, tuple[int, ...]] = {value: () for value in _resident_at_start(program, rank)}
+    for index, instruction in enumerate(program.ranks[rank]):
+        number = start + index
+        found: tuple[int, ...] = ()
+        for value in needs(instruction, program, rank):
+            maker = makers.get(value)
+            if maker is None:
+                missing.append((number, value))
+            else:
+                found += maker
+        preds.append(found)
+        for value in consumes(instruction):
+            makers.pop(value, None)
+        for value in makes(instruction, program, rank):
+            # Gradients of weights are summed from many makers; any other value is the newest maker's.
+            makers[value] = (*makers.get(value, ()), number) if value.kind == WGRAD else (number,)
+
+
+def _resident_at_start(program: Program, rank: int) -> list[Value]:
+    fetched = {i.stage for i in program.ranks[rank] if i.op is Op.FETCH and i.kind == WEIGHTS}
+    return [Value(WEIGHTS, stage, 0) for stage in program.header.stages_of(rank) if stage not in fetched]
+
+
+def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:
+    waiting: dict[tuple[object, ...], list[int]] = {}
+    partner: dict[int, int] = {}
+    messages = [(number, i) for number, i in enumerate(flat) if i.op is Op.SEND or i.op is Op.RECV]
+    for number, i in messages:
+        if i.op is Op.SEND:
+            waiting.setdefault((rank_of[number], i.peer, i.kind, i.stage, i.mb), []).append(number)
+    for key in waiting:
+        waiting[key].reverse()
+    unmatched = []
+    for number, i in messages:
+        if i.op is Op.RECV:
+            sends = waiting.get((i.peer, rank_of[number], i.kind, i.stage, i.mb))
+            if sends:
+                send = sends.pop()
+                partner[send], partner[number] = number, send
+            else:
+                unmatched.append(number)
+    unmatched += [number for sends in waiting.values() for number in sends]
+    return partner, sorted(unmatched)
+
+
+def collective_members(header: Header, instruction: Instruction) -> tuple[int, ...]:
+    """The ranks that must take part in a reduce or barrier, in increasing order.
+
+    A tied weight is summed over every rank that holds a stage of its group, replicas included.
+    """
+    if instruction.op is Op.BARRIER or instruction.kind == Kind.NORM:
+        return tuple(range(header.num_ranks))
+    if instruction.kind == Kind.TIED:
+        return tuple(r for r in range(header.num_ranks) if tied_stages(header, instruction.stage, r))
+    return tuple(sorted(header.placement[instruction.stage]))
+
+
+def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) -> list[tuple[int, ...]]:
+    """Groups the k-th occurrence of each collective on every rank."""
+    seen: dict[tuple[object, ...], int] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, i in enumerate(flat):
+        if i.op is Op.REDUCE or i.op is Op.BARRIER:
+            what = (i.op, i.kind, i.stage, i.version)
+            turn = seen[(rank_of[number], *what)] = seen.get((rank_of[number], *what), -1) + 1
+            groups.setdefault((*what, turn), []).append(number)
+    return [tuple(group) for group in groups.values()]

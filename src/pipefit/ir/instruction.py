@@ -1,0 +1,73 @@
+"""One instruction, as data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipefit.ir.op import OP_SPEC, Op
+
+__all__ = ["Instruction", "bwd", "bwd_input", "bwd_weight", "fwd", "recompute"]
+
+
+class Instruction(msgspec.Struct, frozen=True, gc=False):
+    """An operation and its operands; −1 and "" where the operation has none.
+
+    Attributes:
+        op: the operation.
+        stage: global stage index, from 0 at the input.
+        mb: global micro-batch index within the program.
+        version: of the stage's weights; for `reduce` and `step` also the index of the update whose gradients are meant.
+        kind: of the value moved, or of the reduction.
+        peer: the other rank of a message.
+        tier: "host" or "disk".
+    """
+
+    op: Op
+    stage: int = -1
+    mb: int = -1
+    version: int = -1
+    kind: str = ""
+    peer: int = -1
+    tier: str = ""
+
+    def __str__(self) -> str:
+        return " ".join((self.op.value, *(self._operand(field) for field in OP_SPEC[self.op].fields)))
+
+    def _operand(self, field: str) -> str:
+        if field == "peer":
+            return f"{'>' if self.op is Op.SEND else '<'}{self.peer}"
+        value = getattr(self, field)
+        prefix = {"stage": "s", "mb": "m", "version": "w"}.get(field, "")
+        if prefix:
+            return f"{prefix}{value}" if value >= 0 else f"{prefix}*"
+        return str(value)
+
+    @property
+    def short(self) -> str:
+        """How drawings and `--json` name it: "F0.3" is the forward of stage 0 on micro-batch 3."""
+        return f"{OP_SPEC[self.op].letter or self.op.value}{self.stage}.{self.mb}"
+
+
+def fwd(stage: int, mb: int) -> Instruction:
+    """A forward whose version a pass will set."""
+    return Instruction(Op.FWD, stage, mb)
+
+
+def bwd(stage: int, mb: int) -> Instruction:
+    """A full backward whose version a pass will set."""
+    return Instruction(Op.BWD, stage, mb)
+
+
+def bwd_input(stage: int, mb: int) -> Instruction:
+    """The input half of a backward."""
+    return Instruction(Op.BWD_INPUT, stage, mb)
+
+
+def bwd_weight(stage: int, mb: int) -> Instruction:
+    """The weight half of a backward."""
+    return Instruction(Op.BWD_WEIGHT, stage, mb)
+
+
+def recompute(stage: int, mb: int) -> Instruction:
+    """A replay of a forward."""
+    return Instruction(Op.RECOMPUTE, stage, mb)

@@ -1,0 +1,156 @@
+"""Program: what every rank does, in which order; the one thing that is proven, simulated, drawn and run."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+
+import msgspec
+
+from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import COMPUTE_OPS, Op
+
+__all__ = ["Header", "Program", "WeightRule"]
+
+
+class WeightRule(enum.StrEnum):
+    """Which version of a stage's weights a micro-batch uses. Micro-batches and updates count from 0.
+
+    FLUSH: the version its own update starts from: synchronous training.
+    STASH: the newest version on its rank when its forward starts; its backward uses the same (PipeDream).
+    VERTICAL: the version stage 0 had when the micro-batch entered, at every stage (PipeDream, vertical sync).
+    DOUBLE: max(update − 1, 0): one update behind, never more than two versions (PipeDream-2BW).
+    """
+
+    FLUSH = "flush"
+    STASH = "stash"
+    VERTICAL = "vertical-sync"
+    DOUBLE = "double-buffered"
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """What a program claims about itself; the verifier holds it to that.
+
+    Attributes:
+        schedule: the generator's name.
+        placement: `placement[s][i]` is the rank that runs replica i of stage s; micro-batch k goes to replica k mod R_s.
+        num_microbatches: per weight update of a synchronous schedule, over all replicas.
+        num_steps: how many updates' worth of micro-batches the program holds.
+        weights: the rule for weight versions.
+        updates: micro-batches per update, for each stage (over all its replicas).
+        ties: groups of stages that share a weight.
+        clip: gradients are clipped by their global norm.
+    """
+
+    schedule: str
+    placement: tuple[tuple[int, ...], ...]
+    num_microbatches: int
+    num_steps: int
+    weights: WeightRule
+    updates: tuple[int, ...]
+    ties: tuple[tuple[int, ...], ...] = ()
+    clip: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.placement or any(not ranks or len(set(ranks)) != len(ranks) for ranks in self.placement):
+            raise ScheduleError(f"placement: every stage needs distinct ranks, got {self.placement}")
+        if self.num_microbatches < 1 or self.num_steps < 1:
+            raise ScheduleError(
+                f"expected at least one micro-batch and one step, got {self.num_microbatches} and {self.num_steps}"
+            )
+        if len(self.updates) != len(self.placement) or min(self.updates) < 1:
+            raise ScheduleError(
+                f"updates: expected one count ≥ 1 for each of {len(self.placement)} stages, got {self.updates}"
+            )
+        if any(not 0 <= stage < len(self.placement) for tie in self.ties for stage in tie):
+            raise ScheduleError(f"ties: no such stage in {self.ties}")
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.placement)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return 1 + max(rank for ranks in self.placement for rank in ranks)
+
+    @property
+    def num_chunks(self) -> int:
+        """The most stages that one rank holds."""
+        return max(len(self.stages_of(rank)) for rank in range(self.num_ranks))
+
+    @property
+    def total_microbatches(self) -> int:
+        """Micro-batches of the whole program."""
+        return self.num_microbatches * self.num_steps
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that has the loss."""
+        return len(self.placement) - 1
+
+    def rank_of(self, stage: int, mb: int) -> int:
+        """The rank that runs a stage for a micro-batch: the round-robin rule."""
+        ranks = self.placement[stage]
+        return ranks[mb % len(ranks)]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, from the input on."""
+        return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
+
+    def update_of(self, stage: int, mb: int) -> int:
+        """The index of the update that a micro-batch's gradient belongs to, at a stage."""
+        return mb // self.updates[stage]
+
+    def num_updates(self, stage: int) -> int:
+        """How many updates the stage makes in the program; a ragged rest is an update too."""
+        return -(-self.total_microbatches // self.updates[stage])
+
+    def microbatches_of(self, stage: int, rank: int) -> range:
+        """The micro-batches that a rank runs for a stage, in order."""
+        ranks = self.placement[stage]
+        return range(ranks.index(rank), self.total_microbatches, len(ranks))
+
+
+class Program(msgspec.Struct, frozen=True, dict=True):
+    """A header and, for each rank, the instructions it issues in order.
+
+    An instruction of the compute lane waits for the values it needs, runs, and only then does the rank issue the
+    next one. Instructions of the other lanes are issued and complete by themselves: a `recv` posts a buffer, a
+    `send` or `reduce` is under way, and whoever needs the value waits for it.
+    """
+
+    header: Header
+    ranks: tuple[tuple[Instruction, ...], ...]
+
+    def __len__(self) -> int:
+        return sum(len(instructions) for instructions in self.ranks)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Instruction]]:
+        for rank, instructions in enumerate(self.ranks):
+            for index, instruction in enumerate(instructions):
+                yield rank, index, instruction
+
+    @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int]]:
+        """The (stage, micro-batch) pairs whose forward saves nothing because a recompute follows."""
+        return frozenset((i.stage, i.mb) for _, _, i in self if i.op is Op.RECOMPUTE)
+
+    @property
+    def order(self) -> tuple[tuple[str, ...], ...]:
+        """The compute instructions of each rank in short form: "F0.3" is the forward of stage 0 on micro-batch 3."""
+        return tuple(tuple(i.short for i in instructions if i.op in COMPUTE_OPS) for instructions in self.ranks)
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the program: ranks compare it before they start."""
+        encoder = msgspec.msgpack.Encoder()
+        return hashlib.sha256(encoder.encode(self)).hexdigest()[:16]
+
+    def with_ranks(self, ranks: list[list[Instruction]]) -> Program:
+        """The same header over other instructions."""
+        return Program(self.header, tuple(map(tuple, ranks)))

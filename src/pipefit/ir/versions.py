@@ -1,0 +1,52 @@
+"""Which version of a stage's weights each micro-batch must use: the four rules of `WeightRule`, written once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
+from pipefit.ir.program import Header, WeightRule
+
+__all__ = ["required_versions"]
+
+
+def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) -> Mapping[tuple[int, int], int]:
+    """The version for each (stage, micro-batch) whose forward is in the program.
+
+    The rules that speak of "newest" read the order of forwards and backwards: an update is finished on a rank once
+    the backward of its last own micro-batch is.
+
+    Source: PipeDream (SOSP 2019) §3.3 for stashing and vertical sync; PipeDream-2BW (ICML 2021) §3.1.
+    """
+    pairs = [(i.stage, i.mb) for rank in ranks for i in rank if i.op is Op.FWD]
+    if header.weights is WeightRule.FLUSH:
+        return {(stage, mb): header.update_of(stage, mb) for stage, mb in pairs}
+    if header.weights is WeightRule.DOUBLE:
+        return {(stage, mb): max(header.update_of(stage, mb) - 1, 0) for stage, mb in pairs}
+    newest: dict[tuple[int, int], int] = {}
+    for rank, instructions in enumerate(ranks):
+        newest.update(_newest(header, rank, instructions))
+    if header.weights is WeightRule.STASH:
+        return newest
+    return {(stage, mb): newest.get((0, mb), 0) for stage, mb in pairs}
+
+
+def _newest(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[tuple[int, int], int]:
+    """How many updates each stage of the rank has finished when the forward of each micro-batch starts."""
+    pending: dict[tuple[int, int], int] = {}
+    for stage in header.stages_of(rank):
+        for mb in header.microbatches_of(stage, rank):
+            key = stage, header.update_of(stage, mb)
+            pending[key] = pending.get(key, 0) + 1
+    finished = dict.fromkeys(header.stages_of(rank), 0)
+    result: dict[tuple[int, int], int] = {}
+    for i in instructions:
+        if i.op is Op.FWD:
+            result[i.stage, i.mb] = finished.get(i.stage, 0)
+        elif i.op in (Op.BWD, Op.BWD_WEIGHT):
+            key = i.stage, header.update_of(i.stage, i.mb)
+            pending[key] = pending.get(key, 0) - 1
+            while pending.get((i.stage, finished.get(i.stage, 0)), 1) == 0:
+                finished[i.stage] += 1
+    return result

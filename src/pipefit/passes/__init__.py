@@ -1,0 +1,19 @@
+"""Program → Program, one thing each. `build` chains them in the one order that makes sense."""
+
+from pipefit.passes.build import build
+from pipefit.passes.communication import with_communication
+from pipefit.passes.data import with_data
+from pipefit.passes.recompute import with_recompute
+from pipefit.passes.reduction import with_reductions
+from pipefit.passes.versions import with_drops, with_steps, with_versions
+
+__all__ = [
+    "build",
+    "with_communication",
+    "with_data",
+    "with_drops",
+    "with_recompute",
+    "with_reductions",
+    "with_steps",
+    "with_versions",
+]

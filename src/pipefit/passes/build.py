@@ -1,0 +1,36 @@
+"""From the order of forwards and backwards to a whole program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.program import Header, Program
+from pipefit.passes.communication import with_communication
+from pipefit.passes.data import with_data
+from pipefit.passes.recompute import with_recompute
+from pipefit.passes.reduction import with_reductions
+from pipefit.passes.versions import with_drops, with_steps, with_versions
+
+__all__ = ["build"]
+
+
+def build(
+    header: Header, order: Iterable[Iterable[Instruction]], *, recompute: Collection[int] | None = (), ahead: int = 1
+) -> Program:
+    """The program of a schedule: its order of compute, and around it everything that follows from the header.
+
+    Args:
+        header: placement, counts, weight rule, ties and clipping.
+        order: forwards and backwards of each rank.
+        recompute: stages that replay their forward (None: all).
+        ahead: compute instructions between posting a receive and needing it.
+    """
+    program = Program(header, tuple(tuple(rank) for rank in order))
+    program = with_recompute(program, recompute)
+    program = with_versions(program)
+    program = with_steps(program)
+    program = with_drops(program)
+    program = with_reductions(program)
+    program = with_data(program)
+    return with_communication(program, ahead)

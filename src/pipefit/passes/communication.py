@@ -1,0 +1,78 @@
+"""Messages between ranks."""
+
+from __future__ import annotations
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import COMPUTE_OPS, Kind, Op
+from pipefit.ir.program import Program
+
+__all__ = ["with_communication"]
+
+
+def with_communication(program: Program, ahead: int = 1) -> Program:
+    """Adds the sends and receives.
+
+    A send follows what made its value. A receive is posted `ahead` compute instructions before the one that needs it,
+    so the message travels while the rank computes and the number of open buffers does not grow with the number of
+    micro-batches; and never after a receive whose message the same sender sends later, so that each link is
+    first-in-first-out and works without tags.
+    """
+    sends = [_sends(program, rank) for rank in range(len(program.ranks))]
+    links: dict[tuple[int, int], list[Instruction]] = {}
+    for rank, after in enumerate(sends):
+        for index in sorted(after):
+            for send in after[index]:
+                links.setdefault((rank, send.peer), []).append(send)
+    needed = [_first_needs(instructions) for instructions in program.ranks]
+    posts: list[dict[int, list[Instruction]]] = [{} for _ in program.ranks]
+    for (source, target), messages in links.items():
+        limit = len(program.ranks[target])
+        for message in reversed(messages):
+            at = needed[target].get((message.kind, message.stage, message.mb), limit)
+            limit = min(limit, _computes_back(program.ranks[target], at, ahead))
+            receive = Instruction(Op.RECV, message.stage, message.mb, kind=message.kind, peer=source)
+            posts[target].setdefault(limit, []).insert(0, receive)
+    ranks = []
+    for rank, instructions in enumerate(program.ranks):
+        listed: list[Instruction] = []
+        for index, i in enumerate(instructions):
+            listed += posts[rank].get(index, ())
+            listed.append(i)
+            listed += sends[rank].get(index, ())
+        ranks.append(listed + posts[rank].get(len(instructions), []))
+    return program.with_ranks(ranks)
+
+
+def _sends(program: Program, rank: int) -> dict[int, list[Instruction]]:
+    """For the index of each instruction whose result another rank needs: the sends that follow it."""
+    header = program.header
+    result: dict[int, list[Instruction]] = {}
+    for index, i in enumerate(program.ranks[rank]):
+        if i.op is Op.FWD and i.stage < header.last_stage:
+            peer, stage, kind = header.rank_of(i.stage + 1, i.mb), i.stage, Kind.ACT
+        elif i.op in (Op.BWD, Op.BWD_INPUT) and i.stage > 0:
+            peer, stage, kind = header.rank_of(i.stage - 1, i.mb), i.stage - 1, Kind.GRAD
+        else:
+            continue
+        if peer != rank:
+            result[index] = [Instruction(Op.SEND, stage, i.mb, kind=kind.value, peer=peer)]
+    return result
+
+
+def _first_needs(instructions: tuple[Instruction, ...]) -> dict[tuple[str, int, int], int]:
+    """The index of the first instruction that needs each activation or gradient."""
+    first: dict[tuple[str, int, int], int] = {}
+    for index, i in enumerate(instructions):
+        if i.op is Op.FWD:
+            first.setdefault((Kind.ACT.value, i.stage - 1, i.mb), index)
+        elif i.op is Op.BWD or i.op is Op.BWD_INPUT:
+            first.setdefault((Kind.GRAD.value, i.stage, i.mb), index)
+    return first
+
+
+def _computes_back(instructions: tuple[Instruction, ...], index: int, count: int) -> int:
+    """The index of the compute instruction that lies `count` compute instructions before `index`."""
+    while index > 0 and count > 0:
+        index -= 1
+        count -= instructions[index].op in COMPUTE_OPS
+    return index

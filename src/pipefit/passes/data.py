@@ -1,0 +1,30 @@
+"""Loads and losses."""
+
+from __future__ import annotations
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
+from pipefit.ir.program import Program
+
+__all__ = ["with_data"]
+
+
+def with_data(program: Program) -> Program:
+    """Adds a load before each forward of stage 0, and before each loss; a loss after each forward of the last stage.
+
+    With one stage, one load serves both.
+    """
+    last = program.header.last_stage
+    ranks = []
+    for instructions in program.ranks:
+        listed: list[Instruction] = []
+        for i in instructions:
+            if i.op is Op.FWD and i.stage == 0:
+                listed.append(Instruction(Op.LOAD, 0, i.mb))
+            listed.append(i)
+            if i.op is Op.FWD and i.stage == last:
+                if last > 0:
+                    listed.append(Instruction(Op.LOAD, last, i.mb))
+                listed.append(Instruction(Op.LOSS, mb=i.mb))
+        ranks.append(listed)
+    return program.with_ranks(ranks)

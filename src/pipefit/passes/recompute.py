@@ -1,0 +1,37 @@
+"""Re-materialisation: keep a stage's input, replay its forward before its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import COMPUTE_OPS, Op
+from pipefit.ir.program import Program
+
+__all__ = ["with_recompute"]
+
+
+def with_recompute(program: Program, stages: Collection[int] | None = None) -> Program:
+    """Adds a recompute before each backward of the given stages (None: all).
+
+    A backward that directly follows its own forward gets none: a replay would throw away what was just computed
+    (so GPipe's last stage never replays its last micro-batch, and 1F1B's last stage never replays at all).
+
+    Source: GPipe (NeurIPS 2019) §2.3.
+    """
+    ranks = []
+    for instructions in program.ranks:
+        listed: list[Instruction] = []
+        before: Instruction | None = None
+        for i in instructions:
+            starts_backward = i.op is Op.BWD or i.op is Op.BWD_INPUT
+            if starts_backward and (stages is None or i.stage in stages) and not _just_ran(before, i):
+                listed.append(Instruction(Op.RECOMPUTE, i.stage, i.mb))
+            listed.append(i)
+            before = i if i.op in COMPUTE_OPS else before
+        ranks.append(listed)
+    return program.with_ranks(ranks)
+
+
+def _just_ran(before: Instruction | None, i: Instruction) -> bool:
+    return before is not None and (before.op, before.stage, before.mb) == (Op.FWD, i.stage, i.mb)

@@ -1,0 +1,57 @@
+"""Collectives on gradients: over replicas, over stages that share a weight, and the norm of all for clipping."""
+
+from __future__ import annotations
+
+from pipefit.ir.graph import collective_members
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Program
+from pipefit.ir.values import tied_stages
+
+__all__ = ["with_reductions"]
+
+
+def with_reductions(program: Program) -> Program:
+    """Adds a reduction as soon as its gradients are complete on the rank, so that it overlaps with what follows.
+
+    Weights that stages share are summed over all ranks that hold one of them (replicas included), the rest over the
+    replicas of a stage. The norm for clipping needs all of these, so it comes just before the first step of its update.
+    """
+    header = program.header
+    ranks = []
+    for rank, instructions in enumerate(program.ranks):
+        listed: list[Instruction] = []
+        normed: set[int] = set()
+        after = _reductions_after(program, rank)
+        for index, i in enumerate(instructions):
+            if header.clip and i.op is Op.STEP and i.version not in normed:
+                normed.add(i.version)
+                listed.append(Instruction(Op.REDUCE, version=i.version, kind=Kind.NORM.value))
+            listed.append(i)
+            listed += after.get(index, ())
+        ranks.append(listed)
+    return program.with_ranks(ranks)
+
+
+def _reductions_after(program: Program, rank: int) -> dict[int, list[Instruction]]:
+    """For the index of the backward that completes some gradients: the reductions that may then start."""
+    header = program.header
+    last: dict[tuple[int, int], int] = {}
+    for index, i in enumerate(program.ranks[rank]):
+        if i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
+            last[i.stage, header.update_of(i.stage, i.mb)] = index
+    result: dict[int, list[Instruction]] = {}
+    for (stage, update), index in last.items():
+        reduce = Instruction(Op.REDUCE, stage, version=update, kind=Kind.REPLICAS.value)
+        if len(collective_members(header, reduce)) > 1:
+            result.setdefault(index, []).append(reduce)
+    for tie in header.ties:
+        reduce = Instruction(Op.REDUCE, tie[0], version=0, kind=Kind.TIED.value)
+        own = tied_stages(header, tie[0], rank)
+        if not own or len(collective_members(header, reduce)) == 1:
+            continue
+        for update in {update for stage, update in last if stage in own}:
+            ready = max(last[stage, update] for stage in own if (stage, update) in last)
+            instruction = Instruction(Op.REDUCE, tie[0], version=update, kind=Kind.TIED.value)
+            result.setdefault(ready, []).append(instruction)
+    return result

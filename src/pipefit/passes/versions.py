@@ -1,0 +1,93 @@
+"""Weights: which version each instruction uses, where the optimizer steps, when a version is dropped."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
+from pipefit.ir.program import Program, WeightRule
+from pipefit.ir.versions import required_versions
+
+__all__ = ["with_drops", "with_steps", "with_versions"]
+
+_BACKWARDS = frozenset({Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT})
+_USES = frozenset({Op.FWD, Op.RECOMPUTE}) | _BACKWARDS
+
+
+def with_versions(program: Program) -> Program:
+    """Sets the version operand of every forward, recompute and backward by the program's weight rule."""
+    versions = required_versions(program.header, program.ranks)
+    ranks = [
+        [msgspec.structs.replace(i, version=versions[i.stage, i.mb]) if i.op in _USES else i for i in instructions]
+        for instructions in program.ranks
+    ]
+    return program.with_ranks(ranks)
+
+
+def with_steps(program: Program) -> Program:
+    """Adds the optimizer steps.
+
+    Under stashing the newest version is used at once, so each step follows the last backward of its update. Elsewhere
+    a step waits until its version is first used or its stage's gradients start to gather for the next update, else to
+    the end: its reductions overlap with what lies between, and a rank with several stages never delays the backward
+    of one by the step of another.
+    """
+    eager = program.header.weights is WeightRule.STASH
+    ranks = []
+    for rank, instructions in enumerate(program.ranks):
+        due = _last_backwards(program, rank)
+        waiting: dict[tuple[int, int], Instruction] = {}
+        listed: list[Instruction] = []
+        for index, i in enumerate(instructions):
+            listed += [waiting.pop(key) for key in sorted(waiting) if _must_precede(key, i, program)]
+            listed.append(i)
+            for stage, update in due.get(index, ()):
+                step = Instruction(Op.STEP, stage, version=update)
+                if eager:
+                    listed.append(step)
+                else:
+                    waiting[stage, update] = step
+        # At the end of a flush every stage steps: the update's index first, so that all finish one update together.
+        listed += [waiting[key] for key in sorted(waiting, key=lambda key: (key[1], key[0]))]
+        ranks.append(listed)
+    return program.with_ranks(ranks)
+
+
+def _must_precede(step: tuple[int, int], i: Instruction, program: Program) -> bool:
+    """Whether an instruction uses the version a step of (stage, update) makes, or adds to the gradients after it."""
+    stage, update = step
+    if i.stage != stage or i.op not in _USES:
+        return False
+    return i.version > update or (i.op in _BACKWARDS and program.header.update_of(stage, i.mb) > update)
+
+
+def _last_backwards(program: Program, rank: int) -> dict[int, list[tuple[int, int]]]:
+    """For the index of each update's last own backward on the rank: its (stage, update)."""
+    last: dict[tuple[int, int], int] = {}
+    for index, i in enumerate(program.ranks[rank]):
+        if i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
+            last[i.stage, program.header.update_of(i.stage, i.mb)] = index
+    due: dict[int, list[tuple[int, int]]] = {}
+    for key, index in last.items():
+        due.setdefault(index, []).append(key)
+    return due
+
+
+def with_drops(program: Program) -> Program:
+    """Drops each version of a stage's weights right after its last use; the newest stays."""
+    ranks = []
+    for instructions in program.ranks:
+        last_use: dict[tuple[int, int], int] = {}
+        newest: dict[int, int] = {}
+        for index, i in enumerate(instructions):
+            if i.op in _USES or i.op is Op.STEP:
+                last_use[i.stage, i.version] = index
+            if i.op is Op.STEP:
+                newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
+        dead: dict[int, list[Instruction]] = {}
+        for (stage, version), index in sorted(last_use.items()):
+            if version < newest.get(stage, 0):
+                dead.setdefault(index, []).append(Instruction(Op.DROP, stage, version=version))
+        ranks.append([item for index, i in enumerate(instructions) for item in (i, *dead.get(index, ()))])
+    return program.with_ranks(ranks)

@@ -1,0 +1,51 @@
+"""The schedules that flush after running all forwards first: GPipe, and the two it is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.schedules.registry import Task, schedule
+
+__all__: list[str] = []
+
+
+@schedule(name="naive")
+def _naive(task: Task) -> Iterator[list[Instruction]]:
+    """Naive model parallelism: one micro-batch at a time, one rank at a time.
+
+        F0 .  B0 F1 .  B1      rank 0
+        .  FB .  .  FB .       rank 1       F forward, B backward, digits micro-batches
+
+    Time m·[p(f+b) + 2(p−1)c]; utilisation 1/p; one micro-batch of activations.
+    """
+    for rank in range(task.num_ranks):
+        (stage,) = task.stages_of(rank)
+        yield [op(stage, mb) for mb in task.microbatches_of(stage, rank) for op in (fwd, bwd)]
+
+
+@schedule(name="data-parallel", layout="replicas")
+def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
+    """Data parallelism: the whole model on every rank, micro-batches in turn, gradients averaged.
+
+    F0 B0 F2 B2      rank 0
+    F1 B1 F3 B3      rank 1       F forward, B backward of the whole model
+    """
+    for rank in range(task.num_ranks):
+        yield [op(0, mb) for mb in task.microbatches_of(0, rank) for op in (fwd, bwd)]
+
+
+@schedule(name="gpipe")
+def _gpipe(task: Task) -> Iterator[list[Instruction]]:
+    """GPipe: all forwards, then all backwards in reverse.
+
+        F0 F1 F2 .  .  B2 B1 B0      rank 0
+        .  F0 F1 F2 B2 B1 B0 .       rank 1       (f = b)
+
+    Time (m+p−1)(f+b) + 2(p−1)c; bubble (p−1)/(m+p−1); m micro-batches of activations.
+    Source: GPipe (NeurIPS 2019) §2.2, figure 2c.
+    """
+    for rank in range(task.num_ranks):
+        (stage,) = task.stages_of(rank)
+        mbs = task.microbatches_of(stage, rank)
+        yield [fwd(stage, mb) for mb in mbs] + [bwd(stage, mb) for mb in reversed(mbs)]

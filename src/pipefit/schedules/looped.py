@@ -1,0 +1,49 @@
+"""Several stages per rank, looped over the ranks: interleaved 1F1B and breadth-first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.schedules.one_f_one_b import alternate
+from pipefit.schedules.registry import Task, schedule
+
+__all__: list[str] = []
+
+
+@schedule(name="interleaved", chunks=True, options={"group": 0})
+def _interleaved(task: Task) -> Iterator[list[Instruction]]:
+    """Interleaved 1F1B: groups of p micro-batches go through a rank's chunks in turn; the bubble shrinks by v.
+
+        F0.0 F0.1 F2.0 F2.1 .    B2.0 …      rank 0 holds stages 0 and 2
+        .    F1.0 F1.1 F3.0 B3.0 F3.1 …      rank 1 holds stages 1 and 3
+
+    Time (m+(p−1)/v)(f+b). Option `group` sets the micro-batches of a group (0: p). A last group that is not full works too;
+    counts that p divides have the shortest bubble.
+    Source: Megatron-LM (SC 2021) §2.2.2, figure 4.
+    """
+    size = task.options["group"] or task.depth
+    for rank in range(task.num_ranks):
+        stages = task.stages_of(rank)
+        mbs = task.microbatches_of(stages[0], rank)
+        groups = [mbs[start : start + size] for start in range(0, len(mbs), size)]
+        forwards = [fwd(stage, mb) for group in groups for stage in stages for mb in group]
+        backwards = [bwd(stage, mb) for group in groups for stage in reversed(stages) for mb in group]
+        position = stages[0] % task.depth
+        warmup = 2 * (task.depth - 1 - position) + (len(stages) - 1) * size
+        yield alternate(forwards, backwards, warmup)
+
+
+@schedule(name="breadth-first", chunks=True)
+def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
+    """Breadth-first: all micro-batches through one chunk, then through the next; backwards likewise.
+
+    Time (m+(p−1)/v)(f+b) for m ≥ p; m micro-batches of activations. Each chunk's gradients are complete early, so their
+    reduction overlaps with the rest.
+    Source: Breadth-First Pipeline Parallelism (MLSys 2023) §3.
+    """
+    for rank in range(task.num_ranks):
+        stages = task.stages_of(rank)
+        mbs = task.microbatches_of(stages[0], rank)
+        forwards = [fwd(stage, mb) for stage in stages for mb in mbs]
+        yield forwards + [bwd(stage, mb) for stage in reversed(stages) for mb in mbs]

@@ -1,0 +1,95 @@
+"""One forward, one backward: 1F1B (PipeDream-Flush), and the asynchronous schedules that never flush."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.ir.program import Header, WeightRule
+from pipefit.schedules.registry import Task, schedule
+from pipefit.schedules.shape import Shape
+
+__all__ = ["alternate", "num_warmup"]
+
+
+def alternate(forwards: list[Instruction], backwards: list[Instruction], warmup: int) -> list[Instruction]:
+    """Some forwards first, then one forward and one backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    steady = [i for pair in zip(forwards[warmup:], backwards, strict=False) for i in pair]
+    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
+
+
+def num_warmup(header: Header, stage: int) -> int:
+    """Forwards of a replica of a stage before its first 1F1B pair: ⌊(N − 1 − Σ_{t<s} R_t) / R_s⌋ for N workers.
+
+    Without replicas this is p − 1 − s.
+    Source: PipeDream (SOSP 2019) §3.2.
+    """
+    before = sum(len(header.placement[earlier]) for earlier in range(stage))
+    workers = sum(len(ranks) for ranks in header.placement)
+    return (workers - 1 - before) // len(header.placement[stage])
+
+
+def _one_f_one_b(task: Task) -> Iterator[list[Instruction]]:
+    for rank in range(task.num_ranks):
+        (stage,) = task.stages_of(rank)
+        mbs = task.microbatches_of(stage, rank)
+        warmup = task.options["warmup"] * num_warmup(task.header, stage)
+        yield alternate([fwd(stage, mb) for mb in mbs], [bwd(stage, mb) for mb in mbs], warmup)
+
+
+@schedule(name="1f1b", options={"warmup": 1})
+def _flush(task: Task) -> Iterator[list[Instruction]]:
+    """1F1B, also called PipeDream-Flush: as little as possible in flight, a flush at the end.
+
+        F0 F1 .  B0 F2 B1 .  B2      rank 0
+        .  F0 B0 F1 B1 F2 B2 .       rank 1       (f = b)
+
+    Time (m+p−1)(f+b) as GPipe, with only min(p−r, m) micro-batches of activations on rank r. Option `warmup` = 2 doubles
+    the depth of the warm-up, which hides a latency of up to (f+b)/2.
+    Source: PipeDream-2BW (ICML 2021) §3.2; Megatron-LM (SC 2021) §2.2.1.
+    """
+    return _one_f_one_b(task)
+
+
+@schedule(name="pipedream", weights=WeightRule.STASH, options={"warmup": 1})
+def _pipedream(task: Task) -> Iterator[list[Instruction]]:
+    """PipeDream: 1F1B without flush; every mini-batch steps, its backward uses the weights its forward used.
+
+        F0 F1 .  B0 F2 B1 F3 B2 …      rank 0: two versions of its weights
+        .  F0 B0 F1 B1 F2 B2 F3 …      rank 1: one version
+
+    No bubble beyond the first fill and last drain; stage s of n keeps n−s versions; gradients are up to n−1−s steps old.
+    Source: PipeDream (SOSP 2019) §3.2–3.3.
+    """
+    return _one_f_one_b(task)
+
+
+@schedule(name="pipedream-vertical-sync", weights=WeightRule.VERTICAL, options={"warmup": 1})
+def _vertical_sync(task: Task) -> Iterator[list[Instruction]]:
+    """PipeDream with vertical sync: a mini-batch uses the same version at every stage, the one it met at stage 0.
+
+    The order is PipeDream's; every stage keeps n versions.
+    Source: PipeDream (SOSP 2019) §3.3.
+    """
+    return _one_f_one_b(task)
+
+
+def _enough_for_double_buffering(shape: Shape) -> None:
+    needed = shape.depth - 1
+    if shape.num_microbatches < needed:
+        raise ScheduleError(
+            f"pipedream-2bw: two weight versions suffice for {shape.depth} stages only with at least {needed} micro-batches "
+            f"per update, got {shape.num_microbatches}; use {needed} or more"
+        )
+
+
+@schedule(name="pipedream-2bw", weights=WeightRule.DOUBLE, options={"warmup": 1}, check=_enough_for_double_buffering)
+def _double_buffered(task: Task) -> Iterator[list[Instruction]]:
+    """PipeDream-2BW: 1F1B without flush, gradients coalesced over m micro-batches, two versions of the weights.
+
+    W(t+1) = W(t) − ν·∇f(W(t−1)): every gradient is exactly one update old, at every stage.
+    Source: PipeDream-2BW (ICML 2021) §3.1.
+    """
+    return _one_f_one_b(task)

@@ -1,0 +1,196 @@
+"""Schedules by name: those of the house, those of other packages, and a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import overload
+
+from pipefit.errors import ScheduleError, nearest
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.passes import build
+from pipefit.schedules.shape import Layout, Shape
+
+__all__ = ["Schedule", "Task", "find", "generate", "names", "schedule"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the order of a schedule is asked for: a header to read, and the micro-batches to cover.
+
+    A synchronous schedule is asked once for each step; an asynchronous one for the whole program.
+    """
+
+    header: Header
+    span: range
+    depth: int
+    options: dict[str, int]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks need an order."""
+        return self.header.num_ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many micro-batches the order must cover."""
+        return len(self.span)
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return self.header.num_stages
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, from the input on."""
+        return self.header.stages_of(rank)
+
+    def microbatches_of(self, stage: int, rank: int) -> list[int]:
+        """The micro-batches of the span that a rank runs for a stage."""
+        return [mb for mb in self.header.microbatches_of(stage, rank) if mb in self.span]
+
+
+Order = Callable[[Task], Iterable[Iterable[Instruction]]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A named generator. Call it with a `Shape` for the Program.
+
+    Attributes:
+        name: how users ask for it.
+        order: the forwards and backwards of each rank.
+        weights: its rule for weight versions.
+        layout: how its stages lie on ranks.
+        chunks: whether it has a meaning for several stages per rank.
+        options: its own integers and their defaults.
+        check: raises ScheduleError for a shape it has no meaning for.
+    """
+
+    name: str
+    order: Order
+    weights: WeightRule = WeightRule.FLUSH
+    layout: Layout = "loop"
+    chunks: bool = False
+    options: dict[str, int] = field(default_factory=dict)
+    check: Callable[[Shape], None] | None = None
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether every micro-batch of an update uses the weights the update starts from."""
+        return self.weights is WeightRule.FLUSH
+
+    @property
+    def summary(self) -> str:
+        """One line about it."""
+        return (self.order.__doc__ or self.name).strip().splitlines()[0]
+
+    def __call__(self, shape: Shape) -> Program:
+        """The program of a shape.
+
+        Raises:
+            ScheduleError: the shape has no meaning here; the message names the nearest that has.
+        """
+        unknown = sorted(set(shape.options) - set(self.options))
+        if unknown:
+            raise ScheduleError(f"{self.name} has no option {unknown[0]!r}; {nearest(unknown[0], self.options)}")
+        if shape.num_chunks > 1 and not self.chunks:
+            raise ScheduleError(
+                f"{self.name} has one stage per rank, got {shape.num_chunks} chunks; use interleaved or breadth-first"
+            )
+        if self.check:
+            self.check(shape)
+        header = shape.header(self.name, self.layout, self.weights)
+        span = range(header.total_microbatches)
+        size = shape.num_microbatches if self.is_synchronous else len(span)
+        spans = [range(start, start + size) for start in range(0, len(span), size)]
+        options = {**self.options, **shape.options}
+        orders = [list(self.order(Task(header, part, shape.depth, options))) for part in spans]
+        ranks = [[i for order in orders for i in order[rank]] for rank in range(header.num_ranks)]
+        return build(header, ranks, recompute=shape.recompute, ahead=shape.ahead)
+
+
+_REGISTRY: dict[str, Schedule] = {}
+
+
+@overload
+def schedule(order: Order) -> Schedule: ...
+
+
+@overload
+def schedule(
+    *,
+    name: str | None = None,
+    weights: WeightRule | str = ...,
+    layout: Layout = ...,
+    chunks: bool = ...,
+    options: dict[str, int] | None = ...,
+    check: Callable[[Shape], None] | None = ...,
+) -> Callable[[Order], Schedule]: ...
+
+
+def schedule(
+    order: Order | None = None,
+    *,
+    name: str | None = None,
+    weights: WeightRule | str = WeightRule.FLUSH,
+    layout: Layout = "loop",
+    chunks: bool = False,
+    options: dict[str, int] | None = None,
+    check: Callable[[Shape], None] | None = None,
+) -> Callable[[Order], Schedule] | Schedule:
+    """Registers a schedule: a function from a `Task` to each rank's list of forwards and backwards.
+
+    Loads, losses, weight versions, optimizer steps, reductions and messages are added by passes; proof, simulation,
+    picture and run come for free.
+
+    >>> from pipefit.ir import bwd, fwd
+    >>> @schedule
+    ... def one_by_one(task):
+    ...     "Every micro-batch alone."
+    ...     for rank in range(task.num_ranks):
+    ...         yield [op(rank, mb) for mb in task.span for op in (fwd, bwd)]
+    >>> one_by_one(Shape(depth=2, num_microbatches=2)).order
+    (('F0.0', 'B0.0', 'F0.1', 'B0.1'), ('F1.0', 'B1.0', 'F1.1', 'B1.1'))
+    """
+
+    def register(function: Order) -> Schedule:
+        label = name or getattr(function, "__name__", "schedule").replace("_", "-")
+        made = Schedule(label, function, WeightRule(weights), layout, chunks, dict(options or {}), check)
+        _REGISTRY[label] = made
+        return made
+
+    return register if order is None else register(order)
+
+
+def names() -> list[str]:
+    """The schedules of the house, in the order of the papers, then any others."""
+    _load_house()
+    return list(_REGISTRY)
+
+
+def find(name: str) -> Schedule:
+    """A schedule by its name; entry points of the group `pipefit.schedules` count.
+
+    Raises:
+        ScheduleError: there is none; the message suggests the nearest.
+    """
+    _load_house()
+    if name not in _REGISTRY:
+        for point in entry_points(group="pipefit.schedules"):
+            if point.name == name:
+                point.load()
+    if name not in _REGISTRY:
+        raise ScheduleError(f"unknown schedule {name!r}; {nearest(name, _REGISTRY)}")
+    return _REGISTRY[name]
+
+
+def generate(name: str, shape: Shape) -> Program:
+    """The program of a schedule by name."""
+    return find(name)(shape)
+
+
+def _load_house() -> None:
+    import pipefit.schedules.house  # noqa: F401  (registers by being imported)

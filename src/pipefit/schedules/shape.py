@@ -1,0 +1,116 @@
+"""Shape: the integers a schedule is made from."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipefit.errors import ScheduleError
+from pipefit.ir.program import Header, WeightRule
+
+__all__ = ["Layout", "Shape", "placement_of"]
+
+Layout = str
+"""How stages lie on ranks: "loop" (stage s on position s mod p; linear when there is one chunk), "wave" (down and up
+again, a V for two chunks), or "replicas" (one stage, a copy on every rank)."""
+
+
+class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """What a schedule is generated for.
+
+    Attributes:
+        depth: positions of the pipeline, p; the number of ranks when no stage is replicated.
+        num_microbatches: per weight update, m.
+        num_chunks: stages per rank, v.
+        num_steps: weight updates in the program.
+        replicas: copies of each stage (empty: one each). All alike: ranks are numbered pipeline by pipeline; otherwise
+            stage by stage.
+        placement: ranks of each stage, where the default does not serve.
+        recompute: stages that replay their forward; None: all.
+        ties: groups of stages that share a weight.
+        clip: gradients are clipped by their global norm.
+        ahead: compute instructions between posting a receive and needing it.
+        options: integers particular to the schedule.
+    """
+
+    depth: int
+    num_microbatches: int
+    num_chunks: int = 1
+    num_steps: int = 1
+    replicas: tuple[int, ...] = ()
+    placement: tuple[tuple[int, ...], ...] = ()
+    recompute: tuple[int, ...] | None = ()
+    ties: tuple[tuple[int, ...], ...] = ()
+    clip: bool = False
+    ahead: int = 1
+    options: dict[str, int] = {}
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "num_microbatches", "num_chunks", "num_steps", "ahead"):
+            least = 0 if name == "ahead" else 1
+            if getattr(self, name) < least:
+                raise ScheduleError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+
+    def header(self, schedule: str, layout: Layout, weights: WeightRule) -> Header:
+        """The header of this shape's program under a schedule."""
+        placement = self.placement or placement_of(self.depth, self.num_chunks, layout, self.replicas)
+        copies = [len(ranks) for ranks in placement]
+        updates = [self.num_microbatches] * len(placement)
+        if weights is WeightRule.STASH:
+            # Replicas average the gradients of their consecutive mini-batches before each step.
+            updates = [self.num_microbatches * count for count in copies]
+        elif weights is WeightRule.VERTICAL and len(set(copies)) > 1:
+            raise ScheduleError(
+                f"{schedule}: all stages need as many replicas (their versions advance together), got {copies}"
+            )
+        elif weights is WeightRule.VERTICAL:
+            updates = [self.num_microbatches * copies[0]] * len(placement)
+        header = Header(
+            schedule=schedule,
+            placement=placement,
+            num_microbatches=self.num_microbatches,
+            num_steps=self.num_steps,
+            weights=weights,
+            updates=tuple(updates),
+            ties=self.ties,
+            clip=self.clip,
+        )
+        most = max(copies)
+        if weights is WeightRule.FLUSH and self.num_microbatches < most:
+            raise ScheduleError(
+                f"{schedule}: {self.num_microbatches} micro-batches cannot reach {most} replicas of a stage; "
+                f"use at least {most} micro-batches, or fewer replicas"
+            )
+        return header
+
+
+def placement_of(
+    depth: int, num_chunks: int, layout: Layout, replicas: tuple[int, ...] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each stage.
+
+    >>> placement_of(2, 2, "loop")
+    ((0,), (1,), (0,), (1,))
+    >>> placement_of(2, 2, "wave")
+    ((0,), (1,), (1,), (0,))
+    >>> placement_of(2, 1, "loop", (2, 1)), placement_of(2, 1, "loop", (2, 2))
+    (((0, 1), (2,)), ((0, 2), (1, 3)))
+    """
+    if layout == "replicas":
+        return (tuple(range(depth)),)
+    stages = depth * num_chunks
+    if replicas and len(replicas) not in (depth, stages):
+        raise ScheduleError(f"replicas: expected one count per stage ({depth}), got {list(replicas)}")
+    counts = list(replicas or (1,)) * depth if len(replicas) <= 1 else list(replicas[:depth])
+    if min(counts) < 1:
+        raise ScheduleError(f"replicas: expected counts of at least 1, got {list(replicas)}")
+    if len(set(counts)) == 1:
+        positions = [tuple(position + depth * copy for copy in range(counts[0])) for position in range(depth)]
+    else:
+        starts = [sum(counts[:position]) for position in range(depth)]
+        positions = [tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    result = []
+    for stage in range(stages):
+        lap, place = divmod(stage, depth)
+        backward = layout == "wave" and lap % 2 == 1
+        result.append(positions[depth - 1 - place if backward else place])
+    return tuple(result)

@@ -1,0 +1,20 @@
+"""The nouns that cross borders, and their files."""
+
+from pipefit.spec.plan import Candidate, Partition, Placement, Plan, Prediction, StageSpec
+from pipefit.spec.profile import Layer, Profile
+from pipefit.spec.topology import Device, Level, Tier, Topology
+
+__all__ = [
+    "Candidate",
+    "Device",
+    "Layer",
+    "Level",
+    "Partition",
+    "Placement",
+    "Plan",
+    "Prediction",
+    "Profile",
+    "StageSpec",
+    "Tier",
+    "Topology",
+]

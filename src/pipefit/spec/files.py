@@ -1,0 +1,94 @@
+"""Nouns as files: every JSON file says `"format": "pipefit.<noun>/1"`, is checked when read, and is written atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from pipefit.errors import PipefitError
+
+__all__ = ["decode", "encode", "read_json", "read_text", "write_atomically", "write_json"]
+
+T = TypeVar("T")
+
+
+def encode(noun: str, value: msgspec.Struct) -> dict[str, Any]:
+    """A struct as plain JSON data, its format first."""
+    return {"format": f"pipefit.{noun}/1", **msgspec.to_builtins(value)}
+
+
+def decode(noun: str, data: object, kind: type[T], error: type[PipefitError], where: str) -> T:
+    """Plain JSON data as a checked struct.
+
+    Raises:
+        PipefitError: of kind `error`, with `where` and the path inside the data.
+    """
+    if not isinstance(data, dict):
+        raise error(f"{where}: expected a JSON object with format pipefit.{noun}/1, got {type(data).__name__}")
+    found = data.get("format")
+    if found != f"pipefit.{noun}/1":
+        raise error(f'{where}: expected "format": "pipefit.{noun}/1", got {found!r}; is this another kind of file?')
+    body = {key: item for key, item in data.items() if key != "format"}
+    try:
+        return msgspec.convert(body, kind)
+    except (msgspec.ValidationError, PipefitError) as problem:
+        raise error(f"{where}: {problem}") from None
+
+
+def read_text(path: str | Path, error: type[PipefitError] = PipefitError) -> str:
+    """The text of a file; a missing, directory-valued or undecodable path is a user's error of kind `error`."""
+    path = Path(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise error(f"{path}: expected a file, got a directory") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise error(f"{path}: cannot be read: {problem}") from None
+
+
+def read_json(path: str | Path, error: type[PipefitError] = PipefitError) -> Any:
+    """The JSON data of a file; what is not JSON is a user's error of kind `error`, with line and column."""
+    try:
+        return json.loads(read_text(path, error))
+    except json.JSONDecodeError as problem:
+        raise error(f"{path}: not JSON: {problem}") from None
+
+
+def write_json(path: str | Path, data: object) -> Path:
+    """Writes JSON data atomically, for people to read too."""
+    return write_atomically(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_atomically(path: str | Path, content: str | bytes) -> Path:
+    """Writes a whole file or nothing: beside its place first, then renamed into it.
+
+    Raises:
+        PipefitError: the folder is missing, or the path is a directory, or the disk is full.
+    """
+    path = Path(path)
+    payload = content.encode() if isinstance(content, str) else content
+    if path.is_dir():
+        raise PipefitError(f"{path}: expected a file to write, got a directory")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(payload)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as problem:
+        raise PipefitError(f"{path}: cannot be written: {problem.strerror}") from None
+    return path

@@ -1,0 +1,187 @@
+"""Partition, Placement and Plan: which layers make a stage, which ranks run it, and how the whole is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from pipefit.errors import PlanError
+from pipefit.spec.files import decode, encode, read_json, write_json
+
+__all__ = ["Candidate", "Partition", "Placement", "Plan", "Prediction", "StageSpec"]
+
+
+class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One stage: its layers (indices of the profile), how often it is replicated, how wide it is split.
+
+    Attributes:
+        layers: indices, increasing.
+        replicas: copies on other ranks; micro-batches go to them in turn.
+        tensor: ranks that share each copy by tensor parallelism.
+        recompute: keep only the stage's input and replay its forward before its backward.
+    """
+
+    layers: tuple[int, ...]
+    replicas: int = 1
+    tensor: int = 1
+    recompute: bool = False
+
+
+class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Stages in the order in which data flows through them; every layer belongs to exactly one."""
+
+    stages: tuple[StageSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise PlanError("partition: expected at least one stage, got none")
+        owner: dict[int, int] = {}
+        for index, stage in enumerate(self.stages):
+            if not stage.layers:
+                raise PlanError(f"stages[{index}].layers: expected at least one layer, got none")
+            if stage.replicas < 1 or stage.tensor < 1:
+                raise PlanError(f"stages[{index}]: replicas and tensor must be at least 1")
+            for layer in stage.layers:
+                if layer in owner:
+                    raise PlanError(f"layer {layer} is given twice: to stage {owner[layer]} and to stage {index}")
+                owner[layer] = index
+        lost = sorted(set(range(len(owner))) - set(owner))
+        if lost:
+            raise PlanError(f"layers {lost} belong to no stage: every layer from 0 to {max(owner)} needs one")
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int], num_layers: int | None = None) -> Partition:
+        """Consecutive layers by their count per stage.
+
+        >>> [stage.layers for stage in Partition.from_counts([1, 2]).stages]
+        [(0,), (1, 2)]
+
+        Raises:
+            PlanError: a stage would be empty, or the counts do not add up to `num_layers`.
+        """
+        if any(count < 1 for count in counts):
+            raise PlanError(f"layer counts {list(counts)}: every stage needs at least one layer")
+        if num_layers is not None and sum(counts) != num_layers:
+            raise PlanError(
+                f"layer counts {list(counts)} add up to {sum(counts)}, but the model has {num_layers} layers: "
+                "a layer would be lost or given twice"
+            )
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        stages = (StageSpec(tuple(range(start, start + count))) for start, count in zip(starts, counts, strict=True))
+        return cls(tuple(stages))
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers all stages hold together."""
+        return sum(len(stage.layers) for stage in self.stages)
+
+
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The ranks of each stage: `ranks[s][i]` runs replica i of stage s. A rank may hold several stages (chunks)."""
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        used: set[int] = set()
+        for stage, ranks in enumerate(self.ranks):
+            if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
+                raise PlanError(f"placement.ranks[{stage}]: expected distinct ranks ≥ 0, got {list(ranks)}")
+            used.update(ranks)
+        idle = sorted(set(range(self.num_ranks)) - used)
+        if idle:
+            raise PlanError(f"placement: ranks {idle} have no stage; number the ranks from 0 without gaps")
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return 1 + max(rank for ranks in self.ranks for rank in ranks)
+
+
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the simulator says of a plan.
+
+    Attributes:
+        step_s: seconds of one step with its flush (the makespan).
+        period_s: seconds between steps in the steady state.
+        minibatch_s: seconds per mini-batch in the steady state.
+        throughput: samples per second in the steady state.
+        peak_bytes: highest memory of each rank.
+        speedup_over_data_parallel: None where data parallelism does not fit or makes no sense.
+    """
+
+    step_s: float
+    period_s: float
+    minibatch_s: float
+    throughput: float
+    peak_bytes: tuple[float, ...]
+    speedup_over_data_parallel: float | None = None
+
+
+class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A plan that was considered, in short, and why it lost ("" for the winner)."""
+
+    summary: str
+    family: str
+    step_s: float | None
+    throughput: float | None
+    peak_bytes: float | None
+    why_lost: str = ""
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything a run needs beside the model and the data; ranks derive their programs from it.
+
+    Attributes:
+        method: how it was found ("auto", "pipedream", "gpipe", "2bw", "ptdp", "by hand").
+        schedule: name of the schedule.
+        num_microbatches: per weight update.
+        microbatch_size: samples; 0: whatever the batch gives.
+        num_chunks: stages per rank.
+        options: further arguments of the schedule (integers).
+        data: copies of the whole pipeline.
+        sharded_optimizer: optimizer states divided over the data-parallel ranks.
+    """
+
+    partition: Partition
+    placement: Placement
+    schedule: str
+    num_microbatches: int
+    microbatch_size: int = 0
+    num_chunks: int = 1
+    options: dict[str, int] = {}
+    data: int = 1
+    sharded_optimizer: bool = False
+    model: str = ""
+    method: str = "by hand"
+    prediction: Prediction | None = None
+    candidates: tuple[Candidate, ...] = ()
+    plan_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise PlanError(f"num_microbatches: expected at least 1, got {self.num_microbatches}")
+        if len(self.placement.ranks) != len(self.partition.stages):
+            raise PlanError(
+                f"placement has ranks for {len(self.placement.ranks)} stages, the partition has {len(self.partition.stages)}"
+            )
+        for index, (stage, ranks) in enumerate(zip(self.partition.stages, self.placement.ranks, strict=True)):
+            if len(ranks) != stage.replicas * self.data:
+                raise PlanError(
+                    f"placement.ranks[{index}]: stage {index} has {stage.replicas} replicas × {self.data} data-parallel "
+                    f"copies, so it needs {stage.replicas * self.data} ranks, got {len(ranks)}"
+                )
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the plan as JSON, atomically."""
+        return write_json(path, encode("plan", self))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan.
+
+        Raises:
+            PlanError: with the file and the path inside it.
+        """
+        return decode("plan", read_json(path, PlanError), cls, PlanError, str(path))

@@ -1,0 +1,197 @@
+"""Topology: the devices at hand and the links between them, level by level from the inside."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipefit.errors import TopologyError
+from pipefit.spec.files import read_text, write_atomically
+from pipefit.units import parse_quantity
+
+__all__ = ["Device", "Level", "Tier", "Topology"]
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One device.
+
+    Attributes:
+        memory_bytes: what a rank may use.
+        flops: peak FLOP per second; 0: unknown (then profiles must be measured).
+        memory_bandwidth_bytes_per_s: of the device's own memory; 0: unknown.
+        efficiency: fraction of `flops` that dense layers reach.
+    """
+
+    memory_bytes: float = math.inf
+    flops: float = 0.0
+    memory_bandwidth_bytes_per_s: float = 0.0
+    efficiency: float = 0.5
+
+
+class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One level of the network: `width` units of the level below, joined by links of this bandwidth and latency."""
+
+    name: str
+    width: int
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+
+class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory beyond the device: "host" or "disk", with its capacity and the rates of its link to the tier above."""
+
+    name: str
+    capacity_bytes: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    latency_s: float = 0.0
+
+
+_UNITS = {
+    "memory_bytes": "bytes",
+    "capacity_bytes": "bytes",
+    "flops": "flops",
+    "memory_bandwidth_bytes_per_s": "bytes/s",
+    "bandwidth_bytes_per_s": "bytes/s",
+    "read_bytes_per_s": "bytes/s",
+    "write_bytes_per_s": "bytes/s",
+    "latency_s": "s",
+}
+
+
+class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Devices in levels: rank r's place at each level follows from the widths, innermost first.
+
+    Attributes:
+        levels: from the innermost (devices in a server) to the outermost.
+        device: every device, where `devices` does not say otherwise.
+        devices: one entry per rank, when they differ.
+        tiers: host and disk, for spilling.
+        name: for people.
+    """
+
+    levels: tuple[Level, ...]
+    device: Device = Device()
+    devices: tuple[Device, ...] = ()
+    tiers: tuple[Tier, ...] = ()
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise TopologyError("levels: expected at least one level with its width, got none: there is no device")
+        for index, level in enumerate(self.levels):
+            if level.width < 1:
+                raise TopologyError(f"levels[{index}].width: expected at least 1, got {level.width}")
+            if not level.bandwidth_bytes_per_s > 0:
+                raise TopologyError(
+                    f"levels[{index}].bandwidth_bytes_per_s: expected more than 0, got {level.bandwidth_bytes_per_s}"
+                )
+            if not level.latency_s >= 0:
+                raise TopologyError(f"levels[{index}].latency_s: expected 0 or more, got {level.latency_s}")
+        if self.devices and len(self.devices) != self.num_devices:
+            raise TopologyError(
+                f"devices: expected {self.num_devices} (the product of the widths), got {len(self.devices)}"
+            )
+        for place, device in [("device", self.device), *((f"devices[{i}]", d) for i, d in enumerate(self.devices))]:
+            if not device.memory_bytes > 0:
+                raise TopologyError(f"{place}.memory_bytes: expected more than 0, got {device.memory_bytes}")
+            if device.flops < 0 or device.memory_bandwidth_bytes_per_s < 0 or not 0 < device.efficiency <= 1:
+                raise TopologyError(f"{place}: flops and bandwidth must be 0 or more, efficiency in (0, 1]")
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are: the product of the widths."""
+        return math.prod(level.width for level in self.levels)
+
+    def device_of(self, rank: int) -> Device:
+        """The device of a rank."""
+        return self.devices[rank] if self.devices else self.device
+
+    def level_between(self, a: int, b: int) -> Level:
+        """The innermost level that joins two ranks: the one whose links their messages cross.
+
+        >>> two = Topology((Level("server", 4, 12e9), Level("rack", 2, 1e9)))
+        >>> two.level_between(0, 3).name, two.level_between(3, 4).name
+        ('server', 'rack')
+        """
+        span = 1
+        for level in self.levels:
+            span *= level.width
+            if a // span == b // span:
+                return level
+        raise TopologyError(f"ranks {a} and {b} are not both among the {self.num_devices} devices of this topology")
+
+    @classmethod
+    def local(cls, num_devices: int, bandwidth_bytes_per_s: float = 2e9, latency_s: float = 100e-6) -> Topology:
+        """Processes of this machine: one level. The defaults are Gloo's usual figures over loopback."""
+        return cls((Level("machine", num_devices, bandwidth_bytes_per_s, latency_s),), name=f"local:{num_devices}")
+
+    @classmethod
+    def parse(cls, text: str, where: str = "topology") -> Topology:
+        """Reads TOML text.
+
+        Raises:
+            TopologyError: with `where` and the path inside the text.
+        """
+        try:
+            data = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as problem:
+            raise TopologyError(f"{where}: not TOML: {problem}") from None
+        if data.pop("format", None) != "pipefit.topology/1":
+            raise TopologyError(f'{where}: expected format = "pipefit.topology/1" at the top')
+        try:
+            return msgspec.convert(_with_units(data, where), cls)
+        except (msgspec.ValidationError, TopologyError) as problem:
+            raise TopologyError(f"{where}: {problem}") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Topology:
+        """Reads a TOML file, or the short form "local:N"."""
+        if str(path).startswith("local:"):
+            count = str(path).removeprefix("local:")
+            if not count.isdigit() or int(count) < 1:
+                raise TopologyError(f"expected local:N with N ranks of this machine, got {str(path)!r}")
+            return cls.local(int(count))
+        return cls.parse(read_text(path, TopologyError), str(path))
+
+    def save(self, path: str | Path) -> Path:
+        """Writes TOML, atomically."""
+        return write_atomically(path, _as_toml(self))
+
+
+def _with_units(data: Any, where: str) -> Any:
+    """Numbers for quantities with units, at every depth."""
+    if isinstance(data, list):
+        return [_with_units(item, f"{where}[{index}]") for index, item in enumerate(data)]
+    if isinstance(data, dict):
+        result = {}
+        for key, item in data.items():
+            place = f"{where}.{key}"
+            quantity = key in _UNITS and not isinstance(item, list | dict)
+            result[key] = parse_quantity(item, _UNITS[key], place) if quantity else _with_units(item, place)
+        return result
+    return data
+
+
+def _as_toml(topology: Topology) -> str:
+    """The topology in TOML; numbers in base units, infinities left out (they are the defaults)."""
+    data = msgspec.to_builtins(topology)
+    lines = ['format = "pipefit.topology/1"']
+    if topology.name:
+        lines.append(f'name = "{topology.name}"')
+    tables = [("[device]", data["device"])]
+    tables += [("[[levels]]", level) for level in data["levels"]]
+    tables += [("[[devices]]", device) for device in data["devices"]]
+    tables += [("[[tiers]]", tier) for tier in data["tiers"]]
+    for title, table in tables:
+        lines += ["", title]
+        for key, value in table.items():
+            if isinstance(value, str):
+                lines.append(f'{key} = "{value}"')
+            elif value is not None and math.isfinite(value):
+                lines.append(f"{key} = {value!r}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,109 @@
+"""Quantities with units, in and out: "16 GiB", "12 GB/s", "312 TFLOP/s", "5 us" are numbers in bytes, seconds, FLOP."""
+
+from __future__ import annotations
+
+import re
+
+from pipefit.errors import PipefitError
+
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_quantity"]
+
+_SCALE = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*")
+
+
+def parse_quantity(value: float | str, kind: str, where: str = "") -> float:
+    """Reads a quantity of `kind` ("bytes", "bytes/s", "s", "flops" or "" for a bare number).
+
+    A bare number is taken in the base unit: bytes, bytes per second, seconds, FLOP per second.
+
+    >>> parse_quantity("16 GiB", "bytes") == 16 * 2**30, parse_quantity("12 GB/s", "bytes/s"), parse_quantity("5 us", "s")
+    (True, 12000000000.0, 5e-06)
+    >>> parse_quantity("8 Gbit/s", "bytes/s")
+    1000000000.0
+
+    Raises:
+        PipefitError: the text is no such quantity; `where` names its place in a file.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    place = f"{where}: " if where else ""
+    match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    factor = _unit_factor(match.group(2), kind) if match else None
+    if match is None or factor is None:
+        examples = {"bytes": "16 GiB", "bytes/s": "12 GB/s", "s": "5 us", "flops": "312 TFLOP/s", "": "1e9"}
+        raise PipefitError(
+            f"{place}expected a quantity in {kind or 'plain numbers'} such as {examples[kind]!r}, got {value!r}"
+        )
+    # Dividing by a power of ten is exact where multiplying by its inverse is not.
+    return float(match.group(1)) / round(1 / factor) if factor < 1 else float(match.group(1)) * factor
+
+
+def _unit_factor(unit: str, kind: str) -> float | None:
+    if not unit:
+        return 1.0
+    if kind == "s":
+        return _SECONDS.get(unit)
+    if kind == "bytes/s":
+        if not unit.endswith(("/s", "ps")):
+            return None
+        unit, kind = unit[:-2], "bytes"
+    if kind == "flops":
+        unit = re.sub(r"FLOPS?(/s)?$", "", unit)
+        return _SCALE.get(unit)
+    if kind == "bytes":
+        for suffix, size in (("bit", 1 / 8), ("b", 1 / 8), ("B", 1.0), ("bytes", 1.0)):
+            if unit.endswith(suffix):
+                prefix = unit[: -len(suffix)]
+                factor = _SCALE.get(prefix, _BINARY.get(prefix))
+                return None if factor is None else factor * size
+        return None
+    return _SCALE.get(unit)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1024.
+
+    >>> format_bytes(1536), format_bytes(3 * 2**30)
+    ('1.5 KiB', '3 GiB')
+    """
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} PiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> format_seconds(0.00123), format_seconds(75.0), format_seconds(3 * 86400)
+    ('1.23 ms', '75 s', '3 days')
+    """
+    if seconds == 0:
+        return "0 s"
+    magnitude = abs(seconds)
+    for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s")):
+        if magnitude < limit:
+            return f"{seconds * factor:.4g} {unit}"
+    for limit, factor, unit in ((36000.0, 60.0, "min"), (172800.0, 3600.0, "h")):
+        if magnitude < limit:
+            return f"{seconds / factor:.4g} {unit}"
+    return f"{seconds / 86400:.4g} days"
+
+
+def format_count(count: float) -> str:
+    """Counts for people, in powers of 1000.
+
+    >>> format_count(1_300_000), format_count(175e9)
+    ('1.3 M', '175 B')
+    """
+    size = float(count)
+    for unit in ("", " k", " M", " B"):
+        if abs(size) < 1000:
+            return f"{size:.4g}{unit}"
+        size /= 1000
+    return f"{size:.4g} T"
