@@ -291,6 +291,14 @@ def raising():
     return 1 // 0
 
 
+def refused_by_torch():
+    return nn.Linear(4, -3)
+
+
+def leaving():
+    raise SystemExit(3)
+
+
 def number():
     return 7
 
@@ -353,6 +361,8 @@ def test_options_of_a_users_factory_are_read_by_its_signature(factories):
     ("path", "message"),
     [
         ("own_models:raising", r"the factory raised ZeroDivisionError: .*own_models\.py, line \d+, in raising"),
+        ("own_models:refused_by_torch", r"the factory raised RuntimeError: .*own_models\.py, line \d+, in refused_by"),
+        ("own_models:leaving", "the factory raised SystemExit: 3"),
         ("own_models:sequense", "holds no 'sequense'; did you mean sequence"),
         ("own_models:number", "return an nn.Module or a list, got int"),
         ("own_models:empty", "the model has no layers"),

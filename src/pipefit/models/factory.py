@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,6 +16,9 @@ from typing import Any
 from pipefit.errors import ModelError, PipefitError, nearest
 
 __all__ = ["call_factory", "find_factory"]
+
+# A script without a main guard may leave through sys.exit while it is imported; Ctrl-C must still pass.
+_RAISED = (Exception, SystemExit)
 
 
 def find_factory(path: str) -> Callable[..., Any]:
@@ -35,7 +39,7 @@ def find_factory(path: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise ModelError(f"{path}: {attribute!r} is no function but {type(found).__name__}; give a model factory")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _import_module(name: str, path: str) -> ModuleType:
@@ -45,10 +49,10 @@ def _import_module(name: str, path: str) -> ModuleType:
         sys.path.append(here)
     try:
         return importlib.import_module(name)
-    except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
-        if missing:
-            raise ModelError(f"{path}: there is no module {error.name!r}, neither installed nor in {here}") from error
+    except _RAISED as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):
+            raise ModelError(f"{path}: there is no module {missing!r}, neither installed nor in {here}") from error
         raise ModelError(f"{path}: importing {name} raised {_told(error)}") from error
 
 
@@ -66,7 +70,7 @@ def _import_file(file: str, path: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except _RAISED as error:
         del sys.modules[name]
         raise ModelError(f"{path}: importing {file} raised {_told(error)}") from error
     return module
@@ -78,16 +82,19 @@ def call_factory(factory: Callable[..., Any], options: Mapping[str, Any], model:
         return factory(**options)
     except PipefitError:
         raise
-    except Exception as error:
+    except _RAISED as error:
         raise ModelError(f"{model}: the factory raised {_told(error)}") from error
 
 
-def _told(error: Exception) -> str:
-    """What was raised, and the innermost line that raised it."""
+def _told(error: BaseException) -> str:
+    """What was raised, and the innermost of the user's own lines, not the line of a library that refused."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    # Frames before the user's own belong to the import machinery and to this file.
-    last = frames[-1] if frames else None
-    place = f" ({last.filename}, line {last.lineno}, in {last.name})" if last else ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not _is_library(frame.filename)] or frames
+    place = f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+def _is_library(filename: str) -> bool:
+    return "site-packages" in filename or filename.startswith(("<", os.path.dirname(os.__file__)))  # noqa: PTH120

@@ -74,12 +74,12 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Final norm and the projection to the vocabulary: (b, s, h) -> logits (b, s, V)."""
 
-    def __init__(self, hidden: int, vocab: int, weight: nn.Parameter | None = None) -> None:
+    def __init__(self, hidden: int, vocab: int, tied_to: nn.Embedding | None = None) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)
         self.project = nn.Linear(hidden, vocab, bias=False)
-        if weight is not None:
-            self.project.weight = weight
+        if tied_to is not None:
+            self.project.weight = tied_to.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of the next token at every position."""
@@ -125,7 +125,7 @@ def gpt(
     require_probability("gpt", dropout=dropout)
     embed = Embedding(vocab, context, hidden, dropout)
     blocks = [(f"block{index}", Block(hidden, heads, dropout)) for index in range(layers)]
-    head = Head(hidden, vocab, embed.token.weight if tied else None)
+    head = Head(hidden, vocab, embed.token if tied else None)
     model = chain([("embed", embed), *blocks, ("head", head)])
     _initialise(model, layers)
     return model
