@@ -1,3 +1,5 @@
 """The schedules of the house, registered in the order of the papers."""
 
-__all__: list[str] = []
+from pipefit.schedules import gpipe, looped, one_f_one_b
+
+__all__ = ["gpipe", "looped", "one_f_one_b"]
