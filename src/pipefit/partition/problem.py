@@ -29,7 +29,8 @@ __all__ = ["Memory", "Problem"]
 class Memory:
     """What a device can hold, and what a stage keeps there.
 
-    A stage with weights W and saved bytes A and k mini-batches in flight holds k·(versions·W + A) + state·W.
+    A stage with weights W and saved bytes A and k mini-batches in flight holds k·(versions·W + A) + state·W; k is
+    ceil(devices from the stage on / its replicas).
 
     Attributes:
         limit_bytes: of one device; infinite: no limit.
@@ -39,7 +40,7 @@ class Memory:
 
     limit_bytes: float = math.inf
     versions: float = 1.0
-    state: float = 1.0
+    state: float = 2.0
 
     @property
     def is_limited(self) -> bool:

@@ -13,7 +13,6 @@ that are fast enough, the program counts stages, and so finds the fewest, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -31,6 +30,9 @@ __all__ = ["Run", "all_pairs", "best_time", "runs"]
 
 # Times closer than this, relatively, are a tie: sums in another order differ by as much.
 _TIE = 1e-12
+
+# Rows of `_join` looked at together: few enough to leave columns out, enough for numpy.
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def all_pairs(problem: Problem, level: int, beyond: Fraction) -> Array:
     import numpy as np
 
     width = problem.levels[level - 1][0]
-    everything = slice(None)
+    everything, inside = slice(None), problem.states.inside
 
     def stage(replicas: int, left: int, first: bool, last: bool) -> Array:
         base = base_s(problem, level - 1, problem.context(level, beyond, left, replicas))
@@ -100,7 +102,7 @@ def all_pairs(problem: Problem, level: int, beyond: Fraction) -> Array:
             if replicas == left:
                 np.minimum(found, stage(replicas, left, first=False, last=True), out=found)
             else:
-                _join(found, stage(replicas, left, first=False, last=False), rest[left - replicas])
+                _join(found, stage(replicas, left, first=False, last=False), rest[left - replicas], inside)
         rest[left] = np.minimum(found, rest[left - 1]) if at_most and left > 1 else found
     result = np.full_like(problem.compute_s, np.inf)
     for total in [width] if at_most else problem.totals(level):
@@ -108,27 +110,43 @@ def all_pairs(problem: Problem, level: int, beyond: Fraction) -> Array:
             if replicas == total or at_most:
                 np.minimum(result, stage(replicas, total, first=True, last=True), out=result)
             if replicas < total:
-                _join(result, stage(replicas, total, first=True, last=False), rest[total - replicas])
+                _join(result, stage(replicas, total, first=True, last=False), rest[total - replicas], inside)
     return result
 
 
-def _join(best: Array, left: Array, right: Array) -> None:
-    """best[t, j] = min(best[t, j], min over u of max(left[t, u], right[u, j])) for t < u < j, in place."""
+def _join(best: Array, left: Array, right: Array, inside: NDArray[np.bool_]) -> None:
+    """best[t, j] = min(best[t, j], min over u of max(left[t, u], right[u, j])) for t < u < j, in place.
+
+    For each pair only a few u lie near the balance of both sides. So a first pass over every sixteenth u brings `best`
+    near its value, and the second looks, for a block of rows, only at the columns where neither side is worse than it.
+    """
     import numpy as np
 
     num_states = len(best)
-    buffer = np.empty_like(best)
-    # A row whose left part is no better than the worst entry of its result cannot improve it.
-    helpful = left < np.where(np.triu(np.ones_like(best, dtype=bool), 2), best, 0.0).max(axis=1)[:, None]
-    for middle in range(1, num_states - 1):
-        rows = helpful[:middle, middle]
-        start = int(rows.argmax())
-        if not rows[start]:
-            continue
-        part = buffer[start:middle, middle + 1 :]
-        np.maximum(left[start:middle, middle, None], right[middle, middle + 1 :], out=part)
-        target = best[start:middle, middle + 1 :]
-        np.minimum(target, part, out=target)
+    if num_states <= 2 * _BLOCK:
+        _join_rows(best, left, right, 0, num_states, [(u, u + 1, num_states) for u in range(1, num_states - 1)])
+        return
+    _join_rows(best, left, right, 0, num_states, [(u, u + 1, num_states) for u in range(8, num_states - 1, 16)])
+    for start in range(0, num_states, _BLOCK):
+        stop = min(start + _BLOCK, num_states)
+        worst = np.where(inside[start:stop], best[start:stop], -1.0).max(axis=0)
+        useful = np.maximum(right, left[start:stop].min(axis=0)[:, None]) <= worst
+        useful[: start + 1] = False
+        first, end = _ends(useful)
+        rows = np.flatnonzero(useful.any(axis=1)).tolist()
+        _join_rows(best, left, right, start, stop, [(u, first[u], end[u]) for u in rows])
+
+
+def _join_rows(
+    best: Array, left: Array, right: Array, start: int, stop: int, middles: list[tuple[int, int, int]]
+) -> None:
+    """The rows start…stop of `_join`, for each given u over its columns low…high."""
+    import numpy as np
+
+    for middle, low, high in middles:
+        rows = slice(start, min(middle, stop))
+        target = best[rows, low:high]
+        np.minimum(target, np.maximum(left[rows, middle, None], right[middle, low:high]), out=target)
 
 
 # ------------------------------------------------------------------------------------------------- one pair of states
@@ -226,23 +244,26 @@ def _table(
     table = np.full((len(states), width + 1), np.inf)
     for position in range(len(states) - 2, -1, -1):
         middle, last = _rows(problem, level, choices, states, position, first=position == 0)
-        for choice, before, alone in zip(choices, middle, last, strict=True):
-            if alone <= limit and choice.low == choice.replicas:
-                table[position, choice.replicas] = min(
-                    table[position, choice.replicas], 1.0 if count else float(alone)
-                )
-            for piece in _pieces(before <= limit):
-                cost = np.ones_like(before[piece]) if count else before[piece]
-                rest = table[position + 1 : -1][piece, choice.low - choice.replicas : choice.high - choice.replicas + 1]
-                target = table[position, choice.low : choice.high + 1]
-                np.minimum(target, join(cost[:, None], rest).min(axis=0), out=target)
+        good = middle <= limit
+        # From the first to the last end that is fast enough; a slower one between them stays out as infinite.
+        low, high = _ends(good)
+        middle = np.where(good, 1.0 if count else middle, np.inf)
+        some = good.any(axis=1)
+        rest, target = table[position + 1 : -1], table[position]
+        for index, choice in enumerate(choices):
+            replicas = choice.replicas
+            if choice.low == replicas and last[index] <= limit:
+                target[replicas] = min(target[replicas], 1.0 if count else last[index])
+            if some[index]:
+                piece = slice(low[index], high[index])
+                behind = rest[piece, choice.low - replicas : choice.high - replicas + 1]
+                found = join(middle[index, piece, None], behind).min(axis=0)
+                target[choice.low : choice.high + 1] = np.minimum(target[choice.low : choice.high + 1], found)
     return table
 
 
-def _pieces(good: NDArray[np.bool_]) -> Iterator[slice]:
-    """The stretches of an array that are true."""
-    import numpy as np
-
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], good, [False])).astype(np.int8)))
-    for low, high in zip(edges[::2], edges[1::2], strict=True):
-        yield slice(int(low), int(high))
+def _ends(good: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
+    """Where the first true entry of each row is, and where the last one ends."""
+    if good.shape[1] == 0:
+        return [0] * len(good), [0] * len(good)
+    return good.argmax(axis=1).tolist(), (good.shape[1] - good[:, ::-1].argmax(axis=1)).tolist()

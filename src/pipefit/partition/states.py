@@ -94,22 +94,26 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
     """The down-sets of a profile's graph, all of them when there are at most `max_states`.
 
     Sources that cost nothing at all (inputs) belong to the first stage: they are in every state.
+
+    When there are more, blocks with few down-sets keep all of theirs, and the others are cut along linear orders of
+    their layers. The prefixes of one order are always there, so a chain of any length is whole.
     """
-    num_layers = len(profile)
-    feeds = [0] * num_layers
+    feeds = [0] * len(profile)
     for tail, head in profile.links:
         feeds[head] |= 1 << tail
     free = _free_sources(profile, feeds)
-    blocks = _blocks(feeds, free, num_layers)
-    allowance = max(max_states // max(len(blocks), 1), 8)
-    # Small blocks leave their allowance to the larger ones.
+    blocks = _blocks(profile, free)
     listed = [_down_sets(start, end, feeds, max_states) for start, end in blocks]
-    if sum(len(sets) if sets else max_states + 1 for sets in listed) > max_states:
+    if sum(max_states + 1 if sets is None else len(sets) for sets in listed) > max_states:
+        allowance = max(max_states // len(blocks), 8)
         listed = [sets if sets is not None and len(sets) <= allowance else None for sets in listed]
+    for rules in (("given", "branches", "bytes"), ("given",)):
+        masks = {free}
+        for (start, end), sets in zip(blocks, listed, strict=True):
+            masks.update(_along_orders(profile, start, end, feeds, rules) if sets is None else sets)
+        if len(masks) <= max_states:
+            break
     complete = all(sets is not None for sets in listed)
-    masks = {free}
-    for (start, end), sets in zip(blocks, listed, strict=True):
-        masks.update(sets if sets is not None else _along_orders(profile, start, end, feeds))
     return States(profile, tuple(sorted(masks, key=lambda mask: (mask.bit_count(), mask))), complete)
 
 
@@ -122,19 +126,18 @@ def _free_sources(profile: Profile, feeds: list[int]) -> int:
     return 0 if free == (1 << len(profile)) - 1 else free
 
 
-def _blocks(feeds: list[int], free: int, num_layers: int) -> list[tuple[int, int]]:
+def _blocks(profile: Profile, free: int) -> list[tuple[int, int]]:
     """Consecutive pairs of cuts that are comparable with every down-set.
 
     The prefix D of the layers' order is such a cut when each layer outside of it needs all of D.
     """
+    num_layers = len(profile)
     above = [0] * num_layers
-    for index in range(num_layers):
-        above[index] = feeds[index]
-        for tail in range(index):
-            if feeds[index] >> tail & 1:
-                above[index] |= above[tail]
-    cuts = [(1 << num_layers) - 1]
-    common = cuts[0]
+    for tail, head in sorted(profile.links, key=lambda link: link[1]):
+        above[head] |= above[tail] | 1 << tail
+    everything = (1 << num_layers) - 1
+    cuts = [everything]
+    common = everything
     for index in reversed([i for i in range(num_layers) if not free >> i & 1]):
         common &= above[index] | free
         prefix = ((1 << index) - 1) | free
@@ -163,30 +166,30 @@ def _down_sets(start: int, end: int, feeds: list[int], limit: int) -> list[int] 
     return sorted(seen - {start})
 
 
-def _along_orders(profile: Profile, start: int, end: int, feeds: list[int]) -> list[int]:
-    """The prefixes of three linear orders of a block: as given, branch after branch, and least bytes across first."""
-    users: list[int] = [0] * len(feeds)
+def _along_orders(profile: Profile, start: int, end: int, feeds: list[int], rules: tuple[str, ...]) -> list[int]:
+    """The prefixes of linear orders of a block: as given, branch after branch, and least bytes across first."""
+    users = [0] * len(feeds)
     for tail, head in profile.links:
         users[tail] |= 1 << head
+    block = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
 
-    def crossing(mask: int) -> float:
-        return sum(
-            layer.output_bytes for i, layer in enumerate(profile.layers) if mask >> i & 1 and users[i] & ~mask
-        )
+    def added_bytes(mask: int, layer: int) -> float:
+        """How much more crosses the boundary when a layer joins the set."""
+        grown = mask | 1 << layer
+        fed = [tail for tail in range(layer) if feeds[layer] >> tail & 1 and not users[tail] & ~grown]
+        own = profile.layers[layer].output_bytes if users[layer] & ~grown else 0.0
+        return own - sum(profile.layers[tail].output_bytes for tail in fed)
 
     result = set()
-    for rule in ("given", "branches", "bytes"):
-        mask, last_ready = start, [index for index in range(len(feeds)) if end >> index & 1 and not start >> index & 1]
-        latest = -1
-        while mask != end:
-            ready = [i for i in last_ready if not mask >> i & 1 and feeds[i] & ~mask == 0]
-            if rule == "given":
-                chosen = ready[0]
-            elif rule == "branches":
-                chosen = next((i for i in ready if latest >= 0 and feeds[i] >> latest & 1), ready[0])
+    for rule in rules:
+        mask, latest = start, -1
+        for _ in block:
+            ready = [i for i in block if not mask >> i & 1 and feeds[i] & ~mask == 0]
+            latest_users = [i for i in ready if latest >= 0 and users[latest] >> i & 1]
+            if rule == "bytes":
+                latest = min(ready, key=lambda i: (added_bytes(mask, i), i))
             else:
-                chosen = min(ready, key=lambda i: (crossing(mask | 1 << i), i))
-            latest = chosen
-            mask |= 1 << chosen
+                latest = (latest_users if rule == "branches" and latest_users else ready)[0]
+            mask |= 1 << latest
             result.add(mask)
     return sorted(result)

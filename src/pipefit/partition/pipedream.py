@@ -1,0 +1,290 @@
+"""PipeDream's partitioner (Harlap et al. 2018; Narayanan et al., SOSP 2019, section 3.1): stages and their replicas.
+
+    A^k(i→j, m) = min over s, m' of max{ A^k(i→s, m−m'), 2a_s/B_k, T^k(s+1→j, m') },   T^k as in `costs.py`,
+    A^0(i→j, 1) = Σ T_l,   T_l the forward and backward time of layer l,
+
+level by level from the inside: a stage of one level owns whole components of the level below, and A^{k−1} is its time
+on one of them. So a two-level search cannot give "15-1" on 4 × 4 devices; the flat search over all 16 can.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from pipefit.errors import PlanError
+from pipefit.partition.costs import Convention, convention_named, data_parallel_s
+from pipefit.partition.problem import Memory, Problem
+from pipefit.partition.program import Run, base_s, best_time, runs
+from pipefit.partition.states import find_states
+from pipefit.spec import Partition, Profile, StageSpec, Topology
+from pipefit.units import format_bytes
+
+__all__ = ["LevelStage", "PipeDreamResult", "pipedream"]
+
+# Hybrids that promise less than this over plain data parallelism are not worth their trouble. The released optimizer's
+# predictions are kept a little closer: it counts reduction after computation, so what it promises is real.
+_MARGIN = {"paper": 0.05, "ring": 0.05, "pipedream-code": 0.04}
+
+
+@dataclass(frozen=True)
+class LevelStage:
+    """One stage of one level, and how a component of it is divided in turn (empty: it is a device).
+
+    Attributes:
+        layers: indices in the profile.
+        replicas: components of the level below that run copies of it.
+        stages: of one such component.
+    """
+
+    layers: tuple[int, ...]
+    replicas: int
+    stages: tuple[LevelStage, ...] = ()
+
+
+@dataclass(frozen=True)
+class PipeDreamResult:
+    """What the partitioner chose, and what else it found. Times are seconds per mini-batch in the steady state.
+
+    Attributes:
+        partition: stages with their replicas; None when nothing fits (`why` says what is missing).
+        time_s: of that partition; infinite when nothing fits.
+        shape: "data parallel", "flat" or "hierarchical": which search it comes from.
+        levels: the same stages as the levels divide them, outermost first.
+        in_flight: mini-batches in flight at each stage.
+        memory_bytes: needed per device of each stage.
+        convention: how communication was counted.
+        search_s: best time found, data parallelism not preferred: what the released optimizer would answer.
+        flat_s: best time of the flat search; None when it was not made.
+        hierarchical_s: best time of the search by levels; None when it was not made.
+        straight_s: best pipeline without replicas.
+        data_parallel_s: plain data parallelism over all devices, whether it fits or not; the better of the searches made.
+        data_parallel_fits: whether it does.
+        single_device_s: everything on one device.
+        exact: every possible boundary of the graph was considered.
+        why: in words.
+    """
+
+    partition: Partition | None
+    time_s: float
+    shape: str
+    levels: tuple[LevelStage, ...]
+    in_flight: tuple[int, ...]
+    memory_bytes: tuple[float, ...]
+    convention: str
+    search_s: float
+    flat_s: float | None
+    hierarchical_s: float | None
+    straight_s: float
+    data_parallel_s: float
+    data_parallel_fits: bool
+    single_device_s: float
+    exact: bool
+    why: str
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether anything fits."""
+        return self.partition is not None
+
+    @property
+    def num_in_flight(self) -> int:
+        """NOAM of the paper: mini-batches in flight at the input stage, ceil(workers / its replicas)."""
+        return self.in_flight[0] if self.in_flight else 0
+
+    @property
+    def speedup_over_data_parallel(self) -> float:
+        """How many times faster than plain data parallelism."""
+        return self.data_parallel_s / self.time_s
+
+    @property
+    def configuration(self) -> str:
+        """Replicas per stage as the papers write them: "15-1"."""
+        return "-".join(str(stage.replicas) for stage in self.partition.stages) if self.partition else "none"
+
+
+def pipedream(
+    profile: Profile,
+    topology: Topology,
+    *,
+    cost: str = "ring",
+    search: str | None = None,
+    straight: bool = False,
+    memory_bytes: float | None = None,
+    weight_versions: bool = True,
+    state_factor: float = 2.0,
+    margin: float | None = None,
+    max_states: int | None = None,
+) -> PipeDreamResult:
+    """Divides a model into replicated stages so that the time per mini-batch is least.
+
+    Deterministic: equally fast partitions (to 1e-12) are ordered by number of stages, then lexicographically by
+    (end, replicas) of one stage after the other, on each level.
+
+    Args:
+        profile: figures of one mini-batch.
+        topology: levels with width and bandwidth; latency plays no part here.
+        cost: convention of communication: "ring", "paper" or "pipedream-code".
+        search: "flat" (all devices on one level, at the slowest bandwidth), "hierarchical" or "both"; None: both, but
+            for "pipedream-code" hierarchical, as the released optimizer.
+        straight: no replicas.
+        memory_bytes: limit of a device; None: the smallest of the topology.
+        weight_versions: each mini-batch in flight keeps the weights it used (weight stashing).
+        state_factor: bytes of gradients and optimizer states per weight byte (2: gradient and momentum).
+        margin: plain data parallelism is preferred when it is at most this fraction slower; None: 0.05, and 0.04 for
+            "pipedream-code". 0 asks for the fastest.
+        max_states: list at most so many boundaries of a graph; None: as many as a few seconds allow.
+
+    Raises:
+        PlanError: unknown convention or search, or a margin below 0.
+    """
+    rule = convention_named(cost)
+    searches = _searches(search, rule, topology)
+    if margin is not None and margin < 0:
+        raise PlanError(f"margin: expected 0 or more, got {margin}")
+    if memory_bytes is None:
+        memory_bytes = min(topology.device_of(rank).memory_bytes for rank in range(topology.num_devices))
+    memory = Memory(memory_bytes, 1.0 if weight_versions else 0.0, state_factor + (0.0 if weight_versions else 1.0))
+    levels = [(level.width, level.bandwidth_bytes_per_s) for level in topology.levels]
+    states = find_states(profile, _affordable(levels, searches) if max_states is None else max_states)
+    flat = [(topology.num_devices, min(bandwidth for _, bandwidth in levels))]
+    problems = [Problem(states, flat if name == "flat" else levels, rule, memory, straight) for name in searches]
+    times = [_fastest(problem) for problem in problems]
+    best = min(range(len(times)), key=lambda index: times[index])
+    found = _result(problems[best], times[best], searches[best], rule)
+    found = replace(
+        found,
+        flat_s=dict(zip(searches, times, strict=True)).get("flat"),
+        hierarchical_s=dict(zip(searches, times, strict=True)).get("hierarchical"),
+        straight_s=times[best] if straight else min(_fastest(replace(one, straight=True, bases={})) for one in problems),
+        data_parallel_s=min(
+            data_parallel_s(rule, found.single_device_s, _total(profile, "weight_bytes"), one.levels) for one in problems
+        ),
+        exact=states.complete,
+    )
+    return found if straight else _prefer_data_parallel(found, problems[best], _MARGIN[cost] if margin is None else margin)
+
+
+def _searches(search: str | None, rule: Convention, topology: Topology) -> list[str]:
+    if search not in (None, "flat", "hierarchical", "both"):
+        raise PlanError(f'search: expected "flat", "hierarchical" or "both", got {search!r}')
+    if sum(level.width > 1 for level in topology.levels) <= 1:
+        return ["flat"] if search == "flat" else ["hierarchical"]
+    if search is None:
+        search = "hierarchical" if rule.exact else "both"
+    return ["flat", "hierarchical"] if search == "both" else [search]
+
+
+def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
+    """How many states a few seconds allow: the search of inner levels grows as states³ · width²."""
+    widest = max((width for width, _ in levels[:-1]), default=1)
+    if "hierarchical" not in searches or widest == 1:
+        return 2000
+    return max(int((1.5e10 / widest**2) ** (1 / 3)), 100)
+
+
+def _fastest(problem: Problem) -> float:
+    return best_time(problem, len(problem.levels), Fraction(0), 0, len(problem.states) - 1)
+
+
+def _total(profile: Profile, field: str) -> float:
+    return sum(getattr(layer, field) for layer in profile.layers)
+
+
+def _result(problem: Problem, time_s: float, shape: str, rule: Convention) -> PipeDreamResult:
+    """The result of one search; what only all of them know is filled in later."""
+    profile = problem.states.profile
+    result = PipeDreamResult(
+        None, time_s, shape, (), (), (), rule.name, time_s, None, None, math.inf, math.inf,
+        data_parallel_fits=_data_parallel_bytes(problem) <= problem.memory.limit_bytes,
+        single_device_s=_total(profile, "total_s"), exact=True, why="",
+    )  # fmt: skip
+    if not math.isfinite(time_s):
+        return replace(result, why=_why_nothing_fits(problem))
+    stages = _divide(problem, len(problem.levels), Fraction(0), 0, len(problem.states) - 1, time_s)
+    return _with_stages(result, problem, stages, f"fastest of the {shape} search")
+
+
+def _divide(
+    problem: Problem, level: int, beyond: Fraction, start: int, end: int, time_s: float
+) -> tuple[LevelStage, ...]:
+    """The stages of a level from one state to another, each divided in turn."""
+
+    def inside(run: Run) -> tuple[LevelStage, ...]:
+        if level == 1:
+            return ()
+        inner_s = float(base_s(problem, level - 1, run.beyond)[run.start, run.end])
+        return _divide(problem, level - 1, run.beyond, run.start, run.end, inner_s)
+
+    return tuple(
+        LevelStage(problem.states.layers_between(run.start, run.end), run.replicas, inside(run))
+        for run in runs(problem, level, beyond, start, end, time_s)
+    )
+
+
+def _flatten(stages: tuple[LevelStage, ...], copies: int = 1) -> list[StageSpec]:
+    """Stages of devices: replicas multiplied over the levels. Layers that cost nothing go to a level's first stage."""
+    result: list[StageSpec] = []
+    for stage in stages:
+        if stage.stages:
+            result += _flatten(stage.stages, copies * stage.replicas)
+        else:
+            result.append(StageSpec(stage.layers, copies * stage.replicas))
+    return result
+
+
+def _with_stages(
+    result: PipeDreamResult, problem: Problem, levels: tuple[LevelStage, ...], why: str
+) -> PipeDreamResult:
+    stages = _flatten(levels)
+    layers = problem.states.profile.layers
+    in_flight, needed = [], []
+    for index, stage in enumerate(stages):
+        in_flight.append(math.ceil(sum(after.replicas for after in stages[index:]) / stage.replicas))
+        weights = sum(layers[layer].weight_bytes for layer in stage.layers)
+        saved = sum(layers[layer].saved_bytes for layer in stage.layers)
+        needed.append(problem.memory.needed_bytes(weights, saved, in_flight[-1]))
+    return replace(
+        result, partition=Partition(tuple(stages)), levels=levels, in_flight=tuple(in_flight),
+        memory_bytes=tuple(needed), why=why,
+    )  # fmt: skip
+
+
+def _prefer_data_parallel(result: PipeDreamResult, problem: Problem, margin: float) -> PipeDreamResult:
+    """Plain data parallelism, where it fits and the search promises no more than the margin over it."""
+    if not result.data_parallel_fits or result.data_parallel_s > result.time_s * (1 + margin) * (1 + 1e-12):
+        return result
+    everything = tuple(range(len(problem.states.profile)))
+    levels: tuple[LevelStage, ...] = ()
+    for width, _ in problem.levels:
+        levels = (LevelStage(everything, width, levels),)
+    ahead = result.data_parallel_s / result.time_s - 1
+    why = "plain data parallelism is fastest"
+    if ahead > 1e-12:
+        why = (
+            f"plain data parallelism: the best hybrid ({result.configuration}) would be {ahead:.1%} faster, "
+            f"within the margin of {margin:.0%}"
+        )
+    return _with_stages(replace(result, time_s=result.data_parallel_s, shape="data parallel"), problem, levels, why)
+
+
+def _data_parallel_bytes(problem: Problem) -> float:
+    profile = problem.states.profile
+    return problem.memory.needed_bytes(_total(profile, "weight_bytes"), _total(profile, "saved_bytes"), 1)
+
+
+def _why_nothing_fits(problem: Problem) -> str:
+    """What the largest layer needs by itself, beside what there is."""
+    memory, layers = problem.memory, problem.states.profile.layers
+    if not memory.is_limited:
+        return "no partition uses every device: there are fewer layers than stages would be needed"
+    needed = [memory.needed_bytes(layer.weight_bytes, layer.saved_bytes, 1) for layer in layers]
+    largest = max(range(len(layers)), key=lambda index: needed[index])
+    return (
+        f"nothing fits: layer {largest} ({layers[largest].name}) alone needs {format_bytes(needed[largest])} with one "
+        f"mini-batch in flight, all layers {format_bytes(_data_parallel_bytes(problem))}, and a device has "
+        f"{format_bytes(memory.limit_bytes)}; use a smaller micro-batch, more devices or more memory"
+    )
+
+
