@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,8 @@ from pipefit.errors import DataError
 
 __all__ = ["Paths", "as_tokens", "split_corpus", "text", "unigram_entropy"]
 
+_RULED_LINE = re.compile(r"^[ |+]*([*=~^_+-])\1{2}[*=~^_+|-]*[ |+]*\n", re.MULTILINE)
+
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
@@ -26,8 +29,8 @@ def text(paths: Paths | None = None) -> bytes:
     """The corpus to train on, as bytes.
 
     Without `paths` it is the prose of `pydoc_data.topics`, the language reference that Python carries for its
-    interactive `help()`: about 465 kB of English with some code. With `paths` it is those files, in that order,
-    with a blank line between them.
+    interactive `help()`: about 450 kB of English with some code, without the underlines of its headings. With
+    `paths` it is those files, in that order, with a blank line between them.
 
     Raises:
         DataError: a path is missing, a directory, unreadable or empty; or no path is given in the list.
@@ -48,7 +51,8 @@ def _builtin_prose() -> bytes:
         raise DataError(
             "data: this Python comes without pydoc_data.topics, the built-in text; give a text file with --data FILE"
         ) from error
-    prose = (topics[name].strip("\n") for name in sorted(topics))
+    # Underlines of headings and rules of tables are no language, and a model learns to draw them first.
+    prose = (_RULED_LINE.sub("", topics[name]).strip("\n") for name in sorted(topics))
     return "\n\n\n".join(prose).encode()
 
 
