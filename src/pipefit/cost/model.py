@@ -1,0 +1,254 @@
+"""CostModel: seconds of instructions, messages and reductions, bytes of values; one law each, for every consumer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final
+
+from pipefit.errors import PlanError
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import OP_SPEC, Kind, Lane, Op
+from pipefit.ir.values import Value
+from pipefit.spec.topology import Tier, Topology
+
+if TYPE_CHECKING:
+    from pipefit.ir.program import Header
+    from pipefit.spec.plan import Partition, Placement
+    from pipefit.spec.profile import Profile
+
+__all__ = ["CostModel"]
+
+_PER_STAGE = (
+    "forward_s",
+    "backward_input_s",
+    "backward_weight_s",
+    "recompute_s",
+    "step_s",
+    "act_bytes",
+    "grad_bytes",
+    "saved_bytes",
+    "half_bytes",
+    "weight_bytes",
+    "optim_bytes",
+)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of a placed partition. Tuples run over stages; figures are for one micro-batch; () means 0 for all stages.
+
+    Every law is exact arithmetic on what it is given, so integers and fractions stay exact.
+
+    Attributes:
+        forward_s: seconds of a forward.
+        backward_input_s: seconds of the half of a backward that makes the gradient of the input.
+        backward_weight_s: seconds of the other half; a full backward takes both.
+        recompute_s: seconds of a replay; (): those of the forward.
+        step_s: seconds of an optimizer step.
+        loss_s: seconds of the loss and its gradient.
+        load_s: seconds of loading a slice of the batch.
+        act_bytes: of a stage's output, as it travels to the next.
+        grad_bytes: of the gradient of that output; (): those of the output.
+        saved_bytes: kept from forward to backward.
+        half_bytes: kept from bwd_input to bwd_weight beside what is saved; (): the gradient of the output.
+        weight_bytes: of one version of the weights, and of their gradients.
+        optim_bytes: of the optimizer's state, there from beginning to end.
+        input_bytes: of one micro-batch of inputs, at stage 0.
+        target_bytes: of one micro-batch of targets, at the last stage (with a single stage, they are in the input).
+        tied_bytes: of the shared weight of each tie group, by the group's first stage; where it has none, the weights
+            of that whole stage.
+        topology: links between ranks; None: all alike, by the next two.
+        bandwidth_bytes_per_s: of every link.
+        latency_s: of every link.
+        post_s: seconds the rank itself spends on issuing a send, receive or reduction.
+        copy_s_per_byte: further seconds per byte the rank spends inside a send: Gloo copies on the caller's core.
+        overhead_s: seconds the rank spends on every instruction of the compute lane but `drop`, whatever its speed.
+        speed: of each rank, as a multiple of the device the seconds are for; (): all 1.
+        tiers: rates of the copies to host and disk, by the tier's name.
+        tensor: ranks that share each stage; a piece is 1/t of its value.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+    recompute_s: tuple[float, ...] = ()
+    step_s: tuple[float, ...] = ()
+    loss_s: float = 0
+    load_s: float = 0
+    act_bytes: tuple[float, ...] = ()
+    grad_bytes: tuple[float, ...] = ()
+    saved_bytes: tuple[float, ...] = ()
+    half_bytes: tuple[float, ...] = ()
+    weight_bytes: tuple[float, ...] = ()
+    optim_bytes: tuple[float, ...] = ()
+    input_bytes: float = 0
+    target_bytes: float = 0
+    tied_bytes: Mapping[int, float] = field(default_factory=dict)
+    topology: Topology | None = None
+    bandwidth_bytes_per_s: float = math.inf
+    latency_s: float = 0
+    post_s: float = 0
+    copy_s_per_byte: float = 0
+    overhead_s: float = 0
+    speed: tuple[float, ...] = ()
+    tiers: tuple[Tier, ...] = ()
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.forward_s)
+        if not num_stages:
+            raise PlanError("cost: expected at least one stage, got none")
+        defaults = {"recompute_s": self.forward_s, "grad_bytes": self.act_bytes}
+        for name in _PER_STAGE:
+            given = tuple(getattr(self, name)) or tuple(defaults.get(name, ())) or (0,) * num_stages
+            if name == "half_bytes" and not self.half_bytes:
+                given = self.grad_bytes
+            if len(given) != num_stages or min(given) < 0:
+                raise PlanError(f"cost.{name}: expected {num_stages} figures ≥ 0, one per stage, got {given}")
+            object.__setattr__(self, name, given)
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, int | float) and not value >= 0:
+                raise PlanError(f"cost.{item.name}: expected 0 or more, got {value}")
+        if self.speed and not min(self.speed) > 0:
+            raise PlanError(f"cost.speed: expected more than 0 for every rank, got {self.speed}")
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages it knows."""
+        return len(self.forward_s)
+
+    # ------------------------------------------------------------------------------------------------------- seconds
+
+    def duration_s(self, instruction: Instruction, rank: int) -> float:
+        """Seconds an instruction holds its rank: its work for the compute lane, its issuing for all others."""
+        if OP_SPEC[instruction.op].lane is Lane.COMPUTE:
+            work = _WORK_S[instruction.op](self, instruction)
+            if self.speed and instruction.op is not Op.LOAD:
+                work = work / self.speed[rank]
+            return work if instruction.op is Op.DROP else work + self.overhead_s
+        if instruction.op is Op.SEND and self.copy_s_per_byte:
+            return self.post_s + self.copy_s_per_byte * self._message_bytes(instruction)
+        return 0 if instruction.op is Op.BARRIER else self.post_s
+
+    def link(self, source: int, target: int) -> tuple[float, float]:
+        """Bandwidth (bytes per second) and latency (seconds) from one rank to another."""
+        if self.topology is None:
+            return self.bandwidth_bytes_per_s, self.latency_s
+        level = self.topology.level_between(source, target)
+        return level.bandwidth_bytes_per_s, level.latency_s
+
+    def message_s(self, send: Instruction, rank: int) -> float:
+        """Seconds from the moment both sides have posted a message until it is there: latency + bytes / bandwidth.
+
+        Args:
+            send: the message, as its sender issues it.
+            rank: the sender.
+        """
+        bandwidth, latency = self.link(rank, send.peer)
+        return latency + _over(self._message_bytes(send), bandwidth)
+
+    def reduce_s(self, instruction: Instruction, members: Sequence[int]) -> float:
+        """Seconds of a reduction or barrier from the moment its last member has issued it.
+
+        2(d−1)/d·bytes / bandwidth + 2·⌈log2 d⌉·latency over the slowest link between neighbours among the d members.
+        Source: Thakur, Rabenseifner, Gropp (IJHPCA 2005) §4: reduce-scatter by halving, all-gather by doubling; the
+        ring has the same first term. The norm and the barrier have the second term only.
+        """
+        d = len(members)
+        if d < 2:
+            return 0
+        links = [self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)]
+        bandwidth, latency = min(link[0] for link in links), max(link[1] for link in links)
+        return 2 * (d - 1).bit_length() * latency + _over(2 * (d - 1) * self._reduced_bytes(instruction), bandwidth) / d
+
+    def local_s(self, instruction: Instruction, rank: int) -> float:
+        """Seconds of what completes by itself on one rank: fetch, evict (by their tier's rates) and gather.
+
+        Raises:
+            PlanError: the tier is unknown.
+        """
+        if instruction.op is Op.GATHER:
+            whole = Kind.ACT.value if instruction.kind == Kind.ACT else Kind.GRAD.value
+            size = self.size_bytes(Value(whole, instruction.stage, instruction.mb))
+            bandwidth, latency = self.link(rank, rank)
+            return latency + _over(size * (self.tensor - 1), bandwidth) / self.tensor
+        for tier in self.tiers:
+            if tier.name == instruction.tier:
+                rate = tier.read_bytes_per_s if instruction.op is Op.FETCH else tier.write_bytes_per_s
+                size = self.size_bytes(Value(instruction.kind, instruction.stage, instruction.version))
+                return tier.latency_s + _over(size, rate)
+        raise PlanError(f"cost.tiers: {instruction} needs tier {instruction.tier!r}; add it with its rates")
+
+    # --------------------------------------------------------------------------------------------------------- bytes
+
+    def size_bytes(self, value: Value) -> float:
+        """Bytes of a value: the size law that liveness, memory over time and messages share."""
+        return _SIZE[value.kind](self, value.stage)
+
+    def resident_bytes(self, stages: Sequence[int]) -> float:
+        """Bytes that are on a rank with these stages whatever it does: the optimizer's state."""
+        return sum(self.optim_bytes[stage] for stage in stages)
+
+    def _message_bytes(self, message: Instruction) -> float:
+        return self.size_bytes(Value(message.kind, message.stage, message.mb))
+
+    def _reduced_bytes(self, instruction: Instruction) -> float:
+        if instruction.op is Op.BARRIER or instruction.kind == Kind.NORM:
+            return 0
+        whole = self.weight_bytes[instruction.stage]
+        return self.tied_bytes.get(instruction.stage, whole) if instruction.kind == Kind.TIED else whole
+
+    # -------------------------------------------------------------------------------------------------- constructors
+
+    @staticmethod
+    def unit(header: Header, forward: float = 1, backward: float | None = None, **rest: Any) -> CostModel:
+        """The lectures' costs; see `pipefit.cost.unit`."""
+        from pipefit.cost.build import unit
+
+        return unit(header, forward, backward, **rest)
+
+    @staticmethod
+    def from_profile(
+        profile: Profile, partition: Partition, topology: Topology, *, placement: Placement | None = None, **rest: Any
+    ) -> CostModel:
+        """Costs of a partition of a profile; see `pipefit.cost.from_profile`."""
+        from pipefit.cost.build import from_profile
+
+        return from_profile(profile, partition, topology, placement=placement, **rest)
+
+
+def _over(size: float, bandwidth: float) -> float:
+    """Seconds for some bytes; exactly 0 where bandwidth is no limit, so that exact numbers stay exact."""
+    return 0 if math.isinf(bandwidth) else size / bandwidth
+
+
+_Work = Callable[[CostModel, Instruction], float]
+
+_WORK_S: Final[dict[Op, _Work]] = {
+    Op.LOAD: lambda cost, i: cost.load_s,
+    Op.FWD: lambda cost, i: cost.forward_s[i.stage],
+    Op.LOSS: lambda cost, i: cost.loss_s,
+    Op.RECOMPUTE: lambda cost, i: cost.recompute_s[i.stage],
+    Op.BWD: lambda cost, i: cost.backward_input_s[i.stage] + cost.backward_weight_s[i.stage],
+    Op.BWD_INPUT: lambda cost, i: cost.backward_input_s[i.stage],
+    Op.BWD_WEIGHT: lambda cost, i: cost.backward_weight_s[i.stage],
+    Op.STEP: lambda cost, i: cost.step_s[i.stage],
+    Op.DROP: lambda cost, i: 0,
+}
+
+_SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {
+    Kind.INPUT.value: lambda cost, s: cost.target_bytes if s > 0 else cost.input_bytes,
+    Kind.ACT.value: lambda cost, s: cost.act_bytes[s],
+    Kind.PIECE.value: lambda cost, s: cost.act_bytes[s] / cost.tensor,
+    Kind.GRAD.value: lambda cost, s: cost.grad_bytes[s],
+    Kind.GRAD_PIECE.value: lambda cost, s: cost.grad_bytes[s] / cost.tensor,
+    Kind.SAVED.value: lambda cost, s: cost.saved_bytes[s],
+    Kind.HALF.value: lambda cost, s: cost.half_bytes[s],
+    Kind.WGRAD.value: lambda cost, s: cost.weight_bytes[s],
+    Kind.WEIGHTS.value: lambda cost, s: cost.weight_bytes[s],
+    Kind.OPTIM.value: lambda cost, s: cost.optim_bytes[s],
+    Kind.NORM.value: lambda cost, s: 0,
+}

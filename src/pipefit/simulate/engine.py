@@ -1,0 +1,194 @@
+"""The clock: every rank issues its list in order; a message or collective happens when all its sides have issued it.
+
+Without contention each time is the latest of a few others, so the order in which ranks are looked at changes nothing,
+and a rank runs on until it must wait. With contention links are handed out first come, first served, so ranks are
+looked at in the order of their clocks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Final
+
+from pipefit.simulate.layout import Layout
+
+__all__ = ["Engine", "Prices"]
+
+UNKNOWN: Final = -1
+"""Stands for a time that is not known yet; no time is negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds of one program under one cost model, by instruction number.
+
+    Attributes:
+        hold: how long it holds its rank (its work, or its issuing).
+        travel: how long a message, reduction or copy takes after this side has issued it; it is there when that has
+            passed for all sides.
+        blocks: whether the rank also waits for its end.
+        lanes: for copies, the lane of their rank they queue on; for messages under contention, their link.
+        groups: the members of the collective it belongs to.
+    """
+
+    hold: list[float]
+    travel: list[float]
+    blocks: list[bool] | None
+    lanes: dict[int, tuple[object, ...]]
+    groups: dict[int, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Engine:
+    """Times of `repeats` passes; instruction n of pass k is entry k·size + n of `start`, `posted` and `end`."""
+
+    layout: Layout
+    prices: Prices
+    repeats: int
+    contention: bool
+    start: list[float] = field(default_factory=list)
+    posted: list[float] = field(default_factory=list)
+    end: list[float] = field(default_factory=list)
+    clock: list[float] = field(default_factory=list)
+    at: list[int] = field(default_factory=list)
+    blocked_on: list[int] = field(default_factory=list)
+    issuing: list[bool] = field(default_factory=list)
+    free: dict[tuple[object, ...], float] = field(default_factory=dict)
+    ready: list[int] = field(default_factory=list)
+    agenda: list[tuple[float, int]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Runs until no rank can go on; what hangs keeps UNKNOWN as its end."""
+        graph = self.layout.graph
+        size, num_ranks = len(graph.instructions), len(graph.starts) - 1
+        for times in (self.start, self.posted, self.end):
+            times += [UNKNOWN] * (size * self.repeats)
+        self.clock = [0] * num_ranks
+        self.at = list(graph.starts[:-1])
+        self.blocked_on = [UNKNOWN] * num_ranks
+        self.issuing = [False] * num_ranks
+        if self.contention:
+            self.agenda = [(0, rank) for rank in range(num_ranks)]
+            while self.agenda:
+                self._advance(heapq.heappop(self.agenda)[1])
+        else:
+            self.ready = list(reversed(range(num_ranks)))
+            while self.ready:
+                self._advance(self.ready.pop())
+
+    def _advance(self, rank: int) -> None:
+        """Runs one rank until it must wait: for a message, or (under contention) for ranks whose clocks are behind."""
+        layout, prices = self.layout, self.prices
+        codes, waits, partners = layout.codes, layout.waits, layout.partners
+        hold, travel, blocks = prices.hold, prices.travel, prices.blocks
+        start, posted, end = self.start, self.posted, self.end
+        size, ranks, first, stop = (
+            len(codes),
+            layout.graph.ranks,
+            layout.graph.starts[rank],
+            layout.graph.starts[rank + 1],
+        )
+        blocked_on, ready = self.blocked_on, self.ready
+        now = self.clock[rank]
+        begin, i = divmod(self.at[rank], size)
+        blocked_on[rank] = UNKNOWN
+        plain = not self.contention and blocks is None
+        for lap in range(begin, self.repeats):
+            base = lap * size
+            while i < stop:
+                code = codes[i]
+                n = base + i
+                if code <= 1:
+                    if code == 1:
+                        for q in waits[i]:
+                            arrival = end[base + q]
+                            if arrival < 0:
+                                blocked_on[rank], self.clock[rank], self.at[rank] = base + q, now, n
+                                return
+                            if arrival > now:
+                                now = arrival
+                    start[n] = now
+                    now += hold[i]
+                    end[n] = now
+                elif plain and code == 2:
+                    start[n] = now
+                    now += hold[i]
+                    posted[n] = now
+                    q = partners[i]
+                    other = posted[base + q]
+                    if other >= 0:
+                        arrival, other = now + travel[i], other + travel[q]
+                        if other > arrival:
+                            arrival = other
+                        end[n] = end[base + q] = arrival
+                        peer = ranks[q]
+                        if blocked_on[peer] == base + q:
+                            blocked_on[peer] = UNKNOWN
+                            ready.append(peer)
+                else:
+                    self.clock[rank], self.at[rank] = now, n
+                    if not self._issue(rank, n, i):
+                        return
+                    now = self.clock[rank]
+                i += 1
+            i = first
+            self.clock[rank], self.at[rank] = now, base + size + first
+
+    def _issue(self, rank: int, n: int, i: int) -> bool:
+        """Issues a message, reduction or copy; False when the rank must come back to it later."""
+        if not self.issuing[rank]:
+            self.start[n] = self.clock[rank]
+            self.clock[rank] += self.prices.hold[i]
+            self.issuing[rank] = True
+            if self.contention and self.agenda and self.agenda[0][0] < self.clock[rank]:
+                heapq.heappush(self.agenda, (self.clock[rank], rank))
+                return False
+        if self.posted[n] < 0:
+            self.posted[n] = self.clock[rank]
+            self._try(n, i)
+        if self.prices.blocks is not None and self.prices.blocks[i]:
+            if self.end[n] < 0:
+                self.blocked_on[rank] = n
+                return False
+            self.clock[rank] = max(self.clock[rank], self.end[n])
+        self.issuing[rank] = False
+        return True
+
+    def _try(self, n: int, i: int) -> None:
+        """Lets a message, collective or copy happen if all its sides have issued it and hold what they need."""
+        layout, prices = self.layout, self.prices
+        base, q = n - i, layout.partners[i]
+        sides = (i, q) if q >= 0 else prices.groups.get(i, (i,))
+        if self.end[n] >= 0:
+            return
+        lane = prices.lanes.get(i)
+        finish = self.free.get(lane, 0) + prices.travel[i] if lane else 0
+        for side in sides:
+            begin = self.posted[base + side]
+            if begin < 0:
+                return
+            for need in layout.waits[side]:
+                if self.end[base + need] < 0:
+                    return
+                begin = max(begin, self.end[base + need])
+            finish = max(finish, begin + prices.travel[side])
+        if lane:
+            self.free[lane] = finish
+        for side in sides:
+            self.end[base + side] = finish
+        for side in sides:
+            self._arrived(base, side)
+
+    def _arrived(self, base: int, side: int) -> None:
+        """Wakes the rank that waits for it, and whatever else needs it."""
+        rank = self.layout.graph.ranks[side]
+        if self.blocked_on[rank] == base + side:
+            self.blocked_on[rank] = UNKNOWN
+            if self.contention:
+                heapq.heappush(self.agenda, (max(self.clock[rank], self.end[base + side]), rank))
+            else:
+                self.ready.append(rank)
+        for user in self.layout.users.get(side, ()):
+            if self.posted[base + user] >= 0:
+                self._try(base + user, user)

@@ -1,0 +1,94 @@
+"""A program laid out flat for the simulator: what each instruction is to the clock, built once per program."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from pipefit.ir.graph import Graph, dependency_graph
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.program import Program
+
+__all__ = ["Code", "Layout", "layout_of"]
+
+
+class Code(enum.IntEnum):
+    """What the clock of a rank does at an instruction.
+
+    WORK: runs at once: all it needs comes from earlier work of the rank.
+    WAIT: runs once messages or reductions have arrived.
+    MESSAGE: is issued; it only waits for its other side.
+    PENDING: is issued; it waits by itself for whatever it needs: reductions, copies, messages passed on.
+    """
+
+    WORK = 0
+    WAIT = 1
+    MESSAGE = 2
+    PENDING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The instructions of all ranks in one list, numbered as in the dependency graph.
+
+    Attributes:
+        graph: the dependency graph.
+        codes: a `Code` for each instruction.
+        waits: for each, the messages, reductions and copies whose values it needs.
+        users: for each of those, the PENDING instructions that need it.
+        costs: for each, the index of the entry in `kinds` that costs the same.
+        kinds: an instruction and its rank for each different cost.
+        partners: of messages; −1 for the rest.
+    """
+
+    graph: Graph
+    codes: list[int]
+    waits: list[tuple[int, ...]]
+    users: dict[int, list[int]]
+    costs: list[int]
+    kinds: list[tuple[Instruction, int]]
+    partners: list[int]
+
+
+def layout_of(program: Program) -> Layout:
+    """The layout of a program, kept with it."""
+    cached: Layout | None = program.__dict__.get("_layout")
+    if cached is None:
+        cached = program.__dict__["_layout"] = _build(dependency_graph(program))
+    return cached
+
+
+def _build(graph: Graph) -> Layout:
+    on_compute = {op: spec.lane is Lane.COMPUTE for op, spec in OP_SPEC.items()}
+    computes = [on_compute[i.op] for i in graph.instructions]
+    codes: list[int] = []
+    waits: list[tuple[int, ...]] = []
+    users: dict[int, list[int]] = {}
+    costs: list[int] = []
+    kinds: list[tuple[Instruction, int]] = []
+    index: dict[tuple[object, ...], int] = {}
+    for number, (i, rank, preds) in enumerate(zip(graph.instructions, graph.ranks, graph.preds, strict=True)):
+        needed = tuple(p for p in preds if not computes[p]) if preds else ()
+        waits.append(needed)
+        if computes[number]:
+            codes.append(Code.WAIT if needed else Code.WORK)
+        elif (i.op is Op.SEND or i.op is Op.RECV) and not needed:
+            codes.append(Code.MESSAGE)
+        else:
+            codes.append(Code.PENDING)
+            for pred in needed:
+                users.setdefault(pred, []).append(number)
+        # Micro-batch and version change no cost.
+        key = (i.op, i.stage, rank, i.kind, i.peer, i.tier)
+        cost = index.get(key)
+        if cost is None:
+            cost = index[key] = len(kinds)
+            kinds.append((i, rank))
+        costs.append(cost)
+    partners = [-1] * len(codes)
+    for number, partner in graph.partner.items():
+        partners[number] = partner
+        if codes[partner] == Code.PENDING or number in users or partner in users:
+            codes[number] = codes[partner] = Code.PENDING
+    return Layout(graph, codes, waits, users, costs, kinds, partners)

@@ -1,0 +1,65 @@
+"""Memory over time: the lifetimes of liveness, on the clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipefit.cost.model import CostModel
+from pipefit.ir.liveness import Lifetime, lifetimes
+from pipefit.ir.op import OP_SPEC, Kind, Lane
+from pipefit.ir.program import Program
+
+if TYPE_CHECKING:
+    from pipefit.simulate.engine import Engine
+
+__all__ = ["memory_over_time"]
+
+Samples = tuple[tuple[float, float], ...]
+
+
+def memory_over_time(program: Program, cost: CostModel, engine: Engine) -> tuple[Samples, ...]:
+    """For each rank, (time_s, bytes) wherever its memory changes, beginning with what is there at the start.
+
+    A value takes room from the start of the instruction that makes it (a receive: from posting) to the end of the last
+    one that needs it (a send: until its message has arrived). What ends where something else begins makes room first.
+    """
+    return tuple(_rank_memory(program, cost, engine, rank) for rank in range(len(program.ranks)))
+
+
+def _lives(program: Program, rank: int) -> list[Lifetime]:
+    kept: dict[int, list[Lifetime]] = program.__dict__.setdefault("_lifetimes", {})
+    if rank not in kept:
+        kept[rank] = lifetimes(program, rank)
+    return kept[rank]
+
+
+def _rank_memory(program: Program, cost: CostModel, engine: Engine, rank: int) -> Samples:
+    starts = engine.layout.graph.starts
+    first, size, count = starts[rank], starts[-1], starts[rank + 1] - starts[rank]
+    sized = [(life.born, life.dies, cost.size_bytes(life.value)) for life in _lives(program, rank)]
+    sized = [item for item in sized if item[2]]
+    computes = [OP_SPEC[i.op].lane is Lane.COMPUTE for i in program.ranks[rank]]
+    last = max((index for index in range(count) if computes[index]), default=-1)
+    changes: dict[float, float] = {}
+    seam: float = 0
+    for lap in range(engine.repeats):
+        base = lap * size + first
+        after = engine.end[base + last] if last >= 0 else seam
+        for born, dies, amount in sized:
+            # What is there at the start, and what stays to the end, meet at the seam between two passes.
+            begin = seam if born < 0 else engine.start[base + born] if born < count else after
+            end = after if dies >= count else engine.end[base + dies]
+            if begin < end:
+                changes[begin] = changes.get(begin, 0) + amount
+                changes[end] = changes.get(end, 0) - amount
+        seam = after
+    fetched = any(i.kind == Kind.OPTIM for i in program.ranks[rank])
+    held: float = 0 if fetched else cost.resident_bytes(program.header.stages_of(rank))
+    samples: list[tuple[float, float]] = [] if 0 in changes else [(0, held)]
+    # What is there after the last pass stays there.
+    changes[seam] = changes.get(seam, 0) + sum(amount for _, dies, amount in sized if dies >= count)
+    for time in sorted(changes):
+        if changes[time] or time == 0:
+            held += changes[time]
+            samples.append((time, held))
+    return tuple(samples)

@@ -1,0 +1,182 @@
+"""Program and costs in, Timeline out."""
+
+from __future__ import annotations
+
+from itertools import pairwise, repeat
+
+from pipefit.cost.model import CostModel
+from pipefit.errors import InvalidProgramError, PlanError
+from pipefit.ir.graph import collective_members
+from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.program import Program
+from pipefit.simulate.engine import Engine, Prices
+from pipefit.simulate.layout import Layout, layout_of
+from pipefit.simulate.memory import memory_over_time
+from pipefit.timeline import Event, Timeline
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    program: Program,
+    cost: CostModel,
+    *,
+    repeats: int = 1,
+    contention: bool = False,
+    blocking_sends: bool = False,
+    overlap: bool = True,
+    rendezvous: bool = True,
+    memory: bool = True,
+) -> Timeline:
+    """When each instruction starts and ends.
+
+    Every rank issues its list in order. An instruction of the compute lane starts when the rank is free and what it
+    needs has arrived. Any other is issued and completes by itself: a message starts when both sides have posted it, a
+    reduction when all members have, a copy when its lane is free.
+
+    >>> from pipefit.schedules import Shape, generate
+    >>> program = generate("1f1b", Shape(depth=4, num_microbatches=8))
+    >>> simulate(program, CostModel.unit(program.header)).makespan_s
+    33
+
+    Args:
+        program: what to run.
+        cost: seconds and bytes.
+        repeats: passes over the program, one after the other on each rank, without a barrier between them.
+        contention: messages on the same link (from one rank to another) travel one at a time, in the order in which
+            both their sides have posted them.
+        blocking_sends: a rank waits for each of its sends to arrive.
+        overlap: False: a rank waits for each of its reductions, gathers and copies.
+        rendezvous: False: a message starts when it is sent, whether or not its receive is posted yet, so that how far
+            ahead receives are posted changes nothing: the closed forms of the papers assume this.
+        memory: whether to follow the memory of each rank.
+
+    Raises:
+        InvalidProgramError: something waits for what never comes; the message names both.
+        PlanError: the cost model is for another number of stages or ranks.
+    """
+    if cost.num_stages != program.header.num_stages:
+        raise PlanError(f"cost is for {cost.num_stages} stages, the program has {program.header.num_stages}")
+    if cost.speed and len(cost.speed) < len(program.ranks):
+        raise PlanError(f"cost.speed has {len(cost.speed)} ranks, the program {len(program.ranks)}")
+    if repeats < 1:
+        raise PlanError(f"repeats: expected at least 1, got {repeats}")
+    if contention and not rendezvous:
+        raise PlanError("contention orders messages by when both sides have posted them, so it needs rendezvous")
+    layout = layout_of(program)
+    _check(layout)
+    engine = Engine(
+        layout, _prices(layout, cost, contention, _blocking(blocking_sends, overlap), rendezvous), repeats, contention
+    )
+    engine.run()
+    if min(engine.end, default=0) < 0:
+        raise InvalidProgramError(_hang(engine))
+    events = _events(engine)
+    samples = memory_over_time(program, cost, engine) if memory else ()
+    notes: dict[str, float] = {"contention": 1.0} if contention else {}
+    return Timeline(program, events, samples, num_repeats=repeats, notes=notes)
+
+
+def _check(layout: Layout) -> None:
+    graph = layout.graph
+
+    def name(number: int) -> str:
+        rank, index = graph.place(number)
+        return f"rank {rank}, instruction {index} ({graph.instructions[number]})"
+
+    if graph.missing:
+        number, value = graph.missing[0]
+        raise InvalidProgramError(f"{name(number)} needs {value}, which nothing before it makes on that rank")
+    if graph.unmatched:
+        number = graph.unmatched[0]
+        side = "receive" if graph.instructions[number].op is Op.SEND else "send"
+        raise InvalidProgramError(f"{name(number)} has no matching {side}: it would wait for ever")
+    for group in graph.collectives:
+        expected = collective_members(graph.program.header, graph.instructions[group[0]])
+        absent = sorted(set(expected) - {graph.ranks[number] for number in group})
+        if absent:
+            raise InvalidProgramError(f"{name(group[0])} is a collective that ranks {absent} never join")
+
+
+def _blocking(blocking_sends: bool, overlap: bool) -> set[Op]:
+    """The operations, beside those of the compute lane, whose end a rank waits for."""
+    held = {op for op, spec in OP_SPEC.items() if spec.lane is not Lane.COMPUTE} - {Op.SEND, Op.RECV}
+    return ({Op.SEND} if blocking_sends else set()) | (set() if overlap else held)
+
+
+def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op], rendezvous: bool) -> Prices:
+    graph = layout.graph
+    hold_of = [cost.duration_s(i, rank) for i, rank in layout.kinds]
+    travel_of: list[float] = [_travel_s(cost, layout, i.op, index) for index, (i, _) in enumerate(layout.kinds)]
+    travel = [travel_of[index] for index in layout.costs]
+    lanes: dict[int, tuple[object, ...]] = {}
+    groups: dict[int, tuple[int, ...]] = {}
+    for group in graph.collectives:
+        first = graph.instructions[group[0]]
+        seconds = cost.reduce_s(first, sorted(graph.ranks[number] for number in group))
+        for number in group:
+            groups[number] = group
+            travel[number] = seconds
+    blocks = [i.op in blocked for i in graph.instructions] if blocked else None
+    for number, i in enumerate(graph.instructions):
+        if i.op is Op.RECV:
+            travel[number] = travel[layout.partners[number]] if rendezvous else 0
+            if contention:
+                link = (i.peer, graph.ranks[number])
+                lanes[number] = lanes[layout.partners[number]] = link
+        elif i.op is Op.FETCH or i.op is Op.EVICT:
+            lanes[number] = (graph.ranks[number], i.op, i.tier)
+    return Prices([hold_of[index] for index in layout.costs], travel, blocks, lanes, groups)
+
+
+def _travel_s(cost: CostModel, layout: Layout, op: Op, index: int) -> float:
+    i, rank = layout.kinds[index]
+    if op is Op.SEND:
+        return cost.message_s(i, rank)
+    return cost.local_s(i, rank) if op in (Op.GATHER, Op.FETCH, Op.EVICT) else 0
+
+
+def _events(engine: Engine) -> tuple[Event, ...]:
+    starts = engine.layout.graph.starts
+    size = starts[-1]
+    events: list[Event] = []
+    for rank, (first, last) in enumerate(pairwise(starts)):
+        for lap in range(engine.repeats):
+            a, b = lap * size + first, lap * size + last
+            rows = zip(repeat(rank), range(b - a), repeat(lap), engine.start[a:b], engine.end[a:b], strict=False)
+            events += map(Event._make, rows)
+    return tuple(events)
+
+
+def _hang(engine: Engine) -> str:
+    """What waits for what, rank by rank."""
+    graph = engine.layout.graph
+    size = len(graph.instructions)
+    lines = []
+    for rank, waiting in enumerate(engine.blocked_on):
+        if waiting < 0:
+            continue
+        this, awaited = engine.at[rank] % size, waiting % size
+        line = f"rank {rank} stands at instruction {graph.place(this)[1]} ({graph.instructions[this]})"
+        if awaited != this:
+            line += f" and waits for {graph.instructions[awaited]}"
+        lines.append(f"{line}, {_awaited_sides(engine, waiting)}")
+    if not lines:
+        stuck = next(n for n, end in enumerate(engine.end) if end < 0) % size
+        lines = [f"{graph.instructions[stuck]} on rank {graph.ranks[stuck]} needs what itself makes"]
+    return "the program hangs:\n  " + "\n  ".join(lines)
+
+
+def _awaited_sides(engine: Engine, n: int) -> str:
+    graph = engine.layout.graph
+    i = n % len(graph.instructions)
+    partner = engine.layout.partners[i]
+    sides = (i, partner) if partner >= 0 else engine.prices.groups.get(i, (i,))
+    names = []
+    for side in sides:
+        rank, index = graph.place(side)
+        if engine.posted[n - i + side] < 0:
+            names.append(f"which rank {rank} has not reached (its instruction {index}: {graph.instructions[side]})")
+        elif side != i:
+            names.append(f"which rank {rank} has issued")
+    return "; ".join(names) or "which itself waits for another message"
