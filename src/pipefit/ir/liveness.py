@@ -15,12 +15,16 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.ir.values import SAVED, WEIGHTS, Value, makes, needs
 
-__all__ = ["Lifetime", "is_in_place", "lifetimes", "peak", "peak_inflight", "weight_versions"]
+__all__ = ["Lifetime", "is_in_place", "lifetimes", "peak", "peak_at", "peak_inflight", "weight_versions"]
 
 
 class Lifetime(NamedTuple):
-    """A value of a rank: made by instruction `born` (−1: there at the start), last needed by `dies` (indices in the
-    rank's list; the length of the list: still there at the end).
+    """A value of a rank, and the indices in the rank's list between which it is held.
+
+    Attributes:
+        value: what is held.
+        born: the instruction that makes it (−1: there at the start).
+        dies: the last that needs it (the length of the list: still there at the end).
     """
 
     value: Value
@@ -29,14 +33,16 @@ class Lifetime(NamedTuple):
 
 
 def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
-    """Whether the `step` at `index` may overwrite its weights: the next instruction drops the version it starts from."""
+    """Whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
     this, after = instructions[index], instructions[index + 1 : index + 2]
     return bool(after) and after[0].op is Op.DROP and (after[0].stage, after[0].version) == (this.stage, this.version)
 
 
 def lifetimes(program: Program, rank: int) -> list[Lifetime]:
-    """Every value of a rank, by birth. A step in place makes no second copy:
-    its new version is born after the drop."""
+    """Every value of a rank, by birth.
+
+    A step in place makes no second copy: its new version is born after the drop.
+    """
     instructions = program.ranks[rank]
     born: dict[Value, int] = {Value(WEIGHTS, stage, 0): -1 for stage in program.header.stages_of(rank)}
     dies: dict[Value, int] = {}
@@ -60,16 +66,23 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 
 def peak(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> float:
     """The highest sum of sizes held at any instruction; what an instruction makes and needs is held together."""
+    return peak_at(lives, size)[0]
+
+
+def peak_at(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> tuple[float, int]:
+    """The highest sum of sizes held at any instruction, and the first instruction where it is (−1: the start)."""
     changes: list[tuple[int, int, float]] = []
     for life in lives:
         amount = size(life.value)
         if amount:
             changes += [(life.born, 0, amount), (life.dies, 1, -amount)]
     held = highest = 0.0
-    for _, _, amount in sorted(changes, key=lambda change: change[:2]):
+    where = -1
+    for index, _, amount in sorted(changes, key=lambda change: change[:2]):
         held += amount
-        highest = max(highest, held)
-    return highest
+        if held > highest:
+            highest, where = held, index
+    return highest, where
 
 
 def peak_inflight(program: Program, rank: int) -> float:

@@ -36,7 +36,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     Attributes:
         schedule: the generator's name.
-        placement: `placement[s][i]` is the rank that runs replica i of stage s; micro-batch k goes to replica k mod R_s.
+        placement: `placement[s][i]` is the rank of replica i of stage s; micro-batch k goes to replica k mod R_s.
         num_microbatches: per weight update of a synchronous schedule, over all replicas.
         num_steps: how many updates' worth of micro-batches the program holds.
         weights: the rule for weight versions.

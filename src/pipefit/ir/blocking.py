@@ -1,0 +1,113 @@
+"""May wait: the strictest way to run a program, by which it is proved free of deadlocks.
+
+A send waits until its receive is posted; a reduce or barrier until all members have come to it; any other instruction
+until what it needs has arrived. What runs to its end under these rules does so under every milder one and in every
+interleaving: an instruction only ever waits for others to have happened, so it does not matter whose turn it is.
+"""
+
+from __future__ import annotations
+
+from pipefit.ir.graph import Graph
+from pipefit.ir.op import Op
+
+__all__ = ["Blocking"]
+
+
+class Blocking:
+    """A run without times. Messages without partner and missing members are passed by, values never made too.
+
+    Attributes:
+        at: the number of each rank's next instruction.
+        posted_early: receives that `post` took forward, and the number of the instruction each must come before.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self.at = list(graph.starts[:-1])
+        self.posted_early: dict[int, int] = {}
+        self._done = bytearray(len(graph.instructions))
+        self._absent = [len(group) for group in graph.collectives]
+        self._asleep: dict[int, list[int]] = {}
+
+    def run(self) -> dict[int, int]:
+        """Goes on until all ranks are done or stuck; returns the number of the instruction each stuck rank waits at."""
+        starts = self._graph.starts
+        self._advance([rank for rank, number in enumerate(self.at) if number < starts[rank + 1]])
+        return {rank: number for rank, number in enumerate(self.at) if number < starts[rank + 1]}
+
+    def _advance(self, awake: list[int]) -> None:
+        graph, done, asleep = self._graph, self._done, self._asleep
+        asleep.clear()
+        while awake:
+            rank = awake.pop()
+            number, end = self.at[rank], graph.starts[rank + 1]
+            while number < end:
+                blocker = self._blocker(number)
+                op = graph.instructions[number].op
+                if blocker < 0 and (op is Op.REDUCE or op is Op.BARRIER) and not self._arrive(number, awake):
+                    blocker = number
+                if blocker >= 0:
+                    asleep.setdefault(blocker, []).append(rank)
+                    break
+                done[number] = 1
+                if number in asleep:
+                    awake += asleep.pop(number)
+                number += 1
+            self.at[rank] = number
+
+    def _blocker(self, number: int) -> int:
+        """The send that must happen or the receive that must be posted before an instruction can run, else −1."""
+        graph, done = self._graph, self._done
+        for pred in graph.preds[number]:
+            if graph.instructions[pred].op is Op.RECV:
+                send = graph.partner.get(pred, -1)
+                if send >= 0 and not done[send]:
+                    return send
+        if graph.instructions[number].op is Op.SEND:
+            receive = graph.partner.get(number, -1)
+            if receive >= 0 and not done[receive]:
+                return receive
+        return -1
+
+    def _arrive(self, number: int, awake: list[int]) -> bool:
+        """Comes to a collective; whether all its members have."""
+        graph, done = self._graph, self._done
+        index = graph.collective_of[number]
+        if not done[number]:
+            done[number] = 1
+            self._absent[index] -= 1
+            if not self._absent[index]:
+                for member in graph.collectives[index]:
+                    awake += self._asleep.pop(member, ())
+        return not self._absent[index]
+
+    def waits_for(self, number: int) -> int:
+        """The instruction of another rank that a stuck instruction waits for, else −1."""
+        graph = self._graph
+        blocker = self._blocker(number)
+        if blocker < 0 and number in graph.collective_of:
+            members = graph.collectives[graph.collective_of[number]]
+            blocker = next((member for member in members if not self._done[member]), -1)
+        return blocker
+
+    def cycles(self, stuck: dict[int, int]) -> list[list[int]]:
+        """The stuck ranks that wait for each other, each cycle once, from its first rank on."""
+        found: list[list[int]] = []
+        seen: set[int] = set()
+        for start in sorted(stuck):
+            path: list[int] = []
+            rank = start
+            while rank in stuck and rank not in seen:
+                seen.add(rank)
+                path.append(rank)
+                blocker = self.waits_for(stuck[rank])
+                rank = self._graph.ranks[blocker] if blocker >= 0 else -1
+            if rank in path:
+                found.append(path[path.index(rank) :])
+        return found
+
+    def post(self, send: int) -> None:
+        """Posts the receive of a stuck send where its rank now stands."""
+        receive = self._graph.partner[send]
+        self._done[receive] = 1
+        self.posted_early[receive] = self.at[self._graph.ranks[receive]]

@@ -1,0 +1,71 @@
+"""verify: every rule over one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pipefit.errors import PipefitError
+from pipefit.ir.program import Program
+from pipefit.ir.values import Value
+from pipefit.verify.collectives import collectives
+from pipefit.verify.complete import complete, ownership
+from pipefit.verify.deadlock import deadlock
+from pipefit.verify.excerpt import excerpt
+from pipefit.verify.memory import capacities, memory
+from pipefit.verify.messages import fifo, messages
+from pipefit.verify.order import dependencies, use_after_free
+from pipefit.verify.report import RULES, Report, Violation
+from pipefit.verify.sense import set_aside
+from pipefit.verify.subject import Finding, Rule, Subject
+from pipefit.verify.versions import versions
+
+__all__ = ["verify"]
+
+_PLAIN: tuple[Rule, ...] = (complete, ownership, dependencies, use_after_free, messages, fifo, deadlock, collectives)
+
+
+def verify(
+    program: Program,
+    *,
+    capacity_bytes: float | Sequence[float] | None = None,
+    size: Callable[[Value], float] | None = None,
+    max_versions: int | None = None,
+) -> Report:
+    """Checks a program against every rule; what is wrong is listed, never raised.
+
+    Args:
+        program: valid or not.
+        capacity_bytes: memory of each rank, or one number for all; None: the rule `memory` is not checked.
+        size: bytes of a value; needed with `capacity_bytes`.
+        max_versions: of one stage's weights alive at once (None: one with a flush, two with double buffering, else
+            as many as the order needs).
+
+    >>> from pipefit.schedules import Shape, generate
+    >>> print(verify(generate("1f1b", Shape(depth=2, num_microbatches=4))))
+    1f1b: 46 instructions, no violations
+
+    Raises:
+        PipefitError: a capacity without sizes, or not one for each rank.
+    """
+    clean, kept, findings = set_aside(program)
+    subject = Subject.of(clean, kept)
+    for rule in _PLAIN:
+        findings += rule(subject)
+    findings += versions(subject, max_versions)
+    if capacity_bytes is not None:
+        if size is None:
+            raise PipefitError("capacity_bytes needs size: how many bytes a value takes")
+        findings += memory(subject, capacities(capacity_bytes, program.header.num_ranks), size)
+    return Report(program.header.schedule, len(program), _violations(program, findings))
+
+
+def _violations(program: Program, findings: list[Finding]) -> tuple[Violation, ...]:
+    order = {rule: position for position, rule in enumerate(RULES)}
+    findings.sort(key=lambda finding: (order[finding.rule], finding.rank, finding.position))
+    result = []
+    for rule, rank, index, message in findings:
+        there = 0 <= rank < len(program.ranks) and index >= 0
+        text = str(program.ranks[rank][index]) if there else ""
+        grid = excerpt(program.ranks, rank, index) if there else ""
+        result.append(Violation(rule, rank, index, text, message, grid))
+    return tuple(result)

@@ -1,0 +1,138 @@
+"""Rule `collectives`: reductions that are due, their members, their place and their order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from pipefit.ir.graph import collective_members
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Header
+from pipefit.ir.values import tied_stages
+from pipefit.verify.subject import Finding, Subject
+
+__all__ = ["collectives"]
+
+Key = tuple[str, int, int]
+Positions = dict[tuple[int, Key], int]
+
+
+def collectives(s: Subject) -> Iterator[Finding]:
+    """Each due reduction once on each member, between the gradients it sums and the steps that use them."""
+    header = s.header
+    due = _due(header)
+    found: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for numbers in s.by_version[Op.REDUCE].values():
+        for number in numbers:
+            i = s.graph.instructions[number]
+            found[i.kind, i.stage, i.version][s.graph.ranks[number]].append(number)
+    for key, by_rank in found.items():
+        for rank, numbers in by_rank.items():
+            wrong = numbers if rank not in due.get(key, ()) else numbers[1:]
+            for number in wrong:
+                first = (
+                    f"is already reduced: {s.where(numbers[0])}" if rank in due.get(key, ()) else "nothing to reduce"
+                )
+                yield s.at("collectives", number, first)
+    for (kind, stage, update), members in due.items():
+        reduce = Instruction(Op.REDUCE, stage, version=update, kind=kind)
+        for rank in members:
+            if not found.get((kind, stage, update), {}).get(rank):
+                together = ", ".join(map(str, members))
+                yield Finding(
+                    "collectives", rank, -1, f"{reduce} is missing: ranks {together} take part in it together"
+                )
+    positions = {(rank, key): numbers[0] for key, by_rank in found.items() for rank, numbers in by_rank.items()}
+    yield from _misplaced(s, positions)
+    yield from _barriers(s)
+    yield from _out_of_order(s)
+
+
+def _due(header: Header) -> dict[Key, tuple[int, ...]]:
+    """The reductions that the header asks for, and their members."""
+    due: dict[Key, tuple[int, ...]] = {}
+    groups = [(Kind.REPLICAS.value, stage) for stage in range(header.num_stages)]
+    groups += [(Kind.TIED.value, tie[0]) for tie in header.ties if len(tie) > 1]
+    for kind, stage in groups:
+        members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
+        # Stages of one rank that share a weight are summed too, though nothing travels.
+        alone = len(members) == 1 and len(tied_stages(header, stage, members[0])) < 2
+        if (kind == Kind.REPLICAS and len(members) == 1) or alone:
+            continue
+        due.update({(kind, stage, update): members for update in range(header.num_updates(stage))})
+    if header.clip:
+        everyone = tuple(range(header.num_ranks))
+        updates = max(header.num_updates(stage) for stage in range(header.num_stages))
+        due.update({(Kind.NORM.value, -1, update): everyone for update in range(updates)})
+    return due
+
+
+def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
+    """Reductions before gradients they must hold, before other reductions they must hold, or after a step."""
+    header, ranks = s.header, s.graph.ranks
+    last_gradient: dict[tuple[int, int, int], int] = {}
+    for op in (Op.BWD, Op.BWD_WEIGHT):
+        for (stage, mb), numbers in s.by_microbatch[op].items():
+            for number in numbers:
+                key = ranks[number], stage, header.update_of(stage, mb)
+                last_gradient[key] = max(last_gradient.get(key, -1), number)
+    steps = {
+        (ranks[number], stage, update): number
+        for (stage, update), numbers in s.by_version[Op.STEP].items()
+        for number in reversed(numbers)
+    }
+    for (rank, (kind, stage, update)), number in positions.items():
+        stages = _reduced_stages(header, kind, stage, rank)
+        for own in stages:
+            gradient = last_gradient.get((rank, own, update), -1)
+            if gradient > number:
+                yield s.at("collectives", number, f"comes before a gradient that it must hold: {s.where(gradient)}")
+            step = steps.get((rank, own, update), number)
+            if step < number:
+                yield s.at("collectives", number, f"comes after the step that uses it: {s.where(step)}")
+        if kind == Kind.NORM:
+            for (other_rank, other), earlier in positions.items():
+                if other_rank == rank and other[2] == update and other[0] != Kind.NORM and earlier > number:
+                    yield s.at(
+                        "collectives", number, f"the norm is of reduced gradients: {s.where(earlier)} comes later"
+                    )
+
+
+def _reduced_stages(header: Header, kind: str, stage: int, rank: int) -> tuple[int, ...]:
+    if kind == Kind.NORM:
+        return header.stages_of(rank)
+    return tied_stages(header, stage, rank) if kind == Kind.TIED else (stage,)
+
+
+def _barriers(s: Subject) -> Iterator[Finding]:
+    counts = [sum(i.op is Op.BARRIER for i in instructions) for instructions in s.program.ranks]
+    for rank, count in enumerate(counts):
+        if count < max(counts):
+            yield Finding("collectives", rank, -1, f"comes to {count} barriers, other ranks to {max(counts)}")
+
+
+def _out_of_order(s: Subject) -> Iterator[Finding]:
+    """Any two ranks come to the collectives they share in one order.
+
+    Ranks only differ where two sets of members meet, so one sequence for each pair of sets is compared.
+    """
+    graph = s.graph
+    expected: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, list[int]]] = {}
+    members = [tuple(sorted(graph.ranks[number] for number in group)) for group in graph.collectives]
+    for rank in range(s.header.num_ranks):
+        by_set: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number in range(graph.starts[rank], graph.starts[rank + 1]):
+            if number in graph.collective_of:
+                by_set[members[graph.collective_of[number]]].append(number)
+        sets = sorted(by_set)
+        for position, one in enumerate(sets):
+            for other in sets[position:]:
+                numbers = sorted({*by_set[one], *by_set[other]})
+                order = [graph.collective_of[number] for number in numbers]
+                first, reference = expected.setdefault((one, other), (rank, order))
+                for number, mine, theirs in zip(numbers, order, reference, strict=True):
+                    if mine != theirs:
+                        there = next(n for n in graph.collectives[theirs] if graph.ranks[n] == first)
+                        yield s.at("collectives", number, f"out of order: here rank {first} comes to {s.where(there)}")
+                        break

@@ -1,0 +1,55 @@
+"""A window on a program's grid: ranks as rows, instructions as columns, a mark at one cell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import OP_SPEC, Kind, Op
+
+__all__ = ["cell", "excerpt"]
+
+_ABBREVIATED = {Kind.REPLICAS.value: "sum", Kind.TIED.value: "tied", Kind.NORM.value: "norm"}
+
+
+def cell(i: Instruction) -> str:
+    """An instruction in as few letters as tell it from the others.
+
+    >>> cell(Instruction(Op.FWD, 0, 3, 0)), cell(Instruction(Op.SEND, 0, 3, kind="act", peer=1))
+    ('F0.3', 'act0.3>1')
+    >>> cell(Instruction(Op.STEP, 2, version=1)), cell(Instruction(Op.REDUCE, 2, version=1, kind="replicas"))
+    ('S2w1', 'sum2w1')
+    """
+    if i.op in (Op.SEND, Op.RECV):
+        return f"{i.kind}{i.stage}.{i.mb}{'>' if i.op is Op.SEND else '<'}{i.peer}"
+    if i.op is Op.LOSS:
+        return f"loss.{i.mb}"
+    if i.op is Op.REDUCE:
+        return f"{_ABBREVIATED.get(i.kind, i.kind)}{i.stage if i.stage >= 0 else ''}w{i.version}"
+    name = OP_SPEC[i.op].letter or i.op.value
+    if "mb" in OP_SPEC[i.op].fields:
+        return f"{name}{i.stage}.{i.mb}"
+    return f"{name}{i.stage}w{i.version}" if "stage" in OP_SPEC[i.op].fields else name
+
+
+def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int, around: int = 3, rows: int = 8) -> str:
+    """The grid around an instruction; its cell is marked >so<. Instructions of one column need not run together.
+
+    Args:
+        ranks: the instructions of each rank.
+        rank: row of the mark.
+        index: column of the mark.
+        around: columns before and after.
+        rows: the most ranks that are shown.
+    """
+    first = max(0, min(rank - rows // 2, len(ranks) - rows))
+    columns = range(max(0, index - around), index + around + 1)
+    table = [["", *(str(column) for column in columns)]]
+    for row in range(first, min(first + rows, len(ranks))):
+        cells = [cell(ranks[row][column]) if column < len(ranks[row]) else "" for column in columns]
+        if row == rank:
+            cells[index - columns.start] = f">{cells[index - columns.start]}<"
+        table.append([f"rank {row}", *cells])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in table]
+    return "\n".join(f"    {line.rstrip()}" for line in lines)

@@ -1,0 +1,55 @@
+"""Rule `memory`: what a rank holds at once, against what it has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+from pipefit.errors import PipefitError
+from pipefit.ir.liveness import lifetimes, peak_at
+from pipefit.ir.values import Value
+from pipefit.units import format_bytes
+from pipefit.verify.subject import Finding, Subject
+
+__all__ = ["capacities", "memory"]
+
+
+def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[float]:
+    """A capacity for each rank.
+
+    Raises:
+        PipefitError: not one for each rank, or negative.
+    """
+    given = [capacity_bytes] * num_ranks if isinstance(capacity_bytes, int | float) else list(capacity_bytes)
+    if len(given) != num_ranks:
+        raise PipefitError(
+            f"capacity_bytes: expected one number or one for each of {num_ranks} ranks, got {len(given)}"
+        )
+    if any(not capacity >= 0 for capacity in given):
+        raise PipefitError(f"capacity_bytes: expected numbers of at least 0, got {given}")
+    return given
+
+
+def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -> Iterator[Finding]:
+    """The highest sum of sizes on each rank is at most its capacity."""
+    for rank, capacity in enumerate(given):
+        lives = lifetimes(s.program, rank)
+        highest, index = peak_at(lives, size)
+        if highest <= capacity:
+            continue
+        parts: dict[str, float] = defaultdict(float)
+        counts: dict[str, int] = defaultdict(int)
+        for life in lives:
+            if life.born <= index <= life.dies and size(life.value):
+                parts[life.value.kind] += size(life.value)
+                counts[life.value.kind] += 1
+        held = ", ".join(
+            f"{counts[k]} {k} {format_bytes(parts[k])}" for k in sorted(parts, key=parts.__getitem__)[::-1]
+        )
+        over = format_bytes(highest - capacity)
+        message = f"holds {format_bytes(highest)}, capacity {format_bytes(capacity)}, {over} too much: {held}"
+        if s.program.ranks[rank]:
+            number = s.graph.starts[rank] + min(max(index, 0), len(s.program.ranks[rank]) - 1)
+            yield s.at("memory", number, message)
+        else:
+            yield Finding("memory", rank, -1, message)

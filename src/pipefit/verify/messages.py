@@ -1,0 +1,84 @@
+"""Rules `messages` and `fifo`: what travels between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Header
+from pipefit.verify.subject import Finding, Subject
+
+__all__ = ["fifo", "messages"]
+
+Owed = tuple[str, int, int]
+_WHOLE = {
+    Kind.ACT.value: Kind.ACT.value,
+    Kind.PIECE.value: Kind.ACT.value,
+    Kind.GRAD.value: Kind.GRAD.value,
+    Kind.GRAD_PIECE.value: Kind.GRAD.value,
+}
+
+
+def messages(s: Subject) -> Iterator[Finding]:
+    """Each value that another rank needs crosses once, whole or in pieces, from its maker to its user."""
+    links = _owed(s.header)
+    crossed: dict[Owed, int] = {}
+    instructions, ranks = s.graph.instructions, s.graph.ranks
+    alone = set(s.graph.unmatched)
+    for op in (Op.SEND, Op.RECV):
+        for numbers in s.by_microbatch[op].values():
+            for number in numbers:
+                i = instructions[number]
+                key = _WHOLE[i.kind], i.stage, i.mb
+                link = links.get(key)
+                problem = _wrong_link(i, ranks[number], link)
+                if problem:
+                    yield s.at("messages", number, problem)
+                elif number in alone:
+                    other = "receive" if op is Op.SEND else "send"
+                    yield s.at("messages", number, f"rank {i.peer} has no {other} for it")
+                elif op is Op.SEND:
+                    if key in crossed:
+                        yield s.at("messages", number, f"is already sent: {s.where(crossed[key])}")
+                    crossed.setdefault(key, number)
+    for key, (source, target) in links.items():
+        if key not in crossed:
+            kind, stage, mb = key
+            yield Finding("messages", source, -1, f"{kind} s{stage} m{mb} must go from rank {source} to rank {target}")
+
+
+def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
+    """The values that must cross, and from which rank to which."""
+    result: dict[Owed, tuple[int, int]] = {}
+    for stage in range(header.last_stage):
+        here, after = header.placement[stage], header.placement[stage + 1]
+        for mb in range(header.total_microbatches):
+            source, target = here[mb % len(here)], after[mb % len(after)]
+            if source != target:
+                result[Kind.ACT.value, stage, mb] = source, target
+                result[Kind.GRAD.value, stage, mb] = target, source
+    return result
+
+
+def _wrong_link(i: Instruction, rank: int, link: tuple[int, int] | None) -> str:
+    if link is None:
+        return f"no other rank needs {i.kind} s{i.stage} m{i.mb}"
+    sends = i.op is Op.SEND
+    if link != ((rank, i.peer) if sends else (i.peer, rank)):
+        return f"{i.kind} s{i.stage} m{i.mb} goes from rank {link[0]} to rank {link[1]}"
+    return ""
+
+
+def fifo(s: Subject) -> Iterator[Finding]:
+    """On each link, receives in the order of their sends."""
+    newest: dict[tuple[int, int], int] = {}
+    for number, i in enumerate(s.graph.instructions):
+        if i.op is Op.RECV and number in s.graph.partner:
+            send = s.graph.partner[number]
+            link = i.peer, s.graph.ranks[number]
+            before = newest.get(link, -1)
+            if send < before:
+                first, second = s.where(send), s.where(before)
+                yield s.at("fifo", number, f"posted after the receive of a later send: {first} comes before {second}")
+            newest[link] = max(before, send)

@@ -1,0 +1,49 @@
+"""Rules `dependencies` and `use-after-free`: what an instruction needs is on its rank when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.ir.op import Op
+from pipefit.ir.values import Value, consumes, makes
+from pipefit.verify.subject import Finding, Subject
+
+__all__ = ["dependencies", "use_after_free"]
+
+
+def dependencies(s: Subject) -> Iterator[Finding]:
+    """Needs that nothing on the rank makes in time; and replays that come before what they replay."""
+    for number, value in s.graph.missing:
+        if _last_gone(s, number, value) is None:
+            yield s.at("dependencies", number, f"needs {value}, which {_later_maker(s, number, value)}")
+    # A replay uses the random numbers its forward drew, which no value stands for.
+    for key, numbers in s.by_microbatch[Op.RECOMPUTE].items():
+        forwards = s.by_microbatch[Op.FWD].get(key, [])
+        for number in numbers:
+            if forwards and number < forwards[0] and s.graph.ranks[number] == s.graph.ranks[forwards[0]]:
+                yield s.at("dependencies", number, f"replays a forward that comes later: {s.where(forwards[0])}")
+
+
+def use_after_free(s: Subject) -> Iterator[Finding]:
+    """Needs that were there but are used up, dropped or evicted."""
+    for number, value in s.graph.missing:
+        gone = _last_gone(s, number, value)
+        if gone is not None:
+            yield s.at("use-after-free", number, f"needs {value}, which is gone since {s.where(gone)}")
+
+
+def _last_gone(s: Subject, number: int, value: Value) -> int | None:
+    """The last earlier instruction of the rank that used a value up."""
+    start = s.graph.starts[s.graph.ranks[number]]
+    for earlier in range(number - 1, start - 1, -1):
+        if value in consumes(s.graph.instructions[earlier]):
+            return earlier
+    return None
+
+
+def _later_maker(s: Subject, number: int, value: Value) -> str:
+    rank = s.graph.ranks[number]
+    for later in range(number, s.graph.starts[rank + 1]):
+        if value in makes(s.graph.instructions[later], s.program, rank):
+            return f"is made only later: {s.where(later)}"
+    return "nothing on this rank makes"

@@ -1,0 +1,85 @@
+"""Report: everything that is wrong with a program, each with the place in the grid."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from pipefit.errors import InvalidProgramError
+
+__all__ = ["RULES", "Report", "Violation"]
+
+RULES: Final[dict[str, str]] = {
+    "complete": "each micro-batch is loaded and goes forward and backward once at every stage; each update steps once",
+    "ownership": "every instruction is on the rank that holds its stage and, by the round-robin rule, its micro-batch",
+    "dependencies": "what an instruction needs was made on its rank before it",
+    "use-after-free": "no value is used after it is consumed, dropped or evicted",
+    "messages": "every value that another rank needs is sent to it once and received once, and nothing else is sent",
+    "fifo": "the receives of a link are posted in the order of its sends, so that messages need no tags",
+    "deadlock": "no cycle of waiting, even when a send waits for its receive and a collective for all its members",
+    "collectives": "all members take part in each reduction that is due, in one order, after gradients, before steps",
+    "versions": "weights have the version that the header's rule asks for, and are dropped exactly when they are dead",
+    "memory": "what a rank holds at once fits its capacity",
+}
+"""Every rule, and in one sentence what it asks for."""
+
+
+class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that is wrong.
+
+    Attributes:
+        rule: a key of `RULES`.
+        rank: where; −1 when it belongs to no rank.
+        index: in the rank's list; −1 when it is about something that is not there.
+        instruction: its text, "" when index is −1.
+        message: what was expected, and what came.
+        excerpt: the grid around it, with a mark.
+    """
+
+    rule: str
+    rank: int
+    index: int
+    instruction: str
+    message: str
+    excerpt: str = ""
+
+    def __str__(self) -> str:
+        place = f"rank {self.rank}" + (f"[{self.index}] {self.instruction}" if self.index >= 0 else "")
+        head = f"{self.rule}: {place}: {self.message}" if self.rank >= 0 else f"{self.rule}: {self.message}"
+        return f"{head}\n{self.excerpt}" if self.excerpt else head
+
+
+class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the verifier found. In files: `"format": "pipefit.report/1"`.
+
+    Attributes:
+        schedule: the name in the program's header.
+        num_instructions: how many were checked.
+        violations: by rule in the order of `RULES`, then by rank and index.
+    """
+
+    schedule: str
+    num_instructions: int
+    violations: tuple[Violation, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.violations
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.schedule}: {self.num_instructions} instructions, no violations"
+        count = len(self.violations)
+        head = f"{self.schedule}: {count} violation{'s' * (count > 1)} in {self.num_instructions} instructions"
+        return "\n\n".join([head, *map(str, self.violations)])
+
+    def raise_if_bad(self) -> None:
+        """Does nothing for a program without violations.
+
+        Raises:
+            InvalidProgramError: with all violations.
+        """
+        if not self.ok:
+            raise InvalidProgramError(str(self))

@@ -1,0 +1,155 @@
+"""Instructions that make no sense by themselves: stages, micro-batches, versions, ranks and kinds that do not exist.
+
+They are reported and set aside, so that every other rule may rely on its operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Header, Program
+from pipefit.verify.subject import Finding
+
+__all__ = ["set_aside"]
+
+Check = Callable[[Header, Instruction, int], tuple[str, str] | None]
+
+_MESSAGES = frozenset({Kind.ACT.value, Kind.GRAD.value, Kind.PIECE.value, Kind.GRAD_PIECE.value})
+_GATHERED = frozenset({Kind.ACT.value, Kind.GRAD.value})
+_STORED = frozenset({Kind.WEIGHTS.value, Kind.OPTIM.value})
+_TIERS = frozenset({"host", "disk"})
+
+
+def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[Finding]]:
+    """The program without instructions that make no sense.
+
+    Returns:
+        The rest, as many ranks as the header names; for each of its instructions the index it had (None: nothing was
+        set aside); and what was found.
+    """
+    header = program.header
+    findings: list[Finding] = []
+    kept: list[list[int]] = []
+    for rank, instructions in enumerate(program.ranks):
+        own: list[int] = []
+        for index, i in enumerate(instructions):
+            problem = _CHECKS[i.op](header, i, rank) if rank < header.num_ranks else _no_rank(header, rank)
+            if problem is None:
+                own.append(index)
+            else:
+                findings.append(Finding(problem[0], rank, index, problem[1]))
+        kept.append(own)
+    missing = header.num_ranks - len(kept)
+    findings += [
+        Finding("ownership", rank, -1, f"the program has no rank {rank}; its placement needs {header.num_ranks} ranks")
+        for rank in range(len(program.ranks), header.num_ranks)
+    ]
+    if not findings:
+        return program, None, findings
+    kept = [*kept[: header.num_ranks], *([] for _ in range(missing))]
+    ranks = [[program.ranks[rank][index] for index in own] for rank, own in enumerate(kept)]
+    return program.with_ranks(ranks), kept, findings
+
+
+def _no_rank(header: Header, rank: int) -> tuple[str, str]:
+    return "ownership", f"there is no rank {rank}: the placement names {header.num_ranks} ranks"
+
+
+def _stage(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    if 0 <= i.stage < header.num_stages:
+        return None
+    return "ownership", f"there is no stage {i.stage}: the placement has {header.num_stages} stages"
+
+
+def _microbatch(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    if 0 <= i.mb < header.total_microbatches:
+        return None
+    return "ownership", f"there is no micro-batch {i.mb}: the program has {header.total_microbatches}"
+
+
+def _stage_and_microbatch(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    return _stage(header, i, rank) or _microbatch(header, i, rank)
+
+
+def _versioned(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    return _stage_and_microbatch(header, i, rank) or _version(header, i, header.num_updates(i.stage))
+
+
+def _version(header: Header, i: Instruction, most: int) -> tuple[str, str] | None:
+    if 0 <= i.version <= most:
+        return None
+    return "versions", f"there is no such version: stage {i.stage} has versions 0 to {header.num_updates(i.stage)}"
+
+
+def _step(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    problem = _stage(header, i, rank)
+    if problem or 0 <= i.version < header.num_updates(i.stage):
+        return problem
+    return "complete", f"there is no update {i.version}: stage {i.stage} makes {header.num_updates(i.stage)} updates"
+
+
+def _kept_version(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    return _stage(header, i, rank) or _version(header, i, header.num_updates(i.stage))
+
+
+def _message(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    if i.kind not in _MESSAGES:
+        return "messages", f"{i.kind or 'nothing'!r} does not travel: expected one of {', '.join(sorted(_MESSAGES))}"
+    if i.peer == rank:
+        return "messages", "a rank cannot send to itself: what it made is already there"
+    if not 0 <= i.peer < header.num_ranks:
+        return "messages", f"there is no rank {i.peer}: the placement names {header.num_ranks} ranks"
+    return _stage_and_microbatch(header, i, rank)
+
+
+def _gather(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    if i.kind not in _GATHERED:
+        return "messages", f"expected a gather of act or grad, got {i.kind!r}"
+    return _stage_and_microbatch(header, i, rank)
+
+
+def _reduce(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    if i.kind == Kind.NORM:
+        updates = max(header.num_updates(stage) for stage in range(header.num_stages))
+        if i.stage != -1:
+            return "collectives", "the norm is of all stages: it takes s*"
+    elif i.kind in (Kind.REPLICAS, Kind.TIED):
+        problem = _stage(header, i, rank)
+        if problem:
+            return problem
+        if i.kind == Kind.TIED and all(tie[:1] != (i.stage,) for tie in header.ties):
+            return "collectives", f"no group of tied stages starts with stage {i.stage}: the header has {header.ties}"
+        updates = header.num_updates(i.stage)
+    else:
+        return "collectives", f"expected a reduction of replicas, tied or norm, got {i.kind!r}"
+    return None if 0 <= i.version < updates else ("collectives", f"there is no update {i.version}: there are {updates}")
+
+
+def _tiered(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    if i.kind not in _STORED:
+        return "versions", f"expected weights or optim, got {i.kind!r}"
+    if i.tier not in _TIERS:
+        return "versions", f"expected host or disk, got {i.tier!r}"
+    return _kept_version(header, i, rank)
+
+
+_CHECKS: dict[Op, Check] = {
+    Op.LOAD: _stage_and_microbatch,
+    Op.FWD: _versioned,
+    Op.LOSS: _microbatch,
+    Op.RECOMPUTE: _versioned,
+    Op.BWD: _versioned,
+    Op.BWD_INPUT: _versioned,
+    Op.BWD_WEIGHT: _versioned,
+    Op.SEND: _message,
+    Op.RECV: _message,
+    Op.GATHER: _gather,
+    Op.REDUCE: _reduce,
+    Op.STEP: _step,
+    Op.DROP: _kept_version,
+    Op.FETCH: _tiered,
+    Op.EVICT: _tiered,
+    Op.BARRIER: lambda header, i, rank: None,
+}

@@ -1,0 +1,87 @@
+"""What the rules look at: a program whose instructions all make sense one by one, its graph, and an index of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipefit.ir.graph import Graph, dependency_graph
+from pipefit.ir.op import Op
+from pipefit.ir.program import Header, Program
+
+__all__ = ["Finding", "Rule", "Subject"]
+
+Places = defaultdict[tuple[int, int], list[int]]
+
+
+class Finding(NamedTuple):
+    """What a rule found.
+
+    Attributes:
+        rule: its name.
+        rank: where; −1 for what belongs to no rank.
+        position: the index in the rank's list; −1 for something that is not there.
+        message: what was expected, and what came.
+    """
+
+    rule: str
+    rank: int
+    position: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A program under proof.
+
+    Attributes:
+        program: without instructions that make no sense by themselves.
+        graph: its dependencies.
+        kept: of each of its instructions, the index in the program that was given (None: the same).
+        by_microbatch: for each operation with a micro-batch, the numbers of its instructions by (stage, micro-batch).
+        by_version: for each operation with a version and no micro-batch, by (stage, version).
+    """
+
+    program: Program
+    graph: Graph
+    kept: list[list[int]] | None = None
+    by_microbatch: dict[Op, Places] = field(default_factory=dict)
+    by_version: dict[Op, Places] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, kept: list[list[int]] | None = None) -> Subject:
+        """The subject of a program."""
+        graph = dependency_graph(program)
+        by_microbatch: dict[Op, Places] = {op: defaultdict(list) for op in Op}
+        by_version: dict[Op, Places] = {op: defaultdict(list) for op in Op}
+        last = program.header.last_stage
+        for number, i in enumerate(graph.instructions):
+            if i.mb >= 0:
+                by_microbatch[i.op][last if i.op is Op.LOSS else i.stage, i.mb].append(number)
+            else:
+                by_version[i.op][i.stage, i.version].append(number)
+        return cls(program, graph, kept, by_microbatch, by_version)
+
+    @property
+    def header(self) -> Header:
+        """The program's header."""
+        return self.program.header
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The rank of an instruction, and its index in the program that was given."""
+        rank, index = self.graph.place(number)
+        return rank, index if self.kept is None else self.kept[rank][index]
+
+    def at(self, rule: str, number: int, message: str) -> Finding:
+        """A finding about an instruction."""
+        return Finding(rule, *self.place(number), message)
+
+    def where(self, number: int) -> str:
+        """An instruction and its place, for messages."""
+        rank, index = self.place(number)
+        return f"rank {rank}[{index}] {self.graph.instructions[number]}"
+
+
+Rule = Callable[[Subject], Iterator[Finding]]

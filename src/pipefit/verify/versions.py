@@ -1,0 +1,95 @@
+"""Rule `versions`: which weights are used, how many are kept, and when they go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from pipefit.ir.liveness import is_in_place
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import WeightRule
+from pipefit.ir.versions import required_versions
+from pipefit.verify.subject import Finding, Subject
+
+__all__ = ["versions"]
+
+_USES = (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
+_WAITED_FOR = frozenset({*_USES, Op.STEP})
+_MOST = {WeightRule.FLUSH: 1, WeightRule.DOUBLE: 2}
+_ASKS = {
+    WeightRule.FLUSH: "a flush asks for the version its update starts from",
+    WeightRule.STASH: "stashing asks for the newest when the forward starts",
+    WeightRule.VERTICAL: "vertical sync asks for the version of stage 0's forward",
+    WeightRule.DOUBLE: "double buffering asks for the version before the update",
+}
+
+
+def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
+    """The header's weight rule; at most k versions of a stage alive; each dropped right after its last use."""
+    yield from _used(s)
+    most = _MOST.get(s.header.weights) if max_versions is None else max_versions
+    for rank in range(s.header.num_ranks):
+        yield from _dropped(s, rank)
+        yield from _alive(s, rank, most)
+
+
+def _used(s: Subject) -> Iterator[Finding]:
+    required = required_versions(s.header, s.program.ranks)
+    why = _ASKS[s.header.weights]
+    for op in _USES:
+        for key, numbers in s.by_microbatch[op].items():
+            for number in numbers:
+                version, asked = s.graph.instructions[number].version, required.get(key)
+                if asked is not None and version != asked:
+                    yield s.at("versions", number, f"uses w{version}, expected w{asked}: {why}")
+
+
+def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
+    """Drops, each against the last use of its version: not before it, not after the next computation, not never."""
+    start = s.graph.starts[rank]
+    last_use: dict[tuple[int, int], int] = {}
+    gone: dict[tuple[int, int], int] = {}
+    newest = dict.fromkeys(s.header.stages_of(rank), 0)
+    tiered = {i.stage for i in s.program.ranks[rank] if i.op is Op.FETCH and i.kind == Kind.WEIGHTS}
+    busy: list[int] = []
+    for index, i in enumerate(s.program.ranks[rank]):
+        if i.op in _WAITED_FOR:
+            last_use[i.stage, i.version] = index
+            busy.append(index)
+            if i.op is Op.STEP:
+                newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
+        elif i.op is Op.DROP or (i.op is Op.EVICT and i.kind == Kind.WEIGHTS):
+            gone[i.stage, i.version] = index
+    next_busy = dict(pairwise(busy))
+    for (stage, version), index in gone.items():
+        used = last_use.get((stage, version), -1)
+        if stage in tiered:
+            continue
+        if version >= newest.get(stage, 0):
+            yield s.at("versions", start + index, f"w{version} is the newest of stage {stage} and must stay")
+        elif index < used:
+            yield s.at("versions", start + index, f"drops a version that is used later: {s.where(start + used)}")
+        elif next_busy.get(used, index) < index:
+            yield s.at("versions", start + index, f"drops too late: last used at {s.where(start + used)}")
+    for stage, last in newest.items():
+        for version in range(last if stage not in tiered else 0):
+            if (stage, version) not in gone:
+                yield Finding(
+                    "versions", rank, -1, f"drop s{stage} w{version} is missing: it is dead after w{version + 1}"
+                )
+
+
+def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
+    """Versions alive after each step; one in place overwrites its weights, so it adds none."""
+    if most is None:
+        return
+    instructions = s.program.ranks[rank]
+    alive = {stage: 1 for stage in s.header.stages_of(rank)}
+    for index, i in enumerate(instructions):
+        if i.op is Op.STEP:
+            alive[i.stage] = alive.get(i.stage, 0) + 1
+            if alive[i.stage] > most + is_in_place(instructions, index):
+                held = f"{alive[i.stage]} versions of stage {i.stage} alive, at most {most} allowed"
+                yield s.at("versions", s.graph.starts[rank] + index, held)
+        elif i.op is Op.DROP:
+            alive[i.stage] = alive.get(i.stage, 0) - 1
