@@ -1,0 +1,1 @@
+"""Running programs: the executor, its handlers, and the transports."""

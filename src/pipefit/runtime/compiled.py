@@ -1,0 +1,63 @@
+"""What a rank looks up while it runs a program, worked out once from the dependency graph and liveness."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.ir.graph import dependency_graph
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.liveness import is_in_place, lifetimes
+from pipefit.ir.op import Op
+from pipefit.ir.program import Program
+from pipefit.ir.values import ACT, GRAD, INPUT, Value
+
+__all__ = ["CompiledRank", "compile_rank"]
+
+
+@dataclass(frozen=True)
+class CompiledRank:
+    """One rank's list with what each instruction waits for and lets go.
+
+    Attributes:
+        program: the whole.
+        rank: whose list it is.
+        instructions: the list.
+        awaits: for each instruction, the earlier receives and reductions it must wait for (each is waited for once).
+        frees: for each instruction, the values nobody on the rank needs after it.
+        in_place: the steps that may overwrite their weights.
+    """
+
+    program: Program
+    rank: int
+    instructions: tuple[Instruction, ...]
+    awaits: tuple[tuple[int, ...], ...]
+    frees: tuple[tuple[Value, ...], ...]
+    in_place: frozenset[int]
+
+
+def compile_rank(program: Program, rank: int) -> CompiledRank:
+    """Everything the executor looks up for one rank; kept with the program."""
+    cache: dict[int, CompiledRank] = program.__dict__.setdefault("_compiled", {})
+    if rank not in cache:
+        cache[rank] = _compile(program, rank)
+    return cache[rank]
+
+
+def _compile(program: Program, rank: int) -> CompiledRank:
+    graph = dependency_graph(program)
+    start, end = graph.starts[rank], graph.starts[rank + 1]
+    instructions = program.ranks[rank]
+    waited: set[int] = set()
+    awaits = []
+    for number in range(start, end):
+        asynchronous = [p - start for p in graph.preds[number] if graph.instructions[p].op in (Op.RECV, Op.REDUCE)]
+        mine = tuple(sorted({index for index in asynchronous if index not in waited}))
+        waited.update(mine)
+        awaits.append(mine)
+    frees: list[list[Value]] = [[] for _ in instructions]
+    for life in lifetimes(program, rank):
+        if life.value.kind in (INPUT, ACT, GRAD) and life.dies < len(instructions):
+            frees[life.dies].append(life.value)
+    steps = (index for index, i in enumerate(instructions) if i.op is Op.STEP)
+    in_place = frozenset(index for index in steps if is_in_place(instructions, index))
+    return CompiledRank(program, rank, instructions, tuple(awaits), tuple(map(tuple, frees)), in_place)

@@ -1,0 +1,110 @@
+"""Runs programs over a model: builds this process's workers once, then executes pass after pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipefit.errors import InvalidProgramError
+from pipefit.ir.graph import collective_members, dependency_graph
+from pipefit.ir.program import Program
+from pipefit.runtime.compiled import compile_rank
+from pipefit.runtime.distributed import DistributedTransport
+from pipefit.runtime.executor import Execution, Feed
+from pipefit.runtime.local import LocalTransport, Mailbox
+from pipefit.runtime.worker import Worker
+from pipefit.timeline import Event
+from torch import Tensor
+
+__all__ = ["Engine", "PassResult"]
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """What one pass over a program gave, for the ranks of this process.
+
+    Attributes:
+        losses: weighted losses by micro-batch, of those computed here.
+        executions: of the ranks of this process, with their times.
+    """
+
+    losses: dict[int, Tensor]
+    executions: list[Execution]
+
+    def events(self, repeat: int = 0, origin_s: float = 0.0) -> list[Event]:
+        """When each instruction ran, in seconds since `origin_s`."""
+        return [
+            Event(run.compiled.rank, position, repeat, start - origin_s, end - origin_s)
+            for run in self.executions
+            for position, (start, end) in enumerate(zip(run.starts, run.ends, strict=True))
+        ]
+
+
+class Engine:
+    """The ranks of this process, ready to run programs.
+
+    Attributes:
+        workers: one in a distributed run; all of them in a local one.
+    """
+
+    def __init__(self, workers: Sequence[Worker], num_stages: int, distributed: bool) -> None:
+        self.workers = list(workers)
+        self._mailbox = Mailbox()
+        self._flags: list[dict[tuple[int, object], list[bool]]] = [{} for _ in workers]
+        self._prepared: set[str] = set()
+        self.transports: list[LocalTransport | DistributedTransport] = [
+            DistributedTransport(worker.rank, num_stages, worker.device)
+            if distributed
+            else LocalTransport(worker.rank, self._mailbox)
+            for worker in self.workers
+        ]
+
+    def run(self, program: Program, feed: Feed) -> PassResult:
+        """Executes a program once on the ranks of this process.
+
+        Raises:
+            InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
+        """
+        self._prepare(program)
+        executions = []
+        for worker, transport, flags in zip(self.workers, self.transports, self._flags, strict=True):
+            transport.begin(feed.signatures)
+            compiled = compile_rank(program, worker.rank)
+            executions.append(Execution(compiled, worker, transport, feed, flags))
+        self.executions = executions
+        _drive(executions)
+        for worker in self.workers:
+            for store in worker.stores.values():
+                store.rebase()
+        return PassResult({mb: loss for run in executions for mb, loss in run.losses}, executions)
+
+    def _prepare(self, program: Program) -> None:
+        if program.digest in self._prepared:
+            return
+        self._prepared.add(program.digest)
+        graph = dependency_graph(program)
+        sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
+        for transport in self.transports:
+            if isinstance(transport, DistributedTransport):
+                transport.prepare(program.header, sets)
+
+
+def _drive(executions: Sequence[Execution]) -> None:
+    """Steps the ranks of this process in turn until all are done."""
+    active = [(run, run.run()) for run in executions]
+    while active:
+        moved, waiting = False, []
+        for run, steps in active:
+            before = (run.index, len(run.handles))
+            stopped = next(steps, None)
+            if stopped is not None:
+                waiting.append((run, steps))
+            moved |= stopped is None or (run.index, len(run.handles)) != before
+        if not moved:
+            raise InvalidProgramError(
+                "the ranks wait for each other: "
+                + "; ".join(
+                    f"rank {run.compiled.rank} at '{run.compiled.instructions[run.index]}'" for run, _ in waiting
+                )
+            )
+        active = waiting

@@ -1,0 +1,107 @@
+"""The executor: one loop over a rank's instructions, whatever the schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
+from pipefit.runtime.compiled import CompiledRank
+from pipefit.runtime.transport import Handle, Message, Transport
+from pipefit.runtime.worker import Worker
+from torch import Tensor
+
+__all__ = ["Execution", "Feed"]
+
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The data of one pass over a program.
+
+    Attributes:
+        inputs: of each micro-batch, on ranks that hold stage 0.
+        targets: of each micro-batch, on ranks that hold the last stage.
+        shares: of each micro-batch in the loss of its step; they add up to 1 over a step.
+        ordinals: number of each micro-batch since training began.
+        signatures: what stands for the shapes of each micro-batch.
+    """
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    shares: Sequence[float]
+    ordinals: Sequence[int]
+    signatures: Sequence[object]
+
+
+@dataclass
+class Execution:
+    """One rank's pass over a program.
+
+    Attributes:
+        compiled: the rank's list and what it looks up.
+        worker: the rank's stages and optimizers.
+        transport: how it reaches the others.
+        feed: the data.
+        values: activations, inputs, gradients and what autograd saved, by (kind, stage, micro-batch).
+        handles: receives and reductions under way, by the index of their instruction.
+        losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
+        norms: global gradient norm of each update.
+        index: of the instruction that is running or waiting.
+        starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
+    """
+
+    compiled: CompiledRank
+    worker: Worker
+    transport: Transport
+    feed: Feed
+    flags: dict[tuple[int, object], list[bool]]
+    values: dict[Key, Any] = field(default_factory=dict)
+    handles: dict[int, Handle] = field(default_factory=dict)
+    losses: list[tuple[int, Tensor]] = field(default_factory=list)
+    norms: dict[int, Tensor] = field(default_factory=dict)
+    index: int = 0
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+
+    def run(self) -> Generator[Instruction]:
+        """Runs the list; yields the instruction that cannot go on yet (only a transport that never blocks makes it)."""
+        from pipefit.runtime.handlers import HANDLERS
+
+        compiled, clock = self.compiled, time.perf_counter
+        instructions, awaits, frees = compiled.instructions, compiled.awaits, compiled.frees
+        starts = self.starts = [0.0] * len(instructions)
+        ends = self.ends = [0.0] * len(instructions)
+        values, handles = self.values, self.handles
+        for index, instruction in enumerate(instructions):
+            self.index = index
+            for awaited in awaits[index]:
+                handle = handles.pop(awaited)
+                while not handle.ready():
+                    yield instruction
+                self._arrive(instructions[awaited], handle.wait())
+                ends[awaited] = clock()
+            starts[index] = clock()
+            HANDLERS[instruction.op](self, instruction)
+            ends[index] = clock()
+            for value in frees[index]:
+                values.pop(value, None)
+        self.index = len(instructions)
+
+    def _arrive(self, instruction: Instruction, result: Any) -> None:
+        if instruction.op is Op.RECV:
+            self.values[instruction.kind, instruction.stage, instruction.mb] = result
+            return
+        targets = self.values.pop(("reducing", instruction.stage, instruction.version, instruction.kind))
+        if result is not targets:
+            torch._foreach_copy_(targets, result)
+
+    def stage_input(self, instruction: Instruction) -> Message:
+        """What a forward or replay takes: the activation of the stage before, or the micro-batch."""
+        stage, mb = instruction.stage, instruction.mb
+        return self.values["act", stage - 1, mb] if stage else self.values["input", 0, mb][0]

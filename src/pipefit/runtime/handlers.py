@@ -1,0 +1,253 @@
+"""What each operation does on a rank: one short function per operation, and the table that the executor reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+import torch
+from pipefit.errors import ModelError
+from pipefit.ir.graph import collective_members
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.values import tied_stages
+from pipefit.runtime.transport import Message
+from pipefit.stage.payload import carries_gradient, flatten, unflatten
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pipefit.runtime.executor import Execution
+
+__all__ = ["HANDLERS"]
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward.
+
+    Attributes:
+        inputs: the stage's inputs that need a gradient, leaves of its graph.
+        edges: where the gradients of its outputs enter the graph. The outputs themselves are not held.
+    """
+
+    inputs: list[Tensor]
+    edges: list[GradientEdge]
+
+
+def _load(run: Execution, i: Instruction) -> None:
+    header = run.compiled.program.header
+    source = run.feed.inputs[i.mb] if i.stage == 0 else None
+    target = run.feed.targets[i.mb] if i.stage == header.last_stage else None
+    device = run.worker.device
+    run.values["input", i.stage, i.mb] = (_message(source, device), _on(target, device))
+
+
+def _message(source: Any, device: torch.device) -> Message | None:
+    if source is None:
+        return None
+    leaves, structure = flatten(source, "the input of the model")
+    leaves = [leaf.to(device, non_blocking=True) for leaf in leaves]
+    return Message(leaves, [False] * len(leaves), structure)
+
+
+def _on(target: Any, device: torch.device) -> Any:
+    if target is None or device.type == "cpu":
+        return target
+    leaves, structure = flatten(target, "the target")
+    return unflatten([leaf.to(device, non_blocking=True) for leaf in leaves], structure)
+
+
+def _forward(run: Execution, i: Instruction) -> None:
+    """A forward that will be replayed keeps nothing; which of its outputs need gradients it learns the first time."""
+    known = run.flags.get((i.stage, run.feed.signatures[i.mb]))
+    replayed = (i.stage, i.mb) in run.compiled.program.recomputed
+    with torch.set_grad_enabled(not replayed or known is None):
+        saved, act = _run_stage(run, i, replay=False)
+    if known is None:
+        run.flags[i.stage, run.feed.signatures[i.mb]] = act.flags
+    run.values["act", i.stage, i.mb] = act if known is None else act._replace(flags=known)
+    if not replayed:
+        run.values["saved", i.stage, i.mb] = saved
+
+
+def _recompute(run: Execution, i: Instruction) -> None:
+    run.values["saved", i.stage, i.mb], _ = _run_stage(run, i, replay=True)
+
+
+def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Message]:
+    given = run.stage_input(i)
+    leaves = [
+        leaf.detach().requires_grad_() if flag else leaf for leaf, flag in zip(given.leaves, given.flags, strict=True)
+    ]
+    inputs = [leaf for leaf, flag in zip(leaves, given.flags, strict=True) if flag]
+    stage = run.worker.stages[i.stage]
+    run.worker.stores[i.stage].at(i.version)
+    output = stage.forward(unflatten(leaves, given.structure), run.feed.ordinals[i.mb], replay)
+    outputs, structure = flatten(output, f"the output of stage {i.stage}")
+    flags = [carries_gradient(leaf) for leaf in outputs]
+    edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
+    return Saved(inputs, edges), Message([leaf.detach() for leaf in outputs], flags, structure)
+
+
+def _loss(run: Execution, i: Instruction) -> None:
+    last = run.compiled.program.header.last_stage
+    act: Message = run.values["act", last, i.mb]
+    _, target = run.values["input", last, i.mb]
+    leaves = [leaf.detach().requires_grad_(flag) for leaf, flag in zip(act.leaves, act.flags, strict=True)]
+    needed = [leaf for leaf, flag in zip(leaves, act.flags, strict=True) if flag]
+    loss = run.worker.training.loss(unflatten(leaves, act.structure), target)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {_describe(loss)}")
+    loss = loss * run.feed.shares[i.mb]
+    grads = torch.autograd.grad(loss, needed, allow_unused=True) if needed else ()
+    run.values["grad", last, i.mb] = [
+        torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(needed, grads, strict=True)
+    ]
+    run.losses.append((i.mb, loss.detach()))
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _backward(run: Execution, i: Instruction) -> None:
+    saved: Saved = run.values.pop(("saved", i.stage, i.mb))
+    grads = _gradient(run, i)
+    run.worker.stores[i.stage].at(i.version)
+    if saved.edges:
+        torch.autograd.backward(saved.edges, grads)
+    if i.stage:
+        run.values["grad", i.stage - 1, i.mb] = [_or_zero(leaf.grad, leaf) for leaf in saved.inputs]
+
+
+def _gradient(run: Execution, i: Instruction) -> list[Tensor]:
+    grad = run.values.pop(("grad", i.stage, i.mb))
+    return grad.leaves if isinstance(grad, Message) else grad
+
+
+def _or_zero(grad: Tensor | None, leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if grad is None else grad
+
+
+def _backward_input(run: Execution, i: Instruction) -> None:
+    """The first half of a backward. What the halves have in common is computed twice."""
+    saved: Saved = run.values["saved", i.stage, i.mb]
+    grads = _gradient(run, i)
+    run.worker.stores[i.stage].at(i.version)
+    if i.stage:
+        found: tuple[Tensor | None, ...] = (None,) * len(saved.inputs)
+        if saved.edges and saved.inputs:
+            found = torch.autograd.grad(saved.edges, saved.inputs, grads, retain_graph=True, allow_unused=True)
+        run.values["grad", i.stage - 1, i.mb] = [
+            _or_zero(grad, leaf) for grad, leaf in zip(found, saved.inputs, strict=True)
+        ]
+    run.values["half", i.stage, i.mb] = grads
+
+
+def _backward_weight(run: Execution, i: Instruction) -> None:
+    saved: Saved = run.values.pop(("saved", i.stage, i.mb))
+    grads: list[Tensor] = run.values.pop(("half", i.stage, i.mb))
+    run.worker.stores[i.stage].at(i.version)
+    parameters = run.worker.stages[i.stage].parameters()
+    if saved.edges and parameters:
+        torch.autograd.backward(saved.edges, grads, inputs=parameters)
+
+
+def _send(run: Execution, i: Instruction) -> None:
+    value = run.values[i.kind, i.stage, i.mb]
+    message = value if isinstance(value, Message) else Message(value, [], None)
+    run.transport.send(i, message)
+
+
+def _receive(run: Execution, i: Instruction) -> None:
+    run.handles[run.index] = run.transport.receive(i)
+
+
+def _reduce(run: Execution, i: Instruction) -> None:
+    program, worker = run.compiled.program, run.worker
+    members = collective_members(program.header, i)
+    if i.kind == Kind.NORM:
+        tensors = [_local_square(run)]
+        run.norms[i.version] = tensors[0]
+    elif i.kind == Kind.TIED:
+        tensors = worker.tied_gradients(tied_stages(program.header, i.stage, worker.rank))
+    else:
+        tensors = worker.own_gradients(i.stage) + [
+            sums for module in worker.stages[i.stage].batchnorms if (sums := module.gathered()) is not None
+        ]
+    run.values["reducing", i.stage, i.version, i.kind] = tensors  # type: ignore[index]
+    run.handles[run.index] = run.transport.all_reduce(members, (i.kind, i.stage, i.version), tensors)
+
+
+def _local_square(run: Execution) -> Tensor:
+    """The sum of squares of the gradients that count here: each weight once over all ranks."""
+    header, worker = run.compiled.program.header, run.worker
+    mine = (s for s in worker.stages if header.placement[s][0] == worker.rank)
+    gradients = [gradient for stage in mine for gradient in worker.counted_gradients(stage)]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=worker.device)
+    return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+
+
+def _step(run: Execution, i: Instruction) -> None:
+    worker, header = run.worker, run.compiled.program.header
+    store, optimizer = worker.stores[i.stage], worker.optimizers.get(i.stage)
+    store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
+    for module in worker.stages[i.stage].batchnorms:
+        module.commit()
+    if optimizer is None:
+        return
+    gradients = [master.grad for master in store.masters if master.grad is not None]
+    scale = 1 / _steps_in(header, i.stage, i.version)
+    if scale != 1:
+        torch._foreach_mul_(gradients, scale)
+    if worker.training.clip_norm is not None and gradients:
+        norm = run.norms[i.version].sqrt() * scale
+        factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    optimizer.step()
+    if i.stage in worker.schedulers:
+        worker.schedulers[i.stage].step()
+    store.end_step()
+
+
+def _steps_in(header: Any, stage: int, update: int) -> int:
+    """How many steps' worth of micro-batches an update of a stage averages: its replicas, but for a ragged last one."""
+    size, total = header.updates[stage], header.total_microbatches
+    covered = min(size, total - update * size)
+    return -(-covered // header.num_microbatches)
+
+
+def _drop(run: Execution, i: Instruction) -> None:
+    run.worker.stores[i.stage].drop(i.version)
+
+
+def _barrier(run: Execution, i: Instruction) -> None:
+    members = collective_members(run.compiled.program.header, i)
+    token = [torch.zeros(1)]
+    run.handles[run.index] = run.transport.all_reduce(members, ("barrier", run.index), token)
+
+
+def _unsupported(run: Execution, i: Instruction) -> None:
+    raise ModelError(f"this runtime cannot run '{i}' yet")
+
+
+HANDLERS: dict[Op, Callable[[Execution, Instruction], None]] = {
+    Op.LOAD: _load,
+    Op.FWD: _forward,
+    Op.LOSS: _loss,
+    Op.RECOMPUTE: _recompute,
+    Op.BWD: _backward,
+    Op.BWD_INPUT: _backward_input,
+    Op.BWD_WEIGHT: _backward_weight,
+    Op.SEND: _send,
+    Op.RECV: _receive,
+    Op.REDUCE: _reduce,
+    Op.STEP: _step,
+    Op.DROP: _drop,
+    Op.BARRIER: _barrier,
+    Op.GATHER: _unsupported,
+    Op.FETCH: _unsupported,
+    Op.EVICT: _unsupported,
+}

@@ -1,0 +1,58 @@
+"""The interface between the executor and whatever carries tensors from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch.utils import _pytree as pytree
+
+from pipefit.ir.instruction import Instruction
+from torch import Tensor
+
+__all__ = ["Handle", "Message", "Transport"]
+
+
+class Message(NamedTuple):
+    """An activation or a gradient on its way.
+
+    Attributes:
+        leaves: its tensors, detached; of a gradient, one for each leaf that carries one.
+        flags: for each leaf of an activation, whether a gradient comes back.
+        structure: of an activation's payload; None for a gradient.
+    """
+
+    leaves: list[Tensor]
+    flags: list[bool]
+    structure: pytree.TreeSpec | None
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def ready(self) -> bool:
+        """Whether `wait` would return at once. A transport that can block says True."""
+
+    def wait(self) -> Any:
+        """The result: the `Message` of a receive, the reduced tensors of a reduction."""
+
+
+class Transport(Protocol):
+    """Carries messages and reductions for the ranks of this process."""
+
+    rank: int
+
+    def begin(self, signatures: Sequence[object]) -> None:
+        """A pass over a program begins; micro-batch k has shapes that `signatures[k]` stands for."""
+
+    def send(self, instruction: Instruction, message: Message) -> None:
+        """Starts to send; the tensors stay alive until it is done."""
+
+    def receive(self, instruction: Instruction) -> Handle:
+        """Posts a receive."""
+
+    def delivered(self, kind: str, stage: int, mb: int) -> None:
+        """What the rank has sent under this name has been used by its receiver: let go of it."""
+
+    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Handle:
+        """Starts to sum tensors over some ranks, each of which calls this with the same key."""

@@ -1,0 +1,148 @@
+"""A rank's lasting state: its stages, their weights and optimizers. Programs come and go over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import torch
+from pipefit.memory.weights import WeightStore
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.stage import Stage
+from torch import Tensor, nn
+
+__all__ = ["Owned", "Tie", "Training", "Worker"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, whatever the schedule.
+
+    Attributes:
+        loss: from the model's output and the target to a scalar, the mean over the micro-batch.
+        optimizer: from a stage's parameters to their optimizer.
+        scheduler: from an optimizer to its learning-rate schedule, stepped once per update.
+        clip_norm: largest global norm of the gradients of an update; None: no clipping.
+        seed: of all random numbers inside the model.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: MakeOptimizer
+    scheduler: MakeScheduler | None = None
+    clip_norm: float | None = None
+    seed: int = 0
+
+
+class Tie(NamedTuple):
+    """A parameter that several layers share.
+
+    Attributes:
+        owner: the first of its names; the copy of that name is counted in norms and saved.
+        shape: of the parameter.
+    """
+
+    owner: str
+    shape: torch.Size
+
+
+class Owned(NamedTuple):
+    """A parameter that a stage trains, under the user's name."""
+
+    name: str
+    parameter: nn.Parameter
+    tie: Tie | None
+
+
+@dataclass
+class Worker:
+    """What one rank keeps between programs.
+
+    Attributes:
+        rank: its number.
+        training: loss, optimizer and the rest.
+        device: where it computes.
+        stages: by index.
+        owned: the parameters each stage trains.
+        stores: the weight versions of each stage.
+        optimizers: of each stage; none where nothing trains.
+        schedulers: of each optimizer.
+        ties: all tied parameters of the model by name, in the model's order.
+    """
+
+    rank: int
+    training: Training
+    device: torch.device
+    stages: dict[int, Stage]
+    ties: dict[str, Tie]
+    owned: dict[int, list[Owned]] = field(default_factory=dict)
+    stores: dict[int, WeightStore] = field(default_factory=dict)
+    optimizers: dict[int, Optimizer] = field(default_factory=dict)
+    schedulers: dict[int, LRScheduler] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        rank: int,
+        training: Training,
+        layers: dict[int, list[NamedLayer]],
+        ties: dict[str, Tie],
+        device: torch.device,
+    ) -> Worker:
+        """Builds the stages of a rank from their layers."""
+        stages = {index: Stage(index, own, device, training.seed) for index, own in layers.items()}
+        worker = cls(rank, training, device, stages, ties)
+        seen: set[int] = set()
+        for index, stage in stages.items():
+            # A weight that two stages of the rank share is trained by the first.
+            named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad and id(p) not in seen]
+            seen.update(id(parameter) for _, parameter in named)
+            worker.owned[index] = [Owned(name, parameter, ties.get(name)) for name, parameter in named]
+            worker.stores[index] = store = WeightStore([parameter for _, parameter in named])
+            if named:
+                worker.optimizers[index] = optimizer = training.optimizer(store.masters)
+                if training.scheduler:
+                    worker.schedulers[index] = training.scheduler(optimizer)
+        return worker
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode."""
+        for stage in self.stages.values():
+            stage.train(mode)
+
+    def own_gradients(self, stage: int) -> list[Tensor]:
+        """Gradients of a stage's parameters that no other rank holds but its replicas."""
+        return [_gradient(owned.parameter) for owned in self.owned[stage] if not self._is_remote(owned)]
+
+    def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
+        """Gradients of all tied parameters in the model's order; zeros for those that none of these stages holds."""
+        held = {o.tie.owner: o.parameter for stage in stages for o in self.owned[stage] if o.tie}
+        shapes = {tie.owner: tie.shape for tie in self.ties.values()}
+        return [
+            _gradient(held[name]) if name in held else torch.zeros(shape, device=self.device, dtype=self._dtype())
+            for name, shape in shapes.items()
+        ]
+
+    def counted_gradients(self, stage: int) -> list[Tensor]:
+        """Gradients that this stage counts in the global norm: a tied weight counts where its first name lives."""
+        counted = (o for o in self.owned[stage] if o.tie is None or o.tie.owner == o.name)
+        return [o.parameter.grad for o in counted if o.parameter.grad is not None]
+
+    def _is_remote(self, owned: Owned) -> bool:
+        return owned.tie is not None
+
+    def _dtype(self) -> torch.dtype:
+        return next(o.parameter.dtype for owned in self.owned.values() for o in owned)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """A gradient, zero where no micro-batch reached it: every member of a reduction must bring one."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -1,0 +1,94 @@
+"""Batch norm over micro-batches: each is normalised by its own statistics, the running averages see the mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["DeferredBatchNorm", "deferred"]
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """A batch norm whose running averages move once per update, by the statistics of all its micro-batches together.
+
+    A module becomes one by `DeferredBatchNorm.adopt`, which keeps its parameters, buffers and names; `release` gives it
+    back its own class. A replay (recompute) counts nothing.
+
+    Source: GPipe (NeurIPS 2019) §2.1.
+    """
+
+    _own_class: type[nn.Module]
+    _gathered: Tensor | None
+    replaying: bool
+
+    @staticmethod
+    def adopt(module: _BatchNorm) -> None:
+        """Turns a batch norm that tracks running statistics into a deferred one, in place."""
+        if isinstance(module, DeferredBatchNorm) or not module.track_running_stats or module.running_mean is None:
+            return
+        own = type(module)
+        module.__class__ = _deferred_class(own)
+        module._own_class = own  # type: ignore[assignment]
+        module._gathered = None  # type: ignore[assignment]
+        module.replaying = False  # type: ignore[assignment]
+
+    def release(self) -> None:
+        """Gives the module back its own class."""
+        own = self._own_class
+        del self._own_class, self._gathered, self.replaying
+        self.__class__ = own  # type: ignore[assignment]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises by the micro-batch's own statistics in training, by the running averages otherwise."""
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        normal, mean, invstd = torch.native_batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps)
+        if not self.replaying:
+            self._gather(mean.detach(), invstd.detach(), input.numel() / input.shape[1])
+        return normal
+
+    def _gather(self, mean: Tensor, invstd: Tensor, count: float) -> None:
+        """Adds a micro-batch's count, sum and sum of squares, per channel."""
+        variance = invstd.double().pow(-2) - self.eps
+        mean = mean.double()
+        ones = torch.ones_like(mean)
+        sums = torch.stack([ones, mean, variance + mean * mean]) * count
+        self._gathered = sums if self._gathered is None else self._gathered + sums
+
+    def gathered(self) -> Tensor | None:
+        """Count, sum and sum of squares (3 × channels) since the last commit; what replicas add up."""
+        return self._gathered
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Moves the running averages by the gathered mini-batch, once."""
+        if self._gathered is None:
+            return
+        count, total, squares = self._gathered
+        self._gathered = None
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        mean = total / count
+        variance = (squares / count - mean * mean) * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def _deferred_class(own: type) -> type:
+    if own not in _CLASSES:
+        _CLASSES[own] = type(f"Deferred{own.__name__}", (DeferredBatchNorm, own), {})
+    return _CLASSES[own]
+
+
+def deferred(modules: Iterable[nn.Module]) -> Iterator[DeferredBatchNorm]:
+    """The deferred batch norms inside some modules."""
+    return (module for root in modules for module in root.modules() if isinstance(module, DeferredBatchNorm))

@@ -1,0 +1,94 @@
+"""A model as a list of layers, and its layers dealt out to stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipefit.errors import ModelError
+from pipefit.spec.plan import Partition
+from torch import nn
+
+__all__ = ["NamedLayer", "named_layers", "split", "tied_groups"]
+
+
+class NamedLayer(NamedTuple):
+    """A layer with the prefix of its parameters in the user's own names, and its place in the model."""
+
+    index: int
+    prefix: str
+    module: nn.Module
+
+
+def named_layers(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:
+    """The layers of an `nn.Sequential` (its children) or of a list of modules.
+
+    Raises:
+        ModelError: the model is neither, or has no layers.
+    """
+    if isinstance(model, nn.Sequential | nn.ModuleList):
+        named = list(model.named_children())
+        if len(named) != len(model):  # a module given twice is one child of several names
+            named = [(str(key), module) for key, module in model._modules.items() if module is not None]
+    elif isinstance(model, list | tuple) and all(isinstance(module, nn.Module) for module in model):
+        named = [(str(index), module) for index, module in enumerate(model)]
+    else:
+        raise ModelError(
+            f"expected an nn.Sequential or a list of modules, got {type(model).__name__}; "
+            "write the model as a sequence of layers, each taking what the one before gives"
+        )
+    if not named:
+        raise ModelError("the model has no layers")
+    return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
+
+
+def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tuple[int, ...], ...]:
+    """Groups of stages that share a parameter, in increasing order of their first stage.
+
+    Groups that have a stage in common become one, so that each stage belongs to at most one.
+    """
+    stage_of = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
+    users: dict[int, set[int]] = {}
+    for layer in layers:
+        for parameter in layer.module.parameters():
+            users.setdefault(id(parameter), set()).add(stage_of[layer.index])
+    groups: list[set[int]] = []
+    for stages in (stages for stages in users.values() if len(stages) > 1):
+        touching = [group for group in groups if group & stages]
+        groups = [group for group in groups if not group & stages] + [stages.union(*touching)]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def split(
+    layers: Sequence[NamedLayer], partition: Partition, held: Sequence[Sequence[int]]
+) -> list[dict[int, list[NamedLayer]]]:
+    """The layers of each rank by stage, with nothing shared between ranks of one process.
+
+    Args:
+        layers: of the whole model.
+        partition: layers of each stage.
+        held: stages that each rank holds; only these are kept.
+
+    Returns:
+        For each rank, its stages' layers. The first rank to hold a stage gets the user's own modules, others copies;
+        weights tied inside one rank stay one parameter.
+
+    Raises:
+        ModelError: the partition is for another number of layers.
+    """
+    if partition.num_layers != len(layers):
+        raise ModelError(f"the partition has {partition.num_layers} layers, the model has {len(layers)}")
+    given: set[int] = set()
+    owned: set[int] = set()
+    result = []
+    for stages in held:
+        mine = {s: [layers[i] for i in partition.stages[s].layers] for s in stages}
+        parameters = {id(p) for own in mine.values() for layer in own for p in layer.module.parameters()}
+        if given & set(stages) or owned & parameters:
+            # One copy for all stages of the rank, so that ties within the rank survive.
+            mine = copy.deepcopy(mine)
+        given |= set(stages)
+        owned |= parameters
+        result.append(mine)
+    return result

@@ -1,0 +1,148 @@
+"""One stage: consecutive layers with their weights, run for one micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import torch
+from pipefit.errors import ModelError
+from pipefit.stage.batchnorm import DeferredBatchNorm, deferred
+from pipefit.stage.split import NamedLayer
+from torch import Tensor, nn
+
+__all__ = ["Stage", "layer_seed"]
+
+
+def layer_seed(seed: int, ordinal: int, layer: int) -> int:
+    """The seed of a layer's random numbers for one micro-batch of the whole training.
+
+    It depends on neither ranks, stages nor schedule, so dropout draws the same masks however the model is split, and a
+    replay draws them again.
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + ordinal * 0xBF58476D1CE4E5B9 + layer * 0x94D049BB133111EB) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return (mixed ^ (mixed >> 31)) & (2**63 - 1)
+
+
+class Stage:
+    """The layers of one stage on one rank.
+
+    Attributes:
+        index: of the stage.
+        layers: with the user's names.
+        device: where it runs.
+    """
+
+    def __init__(self, index: int, layers: Sequence[NamedLayer], device: torch.device, seed: int = 0) -> None:
+        self.index = index
+        self.layers = list(layers)
+        self.device = device
+        self.seed = seed
+        self.training = True
+        for layer in self.layers:
+            layer.module.to(device)
+            for module in layer.module.modules():
+                if isinstance(module, _BatchNorm):
+                    DeferredBatchNorm.adopt(module)
+        self._no_inplace_at_the_border()
+        self.batchnorms = list(deferred(layer.module for layer in self.layers))
+        self._generator = (
+            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        )
+
+    def _no_inplace_at_the_border(self) -> None:
+        """A stage's input is a leaf of its own graph; a first layer that overwrites it would be refused by autograd."""
+        module: nn.Module = self.layers[0].module
+        while children := list(module.children()):
+            if not isinstance(module, nn.Sequential):
+                return
+            module = children[0]
+        if getattr(module, "inplace", False) is True:
+            module.inplace = False
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode of every layer."""
+        if mode != self.training:
+            self.training = mode
+            for layer in self.layers:
+                layer.module.train(mode)
+
+    def forward(self, payload: Any, ordinal: int, replay: bool = False) -> Any:
+        """Runs the layers on one micro-batch.
+
+        Args:
+            payload: the output of the stage before, or the model's input.
+            ordinal: the micro-batch's number since training began, which seeds its random numbers.
+            replay: whether this is a recompute, which must count nothing twice.
+        """
+        if replay:
+            self._replaying(True)
+        state = self._generator.get_state()
+        try:
+            for layer in self.layers:
+                self._generator.manual_seed(layer_seed(self.seed, ordinal, layer.index))
+                payload = self._run(layer, payload)
+        finally:
+            self._generator.set_state(state)
+            if replay:
+                self._replaying(False)
+        return payload
+
+    def _run(self, layer: NamedLayer, payload: Any) -> Any:
+        try:
+            return layer.module(payload)
+        except ModelError:
+            raise
+        except Exception as problem:
+            kind = type(problem).__name__
+            hint = "; make its first operation not in place" if "leaf Variable" in str(problem) else ""
+            raise ModelError(
+                f"stage {self.index}: layer {layer.prefix} ({type(layer.module).__name__}) failed in its forward: "
+                f"{kind}: {problem}{hint}"
+            ) from problem
+
+    def _replaying(self, value: bool) -> None:
+        for module in self.batchnorms:
+            module.replaying = value
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that train, each once."""
+        return [parameter for _, parameter in self.named_parameters() if parameter.requires_grad]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters under the user's names, each once."""
+        seen: set[int] = set()
+        for layer in self.layers:
+            for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights and buffers under the user's names."""
+        result: dict[str, Tensor] = {}
+        for layer in self.layers:
+            result.update(layer.module.state_dict(prefix=f"{layer.prefix}."))
+        return result
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes weights and buffers by the user's names.
+
+        Raises:
+            ModelError: a name is missing or has another shape.
+        """
+        for layer in self.layers:
+            prefix = f"{layer.prefix}."
+            own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            try:
+                layer.module.load_state_dict(own)
+            except RuntimeError as problem:
+                raise ModelError(f"layer {layer.prefix}: {problem}") from None
+
+    def release(self) -> None:
+        """Gives batch norms back their own class."""
+        for module in self.batchnorms:
+            module.release()

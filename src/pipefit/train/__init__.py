@@ -1,0 +1,1 @@
+"""The user's object: a pipeline over a model."""

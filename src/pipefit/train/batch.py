@@ -1,0 +1,79 @@
+"""Batches cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+import torch
+from pipefit.errors import DataError
+from pipefit.runtime.executor import Feed
+from torch import Tensor
+
+__all__ = ["Weigh", "cut", "feed_of"]
+
+Weigh = Callable[[Any], float]
+"""How much a micro-batch counts in the mean of its batch, from its target: by default its number of samples."""
+
+
+def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]:
+    """A pytree of tensors, cut along their first dimension into nearly equal parts.
+
+    Raises:
+        DataError: there are fewer samples than micro-batches, or the tensors disagree on how many there are.
+    """
+    leaves, structure = pytree.tree_flatten(batch)
+    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+        raise DataError(f"{what}: expected tensors whose first dimension counts samples, got {kinds}")
+    sizes = {leaf.shape[0] for leaf in leaves}
+    if len(sizes) > 1:
+        raise DataError(f"{what}: its tensors have {sorted(sizes)} samples; all need the same number")
+    if (size := sizes.pop()) < num_microbatches:
+        raise DataError(
+            f"{what} has {size} samples, too few for {num_microbatches} micro-batches; "
+            f"use a batch of at least {num_microbatches}, or at most {size} micro-batches"
+        )
+    parts = [leaf.tensor_split(num_microbatches) for leaf in leaves]
+    return [pytree.tree_unflatten(list(pieces), structure) for pieces in zip(*parts, strict=True)]
+
+
+def feed_of(
+    batches: Sequence[tuple[Any, Any]], num_microbatches: int, first_ordinal: int, mode: str, weigh: Weigh | None = None
+) -> Feed:
+    """The data of a pass: each batch is one step's worth, cut into micro-batches.
+
+    Args:
+        batches: (input, target) of each step of the program.
+        num_microbatches: per step.
+        first_ordinal: number of the first micro-batch since training began.
+        mode: "train" or "eval"; part of what shapes are agreed for.
+        weigh: how much a micro-batch counts.
+    """
+    inputs: list[Any] = []
+    targets: list[Any] = []
+    shares: list[float] = []
+    for x, y in batches:
+        parts, wanted = cut(x, num_microbatches), cut(y, num_microbatches, "the target")
+        weights = [float(weigh(target)) if weigh else float(_num_samples(target)) for target in wanted]
+        total = sum(weights)
+        if not total > 0:
+            raise DataError(f"the micro-batches of a batch count {weights}; at least one must count more than 0")
+        inputs += parts
+        targets += wanted
+        shares += [weight / total for weight in weights]
+    signatures = [(mode, _shapes(x), _shapes(y)) for x, y in zip(inputs, targets, strict=True)]
+    ordinals = range(first_ordinal, first_ordinal + len(inputs))
+    return Feed(inputs, targets, shares, ordinals, signatures)
+
+
+def _num_samples(target: Any) -> int:
+    return int(pytree.tree_leaves(target)[0].shape[0])
+
+
+def _shapes(payload: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    if isinstance(payload, Tensor):
+        return ((payload.shape, payload.dtype),)
+    return tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(payload))
