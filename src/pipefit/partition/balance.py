@@ -53,7 +53,8 @@ def gpipe(profile: Profile, num_stages: int, costs: Sequence[float] | None = Non
     Args:
         profile: the layers.
         num_stages: how many stages.
-        costs: of each layer; None: its forward and backward time. (GPipe estimates floating-point operations.)
+        costs: of each layer; None: its forward and backward time, the loss with the last layer. (GPipe estimates
+            floating-point operations.)
 
     Raises:
         PlanError: fewer layers than stages, or another number of costs than layers.
@@ -78,9 +79,9 @@ def minmax(
     Args:
         profile: the layers.
         num_stages: how many stages.
-        costs: of each layer; None: its forward and backward time in seconds.
+        costs: of each layer; None: its forward and backward time in seconds, the loss with the last layer.
         bandwidth_bytes_per_s: of the link between stages; a stage then also pays for receiving activations and sending
-            gradients across the cut in front of it, and the reverse behind it (no overlap). None: communication is free.
+            gradients across the cut in front of it, and the reverse behind it, without overlap. None: nothing.
         latency_s: of each of those messages.
 
     Raises:
@@ -102,7 +103,8 @@ def minmax(
 
 def _costs(profile: Profile, costs: Sequence[float] | None) -> Sequence[float]:
     if costs is None:
-        return [layer.total_s for layer in profile.layers]
+        times = [layer.total_s for layer in profile.layers]
+        return [*times[:-1], times[-1] + profile.loss_s]
     if len(costs) != len(profile):
         raise PlanError(f"costs: expected one for each of the {len(profile)} layers, got {len(costs)}")
     return costs

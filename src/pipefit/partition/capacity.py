@@ -2,59 +2,138 @@
 
 from __future__ import annotations
 
-from pipefit.errors import InfeasibleError
+import math
+from typing import TYPE_CHECKING
+
+from pipefit.errors import InfeasibleError, PlanError
 from pipefit.spec import Partition, Profile
 from pipefit.units import format_bytes
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
 __all__ = ["hydra", "shard_bytes", "smallest_capacity"]
 
-
-def shard_bytes(
-    profile: Profile, first: int, end: int, optimizer_factor: float = 2.0, double_buffer: bool = False
-) -> float:
-    """What the shard of the layers first…end−1 needs on the device while its backward runs.
-
-    Weights, as many bytes of gradients, the optimizer's state, what autograd saves, and two boundary tensors: its input
-    (or the gradient of it) and its output (or that gradient). A double buffer adds the next shard's weights, optimizer
-    state and input, loaded meanwhile; the largest a shard may be is not known before the cut, so its own are counted.
-
-    Args:
-        profile: figures of one micro-batch.
-        first: first layer.
-        end: one past the last layer.
-        optimizer_factor: optimizer bytes per weight byte (2 for Adam with states of the weights' width, 0 for SGD).
-        double_buffer: see above.
-    """
-    layers = profile.layers[first:end]
-    weights = sum(layer.weight_bytes for layer in layers)
-    entering = profile.cut_bytes[first - 1] if first > 0 else 0.0
-    leaving = profile.cut_bytes[end - 1] if end < len(profile) else layers[-1].output_bytes
-    needed = weights * (2 + optimizer_factor) + sum(layer.saved_bytes for layer in layers) + entering + leaving
-    if double_buffer:
-        needed += weights * (1 + optimizer_factor) + entering
-    return needed
+# How many sizes of the double buffer are tried.
+_NUM_BUFFERS = 64
 
 
 def hydra(
     profile: Profile, capacity_bytes: float, optimizer_factor: float = 2.0, double_buffer: bool = False
 ) -> Partition:
-    """Cuts whenever the next layer would not fit (Nagrecha and Kumar, Hydra, 2021): the longest shards, from the front.
+    """Cuts whenever the next layer would not fit (Nagrecha and Kumar, Hydra): the longest shards, from the front.
 
-    A shard whose boundary is large may need less than a shorter one (its output is smaller), so each shard ends at the
-    last layer up to which it fits, not before the first that does not.
+    What a shard needs is said by `shard_bytes`. Boundary tensors may shrink as a shard grows, so a shard ends at the
+    last layer up to which it fits and from which the rest can be cut too. With a double buffer part of the device is
+    reserved for the shard that is loaded while another computes; of several sizes the one with fewest shards is taken.
+
+    Args:
+        profile: figures of one micro-batch, layers in their order.
+        capacity_bytes: of the device.
+        optimizer_factor: optimizer bytes per weight byte (2 for Adam, 1 for momentum, 0 for plain SGD).
+        double_buffer: reserve room for the weights, optimizer state and input of the next shard, whichever it is.
 
     Raises:
-        InfeasibleError: some layer fits no shard; the message says the smallest capacity that works.
+        InfeasibleError: nothing fits; the message says the smallest capacity that works.
+        PlanError: the capacity is not positive.
     """
+    if not capacity_bytes > 0:
+        raise PlanError(f"capacity_bytes: expected more than 0, got {capacity_bytes}")
+    own, load = _needs(profile, optimizer_factor)
+    found: list[list[int]] = []
+    for reserve in _reserves(load, double_buffer):
+        fits = own + reserve <= capacity_bytes
+        counts = _longest(fits & (load <= reserve) if double_buffer else fits)
+        if counts:
+            found.append(counts)
+    if not found:
+        raise InfeasibleError(
+            f"{profile.model} cannot be cut into shards of {format_bytes(capacity_bytes)}: "
+            f"{_largest(own, profile)}; the smallest capacity that works is "
+            f"{format_bytes(smallest_capacity(profile, optimizer_factor, double_buffer))}"
+        )
+    return Partition.from_counts(min(found, key=len), len(profile))
+
+
+def shard_bytes(profile: Profile, first: int, end: int, optimizer_factor: float = 2.0) -> float:
+    """What the shard of the layers first…end−1 needs on the device while its backward runs.
+
+    Weights, as many bytes of gradients, the optimizer's state, what autograd saves, and two boundary activations: what
+    enters the shard and what leaves it (or their gradients in its place).
+    """
+    layers = profile.layers[first:end]
+    weights = sum(layer.weight_bytes for layer in layers)
+    entering = profile.cut_bytes[first - 1] if first > 0 else 0.0
+    leaving = profile.cut_bytes[end - 1] if end < len(profile) else layers[-1].output_bytes
+    return weights * (2 + optimizer_factor) + sum(layer.saved_bytes for layer in layers) + entering + leaving
+
+
+def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_buffer: bool = False) -> float:
+    """The least bytes of a device that `hydra` can cut this profile for."""
+    import numpy as np
+
+    own, load = _needs(profile, optimizer_factor)
+    least = math.inf
+    for reserve in _reserves(load, double_buffer):
+        allowed = np.where(load <= reserve, own, np.inf) if double_buffer else own
+        worst = np.full(len(own), 0.0)
+        for first in range(len(own) - 2, -1, -1):
+            worst[first] = np.maximum(allowed[first, first + 1 :], worst[first + 1 :]).min()
+        least = min(least, float(worst[0]) + reserve)
+    return least
+
+
+def _needs(profile: Profile, optimizer_factor: float) -> tuple[Array, Array]:
+    """Arrays [a, b] for the shard of layers a…b−1: what it needs, and what of it is loaded ahead; else infinite."""
+    import numpy as np
+
+    def spans(field: str) -> Array:
+        total = np.concatenate(([0.0], np.cumsum([getattr(layer, field) for layer in profile.layers])))
+        return np.maximum(total[None, :] - total[:, None], 0.0)  # type: ignore[no-any-return]
+
+    cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
+    weights, entering = spans("weight_bytes"), cuts[:, None]
+    shard = np.triu(np.ones_like(weights, dtype=bool), 1)
+    own = weights * (2 + optimizer_factor) + spans("saved_bytes") + entering + cuts[None, :]
+    load = weights * (1 + optimizer_factor) + entering
+    return np.where(shard, own, np.inf), np.where(shard, load, np.inf)
+
+
+def _reserves(load: Array, double_buffer: bool) -> list[float]:
+    """Sizes of the buffer to try: closer together where they are small."""
+    import numpy as np
+
+    if not double_buffer:
+        return [0.0]
+    # A shard holds at least one layer, and the cut in front of each shard may be any.
+    low, high = float(np.diagonal(load, 1).min()), float(load[np.isfinite(load)].max())
+    return [low + (high - low) * (step / (_NUM_BUFFERS - 1)) ** 2 for step in range(_NUM_BUFFERS)]
+
+
+def _longest(fits: NDArray[np.bool_]) -> list[int]:
+    """Layer counts of the longest shards from the front, each one leaving a rest that can be cut; empty: none."""
+    import numpy as np
+
+    rest_works = np.zeros(len(fits), dtype=bool)
+    rest_works[-1] = True
+    for first in range(len(fits) - 2, -1, -1):
+        rest_works[first] = bool((fits[first] & rest_works).any())
     counts, first = [], 0
-    while first < len(profile):
-        fitting = [
-            end
-            for end in range(first + 1, len(profile) + 1)
-            if shard_bytes(profile, first, end, optimizer_factor, double_buffer) <= capacity_bytes
-        ]
-        if not fitting:
-            _refuse(profile, first, capacity_bytes, optimizer_factor, double_buffer)
-        counts.append(fitting[-1] - first)
-        first = fitting[-1]
-    return Partition.from_counts(counts, len(profile))
+    while first < len(fits) - 1:
+        ends = np.flatnonzero(fits[first] & rest_works)
+        if not len(ends):
+            return []
+        counts.append(int(ends[-1]) - first)
+        first = int(ends[-1])
+    return counts
+
+
+def _largest(own: Array, profile: Profile) -> str:
+    import numpy as np
+
+    alone = np.diagonal(own, 1)
+    index = int(alone.argmax())
+    return f"layer {index} ({profile.layers[index].name}) alone needs {format_bytes(float(alone[index]))}"

@@ -7,12 +7,12 @@ of the level below, a bytes across a cut, m_left and m_right the replicas on the
 |---|---|---|
 | paper | max(C, 2(m−1)·W/B) / m | 2a/B |
 | ring | max(C, 2(m−1)/m·W/B) / m | 2a/(B·min(m_left, m_right)) |
-| pipedream-code | (C + D(m)) / m, D(m) = 4(m−1)·W/(B·m); D/g where a level is not split, or in its first stage | as ring |
+| pipedream-code | (C + D(m)) / m, D(m) = 4(m−1)·W/(B·m); D/g in the first stage of a level | as ring |
 
-`paper` is the formula as printed (Narayanan et al., SOSP 2019, section 3.1). `ring` counts what a ring all-reduce sends,
-once per m mini-batches. `pipedream-code` is what the released optimizer computes with activation costs on; beyond the
-table, it charges no sending to the first stage of a level, charges a level's last stage for sending out of the level
-unless the model ends there, and uses all M workers.
+`paper` is the formula as printed (Narayanan et al., SOSP 2019, section 3.1). `ring` counts what a ring all-reduce
+sends, once per m mini-batches. `pipedream-code` is what the released optimizer computes with activation costs on;
+beyond the table, it charges no sending to the first stage of a level, charges the last of several stages of a level for
+sending out of the level unless the model ends there, and uses all M workers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def convention_named(name: str) -> Convention:
     return CONVENTIONS[name]
 
 
-def reduce_s(rule: Convention, weight_bytes: Any, replicas: int, bandwidth: float) -> Any:
+def reduce_s(rule: Convention, weight_bytes: Any, replicas: Any, bandwidth: float) -> Any:
     """Seconds of the reduction of weight gradients over the replicas, as the convention counts it (D, or its like)."""
     if rule.name == "paper":
         return 2 * (replicas - 1) * weight_bytes / bandwidth
@@ -84,7 +84,7 @@ def reduce_s(rule: Convention, weight_bytes: Any, replicas: int, bandwidth: floa
 
 
 def stage_s(
-    rule: Convention, compute_s: Any, weight_bytes: Any, replicas: int, bandwidth: float, below: int, first: bool
+    rule: Convention, compute_s: Any, weight_bytes: Any, replicas: Any, bandwidth: float, below: int, first: bool
 ) -> Any:
     """Seconds per mini-batch of a stage on `replicas` components (numbers or arrays; infinite stays infinite).
 

@@ -59,7 +59,7 @@ class PipeDreamResult:
         flat_s: best time of the flat search; None when it was not made.
         hierarchical_s: best time of the search by levels; None when it was not made.
         straight_s: best pipeline without replicas.
-        data_parallel_s: plain data parallelism over all devices, whether it fits or not; the better of the searches made.
+        data_parallel_s: plain data parallelism over all devices, fitting or not; the better of the searches made.
         data_parallel_fits: whether it does.
         single_device_s: everything on one device.
         exact: every possible boundary of the graph was considered.
@@ -96,7 +96,7 @@ class PipeDreamResult:
     @property
     def speedup_over_data_parallel(self) -> float:
         """How many times faster than plain data parallelism."""
-        return self.data_parallel_s / self.time_s
+        return self.data_parallel_s / self.time_s if self.time_s else 1.0
 
     @property
     def configuration(self) -> str:
@@ -157,13 +157,18 @@ def pipedream(
         found,
         flat_s=dict(zip(searches, times, strict=True)).get("flat"),
         hierarchical_s=dict(zip(searches, times, strict=True)).get("hierarchical"),
-        straight_s=times[best] if straight else min(_fastest(replace(one, straight=True, bases={})) for one in problems),
+        straight_s=times[best]
+        if straight
+        else min(_fastest(replace(one, straight=True, bases={})) for one in problems),
         data_parallel_s=min(
-            data_parallel_s(rule, found.single_device_s, _total(profile, "weight_bytes"), one.levels) for one in problems
+            data_parallel_s(rule, found.single_device_s, _total(profile, "weight_bytes"), one.levels)
+            for one in problems
         ),
         exact=states.complete,
     )
-    return found if straight else _prefer_data_parallel(found, problems[best], _MARGIN[cost] if margin is None else margin)
+    return (
+        found if straight else _prefer_data_parallel(found, problems[best], _MARGIN[cost] if margin is None else margin)
+    )
 
 
 def _searches(search: str | None, rule: Convention, topology: Topology) -> list[str]:
@@ -189,7 +194,7 @@ def _fastest(problem: Problem) -> float:
 
 
 def _total(profile: Profile, field: str) -> float:
-    return sum(getattr(layer, field) for layer in profile.layers)
+    return float(sum(getattr(layer, field) for layer in profile.layers))
 
 
 def _result(problem: Problem, time_s: float, shape: str, rule: Convention) -> PipeDreamResult:
@@ -198,7 +203,7 @@ def _result(problem: Problem, time_s: float, shape: str, rule: Convention) -> Pi
     result = PipeDreamResult(
         None, time_s, shape, (), (), (), rule.name, time_s, None, None, math.inf, math.inf,
         data_parallel_fits=_data_parallel_bytes(problem) <= problem.memory.limit_bytes,
-        single_device_s=_total(profile, "total_s"), exact=True, why="",
+        single_device_s=_total(profile, "total_s") + profile.loss_s, exact=True, why="",
     )  # fmt: skip
     if not math.isfinite(time_s):
         return replace(result, why=_why_nothing_fits(problem))
@@ -259,8 +264,8 @@ def _prefer_data_parallel(result: PipeDreamResult, problem: Problem, margin: flo
     levels: tuple[LevelStage, ...] = ()
     for width, _ in problem.levels:
         levels = (LevelStage(everything, width, levels),)
-    ahead = result.data_parallel_s / result.time_s - 1
     why = "plain data parallelism is fastest"
+    ahead = result.data_parallel_s / result.time_s - 1 if result.time_s else 0.0
     if ahead > 1e-12:
         why = (
             f"plain data parallelism: the best hybrid ({result.configuration}) would be {ahead:.1%} faster, "
@@ -286,5 +291,3 @@ def _why_nothing_fits(problem: Problem) -> str:
         f"mini-batch in flight, all layers {format_bytes(_data_parallel_bytes(problem))}, and a device has "
         f"{format_bytes(memory.limit_bytes)}; use a smaller micro-batch, more devices or more memory"
     )
-
-

@@ -35,7 +35,7 @@ class Memory:
     Attributes:
         limit_bytes: of one device; infinite: no limit.
         versions: 1.0 when every mini-batch in flight keeps its own weights (weight stashing), 0.0 when none does.
-        state: bytes of gradients and optimizer states (and the weights themselves, where versions is 0) per weight byte.
+        state: bytes of gradients and optimizer states (and of the weights, where versions is 0) per weight byte.
     """
 
     limit_bytes: float = math.inf
@@ -87,9 +87,14 @@ class Problem:
 
     @cached_property
     def compute_s(self) -> Array:
-        """Array [a, b]: seconds per mini-batch of the layers from state a to b on one device; infinite where none."""
+        """Array [a, b]: seconds per mini-batch of the layers from state a to b on one device; infinite where none.
+
+        What ends with the last layer has the loss, too.
+        """
         between = self.states.between
-        return between("forward_s") + between("backward_input_s") + between("backward_weight_s")
+        total = between("forward_s") + between("backward_input_s") + between("backward_weight_s")
+        total[:, -1] += self.states.profile.loss_s
+        return total
 
     @cached_property
     def weight_bytes(self) -> Array:
@@ -105,7 +110,7 @@ class Problem:
 
         return np.where(self.states.inside, self.states.between("saved_bytes"), 0.0)
 
-    def device_s(self, beyond: Array | float, row: slice | int, columns: slice | int) -> Array:
+    def device_s(self, beyond: Array | float, row: slice | int, columns: slice | NDArray[np.intp]) -> Array:
         """Part of `compute_s`, infinite where memory does not suffice with 1 + `beyond` mini-batches in flight.
 
         `beyond` may be an array (p, 1) for one row; the result is then (p, columns).
@@ -120,7 +125,14 @@ class Problem:
         return np.where(needed <= self.memory.limit_bytes, compute, np.inf)
 
     def stage_s(
-        self, level: int, base: Array, replicas: Array | int, row: slice | int, columns: slice | int, first: bool, last: bool
+        self,
+        level: int,
+        base: Array,
+        replicas: Array | int,
+        row: slice | int,
+        columns: slice | NDArray[np.intp],
+        first: bool,
+        last: bool,
     ) -> Array:
         """Seconds per mini-batch of stages of a level: computation, reduction, receiving and sending.
 
@@ -137,11 +149,13 @@ class Problem:
 
         bandwidth = self.levels[level - 1][1]
         below = self.levels[level - 2][0] if level > 1 else 1
-        cost = stage_s(self.rule, base, self.weight_bytes[row, columns], replicas, bandwidth, below, first)
+        cost: Array = stage_s(self.rule, base, self.weight_bytes[row, columns], replicas, bandwidth, below, first)
         link_s = 2 * self.states.crossing_bytes / bandwidth
         share = replicas if self.rule.divides else 1
         if not first:
             received = link_s[row]
             cost = np.maximum(cost, (received if isinstance(row, int) else received[:, None]) / share)
         sends = (self.rule.sends_out and not first) if last else (self.rule.sends_first or not first)
-        return np.maximum(cost, link_s[columns] / share) if sends else cost
+        if sends:
+            cost = np.maximum(cost, link_s[columns] / share)
+        return cost

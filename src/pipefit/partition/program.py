@@ -6,8 +6,8 @@ of the layers from t to j on n components,
     V(t→j, n) = min over u, r of max{ S(t→u, r), V(u→j, n − r) },     V(t→j, n) = S(t→j, n) where it is not split,
 
 which is A^k of the paper read from the other end: stages are split off at the front, so the number of components from
-a stage on, which decides what it keeps in flight, is known when its memory is checked. Levels below the outermost need V
-for every pair (t, j); the outermost, and the way back, for one. Run again with + in place of max, over the stages
+a stage on, which decides what it keeps in flight, is known when its memory is checked. Levels below the outermost need
+V for every pair (t, j); the outermost, and the way back, for one. Run again with + in place of max, over the stages
 that are fast enough, the program counts stages, and so finds the fewest, and then the lexicographically first.
 """
 
@@ -62,9 +62,9 @@ def _choices(problem: Problem, level: int, beyond: Fraction) -> list[_Choice]:
     width = problem.levels[level - 1][0]
     result = []
     for replicas in problem.replica_counts(width):
-        counts = range(replicas, width + 1)
-        for child, group in groupby(counts, lambda n: problem.context(level, beyond, n, replicas)):
-            left = list(group)
+        contexts = [(problem.context(level, beyond, n, replicas), n) for n in range(replicas, width + 1)]
+        for child, group in groupby(contexts, lambda pair: pair[0]):
+            left = [n for _, n in group]
             result.append(_Choice(replicas, left[0], left[-1], child))
     return result
 
@@ -130,7 +130,7 @@ def _join(best: Array, left: Array, right: Array, inside: NDArray[np.bool_]) -> 
     for start in range(0, num_states, _BLOCK):
         stop = min(start + _BLOCK, num_states)
         worst = np.where(inside[start:stop], best[start:stop], -1.0).max(axis=0)
-        useful = np.maximum(right, left[start:stop].min(axis=0)[:, None]) <= worst
+        useful = np.asarray(np.maximum(right, left[start:stop].min(axis=0)[:, None]) <= worst, dtype=np.bool_)
         useful[: start + 1] = False
         first, end = _ends(useful)
         rows = np.flatnonzero(useful.any(axis=1)).tolist()
@@ -209,7 +209,7 @@ def _fastest(problem: Problem, level: int, table: Array) -> float:
 def _rows(
     problem: Problem, level: int, choices: list[_Choice], states: list[int], position: int, first: bool
 ) -> tuple[Array, Array]:
-    """Cost of the stages that start at a position: (choice, end) for ends before the last, and (choice,) for the last."""
+    """Cost of the stages from a position on: (choice, end) for ends before the last, and (choice,) for the last."""
     import numpy as np
 
     row, columns = states[position], np.array(states[position + 1 :])
@@ -244,11 +244,11 @@ def _table(
     table = np.full((len(states), width + 1), np.inf)
     for position in range(len(states) - 2, -1, -1):
         middle, last = _rows(problem, level, choices, states, position, first=position == 0)
-        good = middle <= limit
+        good = np.asarray(middle <= limit, dtype=np.bool_)
         # From the first to the last end that is fast enough; a slower one between them stays out as infinite.
         low, high = _ends(good)
         middle = np.where(good, 1.0 if count else middle, np.inf)
-        some = good.any(axis=1)
+        some: list[bool] = good.any(axis=1).tolist()
         rest, target = table[position + 1 : -1], table[position]
         for index, choice in enumerate(choices):
             replicas = choice.replicas

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipefit.spec import Profile
@@ -57,7 +58,7 @@ class States:
         import numpy as np
 
         outside = self.member @ (1.0 - self.member).T
-        return (outside == 0) & ~np.eye(len(self), dtype=bool)
+        return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool), dtype=np.bool_)
 
     def between(self, field: str) -> Array:
         """Array [a, b]: the sum of a layer's figure over D_b minus D_a; infinite where b does not hold a."""
@@ -93,7 +94,8 @@ class States:
 def find_states(profile: Profile, max_states: int = 2000) -> States:
     """The down-sets of a profile's graph, all of them when there are at most `max_states`.
 
-    Sources that cost nothing at all (inputs) belong to the first stage: they are in every state.
+    Sources that cost nothing at all (inputs), and what is made of them for nothing, belong to the first stage: they are
+    in every state.
 
     When there are more, blocks with few down-sets keep all of theirs, and the others are cut along linear orders of
     their layers. The prefixes of one order are always there, so a chain of any length is whole.
@@ -101,7 +103,7 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
     feeds = [0] * len(profile)
     for tail, head in profile.links:
         feeds[head] |= 1 << tail
-    free = _free_sources(profile, feeds)
+    free = _free_layers(profile, feeds)
     blocks = _blocks(profile, free)
     listed = [_down_sets(start, end, feeds, max_states) for start, end in blocks]
     if sum(max_states + 1 if sets is None else len(sets) for sets in listed) > max_states:
@@ -117,11 +119,11 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
     return States(profile, tuple(sorted(masks, key=lambda mask: (mask.bit_count(), mask))), complete)
 
 
-def _free_sources(profile: Profile, feeds: list[int]) -> int:
-    """Layers without predecessors, time, weights and output bytes; none, if that were all layers."""
+def _free_layers(profile: Profile, feeds: list[int]) -> int:
+    """Layers without time, weights and output bytes that only such layers feed; none, if that were all layers."""
     free = 0
     for index, layer in enumerate(profile.layers):
-        if feeds[index] == 0 and layer.total_s == layer.weight_bytes == layer.output_bytes == 0:
+        if feeds[index] & ~free == 0 and layer.total_s == layer.weight_bytes == layer.output_bytes == 0:
             free |= 1 << index
     return 0 if free == (1 << len(profile)) - 1 else free
 
@@ -145,7 +147,7 @@ def _blocks(profile: Profile, free: int) -> list[tuple[int, int]]:
             cuts.append(prefix)
     cuts.append(free)
     cuts.reverse()
-    return list(zip(cuts, cuts[1:], strict=False))
+    return list(pairwise(cuts))
 
 
 def _down_sets(start: int, end: int, feeds: list[int], limit: int) -> list[int] | None:

@@ -1,0 +1,116 @@
+"""Partitioners by name, those of other packages included.
+
+Another package adds one in its pyproject.toml:
+
+    [project.entry-points."pipefit.partitioners"]
+    mine = "my_package:mine"
+
+where `mine(profile, num_stages, **options)` returns a `Partition`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+from pipefit.errors import PlanError, nearest
+from pipefit.partition.balance import by_hand, gpipe, minmax, uniform
+from pipefit.partition.capacity import hydra
+from pipefit.partition.pipedream import pipedream
+from pipefit.spec import Partition, Profile, Topology
+
+__all__ = ["partition", "partitioner_names"]
+
+_GROUP = "pipefit.partitioners"
+
+
+def _pipedream(profile: Profile, num_stages: int | None, topology: Topology | None = None, **options: Any) -> Partition:
+    """PipeDream's, on a topology; without one, on `num_stages` devices of this machine, none replicated."""
+    if topology is None:
+        if num_stages is None:
+            raise PlanError("pipedream: expected a topology, or num_stages for a pipeline on this machine")
+        topology = Topology.local(num_stages)
+        options.setdefault("straight", True)
+    result = pipedream(profile, topology, **options)
+    if result.partition is None:
+        raise PlanError(f"pipedream: {result.why}")
+    if num_stages is not None and len(result.partition.stages) > num_stages:
+        raise PlanError(
+            f"pipedream: expected at most {num_stages} stages, its best partition has {len(result.partition.stages)}; "
+            "leave num_stages out to take it, or take a smaller topology"
+        )
+    return result.partition
+
+
+def _hydra(profile: Profile, num_stages: int | None, capacity_bytes: float, **options: Any) -> Partition:
+    found = hydra(profile, capacity_bytes, **options)
+    if num_stages is not None and len(found.stages) > num_stages:
+        raise PlanError(
+            f"hydra: expected at most {num_stages} shards, this capacity needs {len(found.stages)}; "
+            "leave num_stages out, or raise capacity_bytes"
+        )
+    return found
+
+
+def _by_hand(profile: Profile, num_stages: int | None, counts: list[int]) -> Partition:
+    if num_stages is not None and len(counts) != num_stages:
+        raise PlanError(f"by_hand: expected {num_stages} layer counts, got {len(counts)}")
+    return by_hand(profile, counts)
+
+
+_OWN: dict[str, Callable[..., Partition]] = {
+    "by_hand": _by_hand,
+    "gpipe": gpipe,
+    "hydra": _hydra,
+    "minmax": minmax,
+    "pipedream": _pipedream,
+    "uniform": uniform,
+}
+_FREE_COUNT = {"by_hand", "hydra", "pipedream"}
+
+
+def partitioner_names() -> tuple[str, ...]:
+    """All names that `partition` knows, those of installed packages included."""
+    return tuple(sorted({*_OWN, *(point.name for point in entry_points(group=_GROUP))}))
+
+
+def partition(profile: Profile, num_stages: int | None = None, method: str = "minmax", **options: Any) -> Partition:
+    """Divides the layers of a profile into stages.
+
+    >>> from pipefit.spec import Layer
+    >>> layers = tuple(Layer(f"layer{i}", t, t, t, 1, 1, 1) for i, t in enumerate([1.0, 1.0, 1.0, 3.0]))
+    >>> [stage.layers for stage in partition(Profile("four", 1, layers), 2).stages]
+    [(0, 1, 2), (3,)]
+
+    Args:
+        profile: the layers.
+        num_stages: how many stages; an upper bound for "hydra" and "pipedream", which may do without it.
+        method: "uniform", "minmax", "gpipe", "pipedream", "hydra", "by_hand", or the name of an entry point.
+        options: of the method; "hydra" needs `capacity_bytes`, "by_hand" needs `counts`, "pipedream" takes `topology`.
+
+    Raises:
+        PlanError: unknown method or option, or the partition is impossible.
+        InfeasibleError: nothing fits the memory.
+    """
+    found = _OWN.get(method) or _installed(method)
+    if num_stages is None and method in _OWN and method not in _FREE_COUNT:
+        raise PlanError(f"{method}: expected num_stages, got none")
+    try:
+        inspect.signature(found).bind(profile, num_stages, **options)
+    except TypeError as problem:
+        raise PlanError(f"{method}: {problem}; its options: {', '.join(_options(found)) or 'none'}") from None
+    return found(profile, num_stages, **options)
+
+
+def _installed(method: str) -> Callable[..., Partition]:
+    for point in entry_points(group=_GROUP):
+        if point.name == method:
+            loaded: Callable[..., Partition] = point.load()
+            return loaded
+    raise PlanError(f"unknown partitioner {method!r}; {nearest(method, partitioner_names())}")
+
+
+def _options(found: Callable[..., Partition]) -> list[str]:
+    return [name for name in inspect.signature(found).parameters if name not in ("profile", "num_stages")]
