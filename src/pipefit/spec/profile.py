@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
@@ -61,6 +63,9 @@ _FIGURES = (
 )
 
 
+_FIXED = frozenset({"weight_bytes"})
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The layers of a model in an order in which data flows forward, and the edges between them.
 
@@ -71,7 +76,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         edges: pairs (i, j): layer j takes the output of layer i; None: the layers are a chain.
         device: what it was measured on, or how it was computed.
         source: where the figures come from.
-        step_s: measured seconds of forward + backward of the whole model; None: not measured.
+        step_s: measured seconds of forward + loss + backward of the whole model; None: not measured.
+        loss_s: seconds of the loss, forward and backward: the last stage's own, beside its layers.
+        optimizer_s: seconds of one optimizer step of the whole model; 0: not measured.
+        others: the same model at other micro-batch sizes; see `at`.
     """
 
     model: str
@@ -81,6 +89,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     device: str = ""
     source: str = ""
     step_s: float | None = None
+    loss_s: float = 0.0
+    optimizer_s: float = 0.0
+    others: tuple[Profile, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -106,6 +117,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                     f"edges[{index}]: {self.layers[tail].name} → {self.layers[head].name} goes backward; "
                     "list the layers in an order in which data flows forward (the graph must have no cycle)"
                 )
+        for name in ("loss_s", "optimizer_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ProfileError(f"{name}: expected a finite number ≥ 0, got {value}")
+        for index, other in enumerate(self.others):
+            if [layer.name for layer in other.layers] != [layer.name for layer in self.layers] or other.others:
+                raise ProfileError(f"others[{index}]: expected the same layers at another micro-batch size")
+        sizes = [self.microbatch_size, *(other.microbatch_size for other in self.others)]
+        if len(set(sizes)) != len(sizes):
+            raise ProfileError(f"others: micro-batch sizes {sizes} are not all different")
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -134,6 +155,36 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                 crossing[cut] += layer.output_bytes
         return tuple(crossing)
 
+    def with_others(self, others: Iterable[Profile]) -> Profile:
+        """This profile with those of other micro-batch sizes attached, by size."""
+        return msgspec.structs.replace(self, others=tuple(sorted(others, key=lambda other: other.microbatch_size)))
+
+    def at(self, microbatch_size: int) -> Profile:
+        """The profile at a micro-batch size: as measured, else on the line through the two nearest sizes.
+
+        With one size only, seconds and bytes grow with the samples; weights and the optimizer's step never do.
+
+        >>> small, large = (Profile("m", b, (Layer("a", 1 + b, 0, 0, 8 * b, 0, 4),)) for b in (2, 4))
+        >>> both = small.with_others([large])
+        >>> both.at(3).layers[0].forward_s, both.at(8).layers[0].output_bytes, small.at(4).layers[0].forward_s
+        (4.0, 64.0, 6.0)
+
+        Raises:
+            ProfileError: the size is below 1.
+        """
+        if microbatch_size < 1:
+            raise ProfileError(f"microbatch_size: expected at least 1, got {microbatch_size}")
+        known = {profile.microbatch_size: profile for profile in (self, *self.others)}
+        if microbatch_size in known:
+            return msgspec.structs.replace(known[microbatch_size], others=())
+        sizes = sorted(known)
+        if len(sizes) == 1:
+            return _blend(self, None, microbatch_size / self.microbatch_size, microbatch_size)
+        above = min(max(bisect(sizes, microbatch_size), 1), len(sizes) - 1)
+        low, high = known[sizes[above - 1]], known[sizes[above]]
+        share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
+        return _blend(high, low, share, microbatch_size)
+
     def save(self, path: str | Path) -> Path:
         """Writes the profile as JSON, atomically."""
         return write_json(path, encode("profile", self))
@@ -146,3 +197,35 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
             ProfileError: with the file and the path inside it.
         """
         return decode("profile", read_json(path, ProfileError), cls, ProfileError, str(path))
+
+
+def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: int) -> Profile:
+    """Every figure at `share` of the way from `low` (None: from zero) to `high`; never below zero."""
+
+    def mix(above: float, below: float) -> float:
+        return max(below + share * (above - below), 0.0)
+
+    layers = []
+    for index, layer in enumerate(high.layers):
+        other = low.layers[index] if low else None
+        figures = {
+            name: mix(getattr(layer, name), getattr(other, name) if other else 0.0)
+            for name in _FIGURES
+            if name not in _FIXED
+        }
+        if layer.grad_bytes is not None:
+            before = 0.0 if other is None else other.output_bytes if other.grad_bytes is None else other.grad_bytes
+            figures["grad_bytes"] = mix(layer.grad_bytes, before)
+        layers.append(msgspec.structs.replace(layer, **figures))
+    step_s = None
+    if high.step_s is not None and (low is None or low.step_s is not None):
+        step_s = mix(high.step_s, 0.0 if low is None or low.step_s is None else low.step_s)
+    return msgspec.structs.replace(
+        high,
+        microbatch_size=microbatch_size,
+        layers=tuple(layers),
+        step_s=step_s,
+        loss_s=mix(high.loss_s, low.loss_s if low else 0.0),
+        source=f"{high.source}; estimated for this micro-batch size",
+        others=(),
+    )

@@ -1,0 +1,228 @@
+"""Measuring a model layer by layer, at one or several micro-batch sizes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.errors import DataError, ProfileError
+from pipefit.profiling.clock import Clock, half_interquartile_range, median_of
+from pipefit.profiling.layers import Chain, as_chain
+from pipefit.profiling.passes import Loss, Marked, Step
+from pipefit.profiling.payload import batch_of, describe, placed, take
+from pipefit.profiling.survey import Weights, survey
+from pipefit.profiling.untouched import with_threads, untouched
+from pipefit.spec.profile import Layer, Profile
+
+__all__ = ["profile_layers", "profile_sizes"]
+
+Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def profile_layers(
+    layers: nn.Module | Sequence[Any],
+    example_input: Any,
+    loss: Loss | None = None,
+    target: Any = None,
+    *,
+    microbatch_size: int | None = None,
+    repeats: int = 15,
+    warmup: int = 3,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    threads: int | None = 1,
+    optimizer: Optimizer | None = None,
+    model: str = "",
+) -> Profile:
+    """Measures forward, input gradient and weight gradient of every layer, and the whole step, in turns.
+
+    Each repeat runs three passes through the whole model, so a slow moment of the machine hits all layers alike: one
+    without marks (`step_s`), one with a mark at every layer (forward and full backward), and one whose backward pass
+    makes input gradients only. The weight gradient is the full backward minus the input gradient; layers that nothing
+    trainable precedes have no input gradient, frozen layers no weight gradient. All figures are medians. The layers
+    run in train mode; weights, gradients, buffers, modes and random numbers are afterwards as before.
+
+    Args:
+        layers: an `nn.Sequential`, a list of modules or of (name, module); see `as_chain`.
+        example_input: what the first layer takes: a tensor or a pytree of tensors, of at least `microbatch_size`
+            samples along the first dimension.
+        loss: (output, target) -> scalar; None: the backward pass starts from gradients of one, and `loss_s` is 0.
+        target: for the loss, with as many samples as the input.
+        microbatch_size: samples per micro-batch; None: as many as the example has.
+        repeats: measured turns, at least 1.
+        warmup: turns before them.
+        device: where to measure; None: where the weights are.
+        dtype: of floating weights and inputs for the while; None: as they are.
+        threads: torch's threads for the while: as many as a rank will have; None: as it is.
+        optimizer: parameters -> optimizer; its step on copies of the trainable weights gives `optimizer_s`.
+        model: name for the profile.
+
+    Returns:
+        A profile whose layers' seconds plus `loss_s` add up to `step_s`, but for noise.
+
+    Raises:
+        ModelError: a layer cannot be called with its payload, or the loss is no single number.
+        DataError: the example has fewer samples than the micro-batch, or no batch dimension.
+        ProfileError: `repeats` is below 1.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ProfileError(f"expected at least 1 repeat and 0 warm-up turns, got repeats={repeats}, warmup={warmup}")
+    chain = as_chain(layers)
+    batch = batch_of(example_input)
+    size = batch if microbatch_size is None else microbatch_size
+    if not 1 <= size <= batch:
+        raise DataError(f"microbatch_size={size}: the example input has {batch} samples ({describe(example_input)})")
+    place = _device_of(chain, device)
+    with with_threads(threads), untouched(chain, place, dtype):
+        payload = placed(take(example_input, size, batch), place, dtype)
+        goal = placed(take(target, size, batch), place, dtype)
+        weights, _ = survey(chain, payload)
+        samples = _samples(Step(chain, payload, loss, goal, Clock(place)), repeats, warmup)
+        optimizer_s = _optimizer_s(chain, optimizer, Clock(place), repeats) if optimizer else 0.0
+        where = _description(place, dtype)
+    return Profile(
+        model=model,
+        microbatch_size=size,
+        layers=tuple(_layer(index, chain[index][0], weights[index], samples) for index in range(len(chain))),
+        device=where,
+        source=f"measured: medians of {repeats} turns after {warmup}; torch {torch.__version__}",
+        step_s=median_of(samples.plain),
+        loss_s=median_of([turn.loss_s for turn in samples.marked]) if loss else 0.0,
+        optimizer_s=optimizer_s,
+    )
+
+
+def profile_sizes(
+    layers: nn.Module | Sequence[Any],
+    example_input: Any,
+    loss: Loss | None = None,
+    target: Any = None,
+    *,
+    microbatch_sizes: Sequence[int],
+    **options: Any,
+) -> Profile:
+    """Measures at several micro-batch sizes, the largest last.
+
+    Args:
+        layers: as in `profile_layers`.
+        example_input: of at least the largest size.
+        loss: as in `profile_layers`.
+        target: as in `profile_layers`.
+        microbatch_sizes: at least one.
+        options: further ones of `profile_layers`.
+
+    Returns:
+        The profile at the first of `microbatch_sizes`, with the others in its `others`; `Profile.at` gives any size.
+
+    Raises:
+        ProfileError: no size is given, or one twice.
+    """
+    sizes = tuple(microbatch_sizes)
+    if not sizes or len(set(sizes)) != len(sizes):
+        raise ProfileError(f"microbatch_sizes: expected one or more different sizes, got {list(sizes)}")
+    measured = {
+        size: profile_layers(layers, example_input, loss, target, microbatch_size=size, **options)
+        for size in sorted(sizes)
+    }
+    return measured[sizes[0]].with_others(measured[size] for size in sorted(sizes[1:]))
+
+
+@dataclass
+class _Samples:
+    plain: list[float] = field(default_factory=list)
+    marked: list[Marked] = field(default_factory=list)
+    inputs: list[Marked] = field(default_factory=list)
+
+
+def _samples(step: Step, repeats: int, warmup: int) -> _Samples:
+    """The passes in turns; their order changes from turn to turn, so that none always follows the same other."""
+    samples = _Samples()
+    kinds: list[Callable[[], None]] = [
+        lambda: samples.plain.append(step.plain()),
+        lambda: samples.marked.append(step.marked()),
+        lambda: samples.inputs.append(step.inputs_only()),
+    ]
+    for turn in range(warmup + repeats):
+        for place in range(len(kinds)):
+            kinds[(turn + place) % len(kinds)]()
+    for kept in (samples.plain, samples.marked, samples.inputs):
+        del kept[:warmup]
+    return samples
+
+
+def _layer(index: int, name: str, weights: Weights, samples: _Samples) -> Layer:
+    forward = [turn.forward_s[index] for turn in samples.marked]
+    backward = [turn.backward_s[index] for turn in samples.marked]
+    full = median_of(backward)
+    inputs = min(median_of([turn.backward_s[index] for turn in samples.inputs]), full)
+    if not weights.learns:
+        inputs = full
+    elif not weights.gets_gradients:
+        inputs = 0.0
+    return Layer(
+        name=name,
+        forward_s=median_of(forward),
+        backward_input_s=inputs,
+        backward_weight_s=full - inputs,
+        output_bytes=weights.output_bytes,
+        saved_bytes=weights.saved_bytes,
+        weight_bytes=weights.weight_bytes,
+        grad_bytes=weights.grad_bytes,
+        spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
+    )
+
+
+def _optimizer_s(chain: Chain, optimizer: Optimizer, clock: Clock, repeats: int) -> float:
+    """Seconds of one step of the whole model, on copies of the weights, which would otherwise change."""
+    copies = []
+    for parameter in nn.ModuleList([layer for _, layer in chain]).parameters():
+        if parameter.requires_grad:
+            copy = parameter.detach().clone().requires_grad_()
+            copy.grad = torch.zeros_like(copy) if parameter.grad is None else parameter.grad.detach().clone()
+            copies.append(copy)
+    if not copies:
+        return 0.0
+    stepper = optimizer(copies)
+    samples = []
+    for turn in range(repeats + 2):
+        start = clock.mark()
+        stepper.step()
+        end = clock.mark()
+        clock.settle()
+        # The first step makes the optimizer's states.
+        samples += [clock.between(start, end)] if turn >= 2 else []
+    return median_of(samples)
+
+
+def _device_of(chain: Chain, device: str | torch.device | None) -> torch.device:
+    if device is None:
+        for _, layer in chain:
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                return tensor.device
+    place = torch.device(device or "cpu")
+    if place.type == "cuda" and place.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _description(device: torch.device, dtype: torch.dtype | None) -> str:
+    kind = f", {str(dtype).removeprefix('torch.')}" if dtype else ""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}{kind}"
+    threads = torch.get_num_threads()
+    return f"{device.type}: {_processor()}, {threads} thread{'s' if threads > 1 else ''}{kind}"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,129 @@
+"""The three passes that are timed: the whole model, the same with a mark at every layer, and input gradients only.
+
+Marks sit on the graph of the *whole* step, so the seconds of the layers add up to it. Forward, they stand between
+the calls. Backward, a hook on the output of layer k fires when the gradient of that output is complete, which is when
+the backward pass of layer k begins: autograd's engine runs ready nodes in the reverse of the order in which they were
+made, so no node of layer k runs before every node of the layers after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipefit.errors import ModelError
+from pipefit.profiling.clock import Clock
+from pipefit.profiling.layers import Chain
+from pipefit.profiling.payload import tensors_of
+
+__all__ = ["Marked", "Step"]
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Marked:
+    """Seconds of one marked pass: forward and backward of each layer, and of the loss (both ways)."""
+
+    forward_s: list[float]
+    backward_s: list[float]
+    loss_s: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One micro-batch through the whole model; gradients add up in `.grad`, as from the second micro-batch on."""
+
+    chain: Chain
+    payload: Any
+    loss: Loss | None
+    target: Any
+    clock: Clock
+
+    def plain(self) -> float:
+        """Seconds of forward, loss and backward, without marks."""
+        start = self.clock.mark()
+        payload = self.payload
+        for _, layer in self.chain:
+            payload = layer(payload)
+        roots, seeds = self._roots(payload)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        end = self.clock.mark()
+        self.clock.settle()
+        return self.clock.between(start, end)
+
+    def marked(self) -> Marked:
+        """Seconds of each layer, forward and full backward."""
+        return self._marked(lambda roots, seeds, _: torch.autograd.backward(roots, seeds))
+
+    def inputs_only(self) -> Marked:
+        """As `marked`, with a backward pass that makes no gradient of a weight."""
+        return self._marked(_input_gradients)
+
+    def _roots(self, output: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Where the backward pass starts and with which gradients; nothing where nothing can learn."""
+        if self.loss is None:
+            roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
+            return roots, [torch.ones_like(root) for root in roots]
+        value = self.loss(output, self.target)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise ModelError(f"the loss must give one number to differentiate, got {kind}")
+        return ([value], [None]) if value.requires_grad else ([], [])
+
+    def _marked(self, backward: Callable[[list[Tensor], list[Tensor | None], list[GradientEdge]], object]) -> Marked:
+        clock, payload = self.clock, self.payload
+        calls: list[tuple[Any, Any]] = []
+        reached: list[tuple[int, Any]] = []
+        # Edges of the graph, not tensors: an output is let go as early as in the plain pass.
+        edges: list[GradientEdge] = []
+        nodes: set[Any] = set()
+        for index, (_, layer) in enumerate(self.chain):
+            begin = clock.mark()
+            payload = layer(payload)
+            calls.append((begin, clock.mark()))
+            for leaf in tensors_of(payload):
+                # What a layer hands on unchanged is marked where it was made.
+                if leaf.grad_fn is not None and leaf.grad_fn not in nodes:
+                    leaf.register_hook(_hook(index, reached, clock))
+                    edges.append(get_gradient_edge(leaf))
+            nodes |= {edge.node for edge in edges}
+        leaf = None
+        loss_start = clock.mark()
+        roots, seeds = self._roots(payload)
+        start = clock.mark()
+        if roots:
+            backward(roots, seeds, edges)
+        end = clock.mark()
+        clock.settle()
+        backward_s, loss_back_s = self._segments(reached, start, end)
+        forward_s = [clock.between(begin, stop) for begin, stop in calls]
+        return Marked(forward_s, backward_s, clock.between(loss_start, start) + loss_back_s)
+
+    def _segments(self, reached: list[tuple[int, Any]], start: Any, end: Any) -> tuple[list[float], float]:
+        """Seconds of each layer's backward pass and, up to the first mark, of the loss's."""
+        seconds = [0.0] * len(self.chain)
+        stops = [mark for _, mark in reached[1:]] + [end]
+        for (index, begin), stop in zip(reached, stops, strict=False):
+            seconds[index] += self.clock.between(begin, stop)
+        return seconds, self.clock.between(start, reached[0][1] if reached else end)
+
+
+def _hook(index: int, reached: list[tuple[int, Any]], clock: Clock) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        # A payload of several tensors begins with the first of them.
+        if not reached or reached[-1][0] != index:
+            reached.append((index, clock.mark()))
+
+    return hook
+
+
+def _input_gradients(roots: list[Tensor], seeds: list[Tensor | None], boundaries: list[GradientEdge]) -> None:
+    if boundaries:
+        torch.autograd.grad(roots, boundaries, seeds, allow_unused=True)

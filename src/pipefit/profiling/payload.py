@@ -1,0 +1,68 @@
+"""Payloads: what travels between layers, a tensor or any nesting of tuples, lists and dicts of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipefit.errors import DataError
+
+__all__ = ["batch_of", "describe", "map_tensors", "num_bytes", "placed", "take", "tensors_of"]
+
+
+def tensors_of(payload: Any) -> list[Tensor]:
+    """The tensors of a payload, in order."""
+    return [leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], payload: Any) -> Any:
+    """The payload with every tensor replaced by `function` of it."""
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, payload)
+
+
+def num_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the elements, as they would travel."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def batch_of(payload: Any) -> int:
+    """Samples in a payload: the first dimension of its first tensor that has one.
+
+    Raises:
+        DataError: there is no such tensor.
+    """
+    for tensor in tensors_of(payload):
+        if tensor.dim():
+            return tensor.shape[0]
+    raise DataError("the example input has no tensor with a batch dimension: its micro-batch size is unknown")
+
+
+def take(payload: Any, count: int, batch: int) -> Any:
+    """The first `count` samples; tensors whose first dimension is not `batch` (a shared mask) stay whole."""
+    if count == batch:
+        return payload
+    return map_tensors(lambda t: t[:count] if t.dim() and t.shape[0] == batch else t, payload)
+
+
+def placed(payload: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """The payload on a device, cut off from any graph; floating tensors in `dtype`."""
+
+    def place(tensor: Tensor) -> Tensor:
+        kind = dtype if tensor.is_floating_point() else None
+        return tensor.detach().to(device=device, dtype=kind)
+
+    return map_tensors(place, payload)
+
+
+def describe(payload: Any) -> str:
+    """Shapes and types for a message.
+
+    >>> describe((torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)))
+    'float32 (2, 3), int64 (4,)'
+    """
+    parts = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors_of(payload)]
+    return ", ".join(parts) or "no tensor"

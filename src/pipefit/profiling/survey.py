@@ -1,0 +1,86 @@
+"""One forward pass that weighs: bytes of outputs and gradients, and what autograd keeps for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.profiling.layers import Chain, call_layer
+from pipefit.profiling.payload import describe, num_bytes, tensors_of
+
+__all__ = ["Weights", "saved_storages", "survey", "weight_bytes_of"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Bytes of one layer; the names are those of `pipefit.spec.Layer`.
+
+    `grad_bytes` is None where the whole output needs a gradient; `gets_gradients`: something trainable precedes the
+    layer, so its input has a gradient; `learns`: it has a trainable parameter.
+    """
+
+    output_bytes: int
+    grad_bytes: int | None
+    saved_bytes: int
+    weight_bytes: int
+    gets_gradients: bool
+    learns: bool
+
+
+def survey(chain: Chain, payload: Any) -> tuple[list[Weights], Any]:
+    """Runs the layers once and weighs each one.
+
+    A storage that two layers save (the output of a ReLU is the input of the linear layer after it) counts once, for
+    the first of them: the sum over the layers of a stage is what it keeps, but for the input that reached it.
+
+    Returns:
+        One `Weights` per layer, and the output of the last one.
+
+    Raises:
+        ModelError: a layer raises; it is named with the shapes it was given.
+    """
+    persistent = {_key(tensor) for _, layer in chain for tensor in (*layer.parameters(), *layer.buffers())}
+    seen: dict[int, Any] = {}
+    found = []
+    for name, layer in chain:
+        before = len(seen)
+        gets_gradients = any(leaf.requires_grad for leaf in tensors_of(payload))
+        with saved_storages(seen, persistent):
+            payload = call_layer(name, layer, payload, describe(payload))
+        saved = sum(storage.nbytes() for storage in list(seen.values())[before:])
+        leaves = tensors_of(payload)
+        grad_bytes = num_bytes([leaf for leaf in leaves if leaf.requires_grad])
+        output_bytes = num_bytes(leaves)
+        learns = any(parameter.requires_grad for parameter in layer.parameters())
+        partly = None if grad_bytes == output_bytes else grad_bytes
+        found.append(Weights(output_bytes, partly, saved, weight_bytes_of(layer), gets_gradients, learns))
+    return found, payload
+
+
+def weight_bytes_of(layer: nn.Module) -> int:
+    """Bytes of the parameters of a layer, frozen ones too; one that is tied inside the layer counts once."""
+    return num_bytes(list(layer.parameters()))
+
+
+@contextmanager
+def saved_storages(seen: dict[int, Any], persistent: set[int]) -> Iterator[None]:
+    """Collects the storages that autograd saves, but for the persistent ones (weights and buffers), each once."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        key = _key(tensor)
+        if key not in persistent and key not in seen:
+            # Holding the storage keeps its address from being used again within the pass.
+            seen[key] = tensor.untyped_storage()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,98 @@
+"""Leaves the user's model as it was found: weights, gradients, buffers, modes, and every random number generator."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.profiling.layers import Chain
+
+__all__ = ["untouched", "with_threads"]
+
+
+@contextmanager
+def untouched(chain: Chain, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """The layers on `device` in `dtype`, in train mode and without gradients; afterwards all is as before.
+
+    Parameters keep their identity (ties hold) and get other data for the while; buffers are replaced by copies, so
+    running statistics that a forward pass updates are the copies'.
+    """
+    roots = nn.ModuleList([layer for _, layer in chain])
+    parameters = [(p, p.data, p.grad) for p in roots.parameters()]
+    modes = [(module, module.training) for module in roots.modules()]
+    buffers = [(module, dict(module._buffers)) for module in roots.modules()]
+    copies: dict[int, Tensor] = {}
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+
+    with ExitStack() as stack:
+        stack.enter_context(_random_state_kept(device))
+        stack.enter_context(_no_collection())
+        try:
+            for parameter, data, _ in parameters:
+                parameter.grad = None
+                parameter.data = place(data)
+            for module, kept in buffers:
+                for name, buffer in kept.items():
+                    if buffer is not None:
+                        module._buffers[name] = copies.setdefault(id(buffer), place(buffer).clone())
+                module.training = True
+            with torch.enable_grad():
+                yield
+        finally:
+            for parameter, data, grad in parameters:
+                parameter.grad = None
+                parameter.data = data
+                parameter.grad = grad
+            for module, kept in buffers:
+                module._buffers.clear()
+                module._buffers.update(kept)
+            for module, training in modes:
+                module.training = training
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection in the middle of a measured pass."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def with_threads(threads: int | None) -> Iterator[None]:
+    """Runs torch with this many threads; None: as it is."""
+    before = torch.get_num_threads()
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        yield
+    finally:
+        torch.set_num_threads(before)
