@@ -1,0 +1,77 @@
+"""The words of a picture: title, counts, and what a cell is."""
+
+from __future__ import annotations
+
+from pipefit.draw.axes import label_number, time_scale
+from pipefit.draw.look import FAMILIES
+from pipefit.draw.scene import Box, Facts, Scene
+from pipefit.units import format_seconds
+
+__all__ = ["TITLES", "counts", "describe", "duration", "measures", "percent", "title_of"]
+
+TITLES = {
+    "naive": "Naive model parallelism",
+    "data-parallel": "Data parallelism",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved 1F1B",
+    "breadth-first": "Breadth-first",
+    "pipedream": "PipeDream",
+    "pipedream-vertical-sync": "PipeDream, vertical sync",
+    "pipedream-2bw": "PipeDream-2BW",
+}
+
+
+def title_of(schedule: str) -> str:
+    """A schedule's name as its paper writes it."""
+    return TITLES.get(schedule, schedule)
+
+
+def percent(share: float) -> str:
+    """A share in percent.
+
+    >>> percent(0.17948)
+    '17.9 %'
+    """
+    return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float, unit: str) -> str:
+    """A time for people: with its unit, or bare when it counts abstract units."""
+    return format_seconds(seconds) if unit else label_number(seconds)
+
+
+def counts(facts: Facts) -> str:
+    """The shape: "p = 8 · m = 32 · v = 2"."""
+    parts = [f"p = {facts.depth}", f"m = {facts.num_microbatches}"]
+    if facts.num_chunks > 1:
+        parts.append(f"v = {facts.num_chunks}")
+    if facts.num_ranks != facts.depth:
+        parts.append(f"{facts.num_ranks} ranks")
+    if facts.num_steps > 1:
+        parts.append(f"{facts.num_steps} updates")
+    return " · ".join(parts)
+
+
+def measures(scene: Scene) -> str:
+    """The line of results: bubble, makespan, peak."""
+    facts = scene.facts
+    peaks = " ".join(label_number(value) for value in facts.peak_inflight)
+    parts = [
+        f"bubble {percent(facts.bubble_fraction)}",
+        f"over ideal {percent(facts.bubble_over_ideal)}",
+        f"makespan {duration(facts.makespan_s, scene.unit)}",
+        f"peak in flight {peaks}",
+    ]
+    if max(facts.weight_versions, default=1) > 1:
+        parts.append("weight versions " + " ".join(map(str, facts.weight_versions)))
+    return " · ".join(parts)
+
+
+def describe(box: Box, scene: Scene) -> str:
+    """What, where and when, in one line: the tooltip of a cell."""
+    factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
+    times = f"{label_number(box.start_s * factor)} to {label_number(box.end_s * factor)} {unit}".strip()
+    what = f"{box.short} {FAMILIES[box.letter].name}, stage {box.stage}"
+    batch = f", micro-batch {box.mb}" if box.mb >= 0 else ""
+    return f"{what}{batch}, weights {box.version}, rank {box.rank}, {times}"

@@ -1,0 +1,161 @@
+"""A timeline in the terminal: one line per rank, one or more columns per unit of time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+
+from pipefit.draw.axes import label_number, nice_ticks, time_scale
+from pipefit.draw.caption import counts, measures, title_of
+from pipefit.draw.look import FAMILIES
+from pipefit.draw.scene import Box, Scene, scene_of
+from pipefit.timeline import Timeline
+
+__all__ = ["draw_grid", "grid"]
+
+_IDLE, _LINE = "·", "─"
+# Backgrounds and texts of the 256 colours that every terminal knows, by chunk parity.
+_ANSI = {
+    "F": ((153, 17), (117, 17)),
+    "R": ((183, 53), (140, 16)),
+    "B": ((25, 231), (18, 231)),
+    "I": ((30, 231), (23, 231)),
+    "W": ((221, 52), (178, 16)),
+    "S": ((240, 231), (240, 231)),
+}
+Paint = Callable[[Box | None, str], str]
+
+
+def grid(timeline: Timeline, width: int | None = None, color: bool | None = None, seconds: bool | None = None) -> str:
+    """The timeline as text.
+
+    Cells hold the letter of their instruction and, where there is room, its micro-batch; a long timeline is scaled
+    down until it fits, and a column then shows what its rank does for most of its time.
+
+    Args:
+        timeline: simulated or measured.
+        width: columns to use; None: those of the terminal.
+        color: with ANSI colours; None: when standard output is a terminal and NO_COLOR is not set.
+        seconds: whether times are real seconds; None: when the timeline was measured.
+    """
+    if color is None:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
+    return draw_grid(scene_of(timeline, seconds), max(columns, 40), _painted if color else _plain)
+
+
+def draw_grid(scene: Scene, width: int, paint: Paint | None = None) -> str:
+    """The lines of a scene in `width` columns."""
+    paint = paint or _plain
+    names = [f"rank {rank}" for rank in range(scene.num_ranks)]
+    gutter = max(len(name) for name in names) + 2
+    peaks = [label_number(value) for value in scene.facts.peak_inflight]
+    right = max(len("peak"), *map(len, peaks)) + 2
+    per_second, labelled, exact = _scale(scene, width - gutter - right - 1)
+    length = max(round(scene.facts.makespan_s * per_second), 1)
+    head = f"{title_of(scene.facts.schedule)}  {counts(scene.facts)}  ({scene.facts.source})"
+    lines = [head, "", " " * gutter + " " * length + "peak".rjust(right)]
+    for rank, name in enumerate(names):
+        row = _row(scene, rank, per_second, length, labelled, exact, paint)
+        lines.append(f"{name:<{gutter}}{row}{peaks[rank].rjust(right)}")
+    lines += [_axis(scene, gutter, per_second, length), "", _legend(scene, paint), *_wrap(measures(scene), width)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _scale(scene: Scene, room: int) -> tuple[float, bool, bool]:
+    """Columns per second, whether every cell has room for its label, and whether every cell has a column.
+
+    A whole number of columns for the shortest cell where that fits, so that equal cells look equal.
+    """
+    makespan = scene.facts.makespan_s or 1.0
+    boxes = [box for box in scene.boxes if box.letter != "S" and box.duration_s > 0]
+    unit = min((box.duration_s for box in boxes), default=1.0)
+    longest = max((len(_label(box, scene.facts.num_chunks > 1)) for box in boxes), default=1)
+    for columns in range(longest + 1, 0, -1):
+        if makespan * columns / unit <= room:
+            return columns / unit, columns >= longest, True
+    return max(room, 10) / makespan, False, False
+
+
+def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool, exact: bool, paint: Paint) -> str:
+    owners: list[Box | None] = [None] * length
+    share = [0.5] * length  # a cell owns a column when it fills more than any other, idleness included
+    boxes = [box for box in scene.of(rank) if box.letter != "S"]
+    for box in boxes:
+        start, end = box.start_s * per_second, box.end_s * per_second
+        for column in range(int(start + 1e-9), min(int(end - 1e-9) + 1, length)):
+            covered = min(end, column + 1) - max(start, column)
+            if covered > share[column] - 1e-9:
+                owners[column], share[column] = box, covered
+    out, column = [], 0
+    while column < length:
+        owner, run = owners[column], 1
+        while column + run < length and owners[column + run] is owner:
+            run += 1
+        out.append(paint(owner, _IDLE * run if owner is None else _text(owner, run, scene, labelled, exact)))
+        column += run
+    return "".join(out)
+
+
+def _label(box: Box, several: bool) -> str:
+    return box.short if several else f"{box.letter}{box.mb}"
+
+
+def _text(box: Box, room: int, scene: Scene, labelled: bool, exact: bool) -> str:
+    """A cell: its label, then a line up to its end, so that long cells show where they begin."""
+    if labelled:
+        label = _label(box, scene.facts.num_chunks > 1)
+        spare = room - len(label)
+        return label + (_LINE * (spare - 1) + " " if spare > 0 else "")
+    return box.letter + (_LINE if exact else box.letter) * (room - 1)
+
+
+def _plain(box: Box | None, text: str) -> str:
+    return text
+
+
+def _painted(box: Box | None, text: str) -> str:
+    if box is None:
+        return f"\x1b[2m{text}\x1b[0m"
+    back, front = _ANSI[box.letter][box.chunk % 2]
+    shown = text
+    if box.mb >= 0:
+        # The colour says what it is, so the little room goes to the micro-batch, or its last digit.
+        number = str(box.mb)
+        shown = number.center(len(text)) if len(number) <= len(text) else number[-len(text) :]
+    return f"\x1b[48;5;{back}m\x1b[38;5;{front}m{shown}\x1b[0m"
+
+
+def _axis(scene: Scene, gutter: int, per_second: float, length: int) -> str:
+    factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
+    row = [" "] * (gutter + length + 12)
+    end = 0
+    for tick in nice_ticks(0.0, scene.facts.makespan_s * factor, max(length // 14, 2)):
+        at, label = gutter + round(tick / factor * per_second), label_number(tick)
+        if at >= end:
+            row[at : at + len(label)] = label
+            end = at + len(label) + 1
+    return "".join(row).rstrip() + (f" {unit}" if unit else "")
+
+
+def _legend(scene: Scene, paint: Paint) -> str:
+    parts = []
+    for letter in scene.letters:
+        if letter != "S":
+            sample = next(box for box in scene.boxes if box.letter == letter)
+            parts.append(f"{paint(sample._replace(mb=-1), f' {letter} ')}{FAMILIES[letter].name}")
+    parts.append(f"{_IDLE} idle")
+    return "  ".join(part.strip() if paint is _plain else part for part in parts)
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    lines = [""]
+    for part in text.split(" · "):
+        joined = f"{lines[-1]} · {part}" if lines[-1] else part
+        if len(joined) > width and lines[-1]:
+            lines.append(part)
+        else:
+            lines[-1] = joined
+    return lines

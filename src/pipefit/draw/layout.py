@@ -1,0 +1,163 @@
+"""Where things lie in the vector picture, in pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipefit.draw.look import FAMILIES, THIN
+from pipefit.draw.scene import Scene
+
+__all__ = ["Item", "Layout", "layout_of"]
+
+_LANE_ORDER = {"act": 0, "grad": 1, "reduce": 2, "fetch": 2, "evict": 2}
+
+
+class Item(NamedTuple):
+    """An entry of the legend: its swatches, its words, and where it goes."""
+
+    classes: tuple[str, ...]
+    words: str
+    swatch: int = 14
+    thin: bool = False
+    x: float = 0.0
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Positions and sizes of one picture.
+
+    Attributes:
+        number_size: font size of the numbers in cells; 0 when they do not fit.
+        scale: pixels per second.
+        lane_rows: thin lanes below each rank.
+    """
+
+    margin: int
+    left: int
+    top: float
+    plot_width: float
+    scale: float
+    num_ranks: int
+    cell_height: int
+    row_gap: int
+    lane_rows: int
+    lane_height: int
+    number_size: float
+    version_size: float
+    versions: bool
+    memory_width: float
+    bar_width: int
+    weights_offset: float
+    legend: tuple[Item, ...]
+
+    def x(self, time_s: float) -> float:
+        """The horizontal place of a time since the start: proportional to it."""
+        return self.left + self.scale * time_s
+
+    def y(self, rank: int) -> float:
+        """The top of a rank's row."""
+        return self.top + rank * self.pitch
+
+    @property
+    def pitch(self) -> int:
+        """From the top of one row to the next."""
+        return self.cell_height + self.lane_rows * self.lane_height + (2 if self.lane_rows else 0) + self.row_gap
+
+    def lane_offset(self, kind: str) -> int:
+        """How far below its cells a thin lane lies."""
+        return 2 + min(_LANE_ORDER[kind], self.lane_rows - 1) * self.lane_height
+
+    @property
+    def bottom(self) -> float:
+        """The end of the last row."""
+        return self.top + self.num_ranks * self.pitch - self.row_gap
+
+    @property
+    def memory_left(self) -> float:
+        """Where the memory strip begins."""
+        return self.left + self.plot_width + 28
+
+    @property
+    def width(self) -> float:
+        """Of the whole picture."""
+        return self.left + self.plot_width + self.memory_width + self.margin
+
+    @property
+    def height(self) -> float:
+        """Of the whole picture."""
+        return self.bottom + 40 + 20 * self.legend[-1].line + 12 + self.margin
+
+
+def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, versions: bool) -> Layout:
+    """The layout of a scene: wide enough for its numbers, where that is possible."""
+    margin, several = 24, max(scene.facts.weight_versions, default=1) > 1
+    left = margin + (62 if all(len(own) <= 1 for own in scene.stages) else 84)
+    memory_width = (28.0 + 72 + 8 + 30 + (68 if several else 0)) if memory else 0.0
+    span = scene.facts.makespan_s or 1.0
+    typical, digits = _typical_cell(scene)
+    if width is None:
+        wanted = (6.4 * digits + 4.5) * span / typical
+        # Legible numbers come first, but a picture wider than three screens helps nobody.
+        plot = min(max(wanted, 560.0), 2700.0)
+    else:
+        plot = max(width - left - memory_width - margin, 120.0)
+    cell = typical * plot / span
+    size = min((cell - 2) / (0.6 * digits), 11.0)
+    rows = 0
+    if lanes:
+        rows = 2 + any(bar.kind in ("reduce", "fetch", "evict") for bar in scene.thin)
+    return Layout(
+        margin=margin,
+        left=left,
+        top=margin + (76.0 if memory else 62.0),
+        plot_width=plot,
+        scale=plot / span,
+        num_ranks=scene.num_ranks,
+        cell_height=34 if versions else 28,
+        row_gap=10 if lanes else 7,
+        lane_rows=rows,
+        lane_height=5,
+        number_size=round(size, 1) if size >= 6.0 else 0.0,
+        version_size=min(7.6, int(10 * (cell - 2) / (0.62 * (digits + 1))) / 10),
+        versions=versions,
+        memory_width=memory_width,
+        bar_width=72,
+        weights_offset=72 + 8 + 34.0,
+        legend=_placed(_legend_items(scene, lanes, versions, size >= 6.0), plot + memory_width),
+    )
+
+
+def _typical_cell(scene: Scene) -> tuple[float, int]:
+    """The duration that nine of ten cells reach, and the digits of the highest number."""
+    cells = sorted(box.duration_s for box in scene.boxes if box.letter != "S" and box.duration_s > 0)
+    typical = cells[len(cells) // 10] if cells else 1.0
+    highest = max((max(box.mb, 0) for box in scene.boxes), default=0)
+    return typical, len(str(highest))
+
+
+def _legend_items(scene: Scene, lanes: bool, versions: bool, numbers: bool) -> Iterator[Item]:
+    for letter in scene.letters:
+        many = scene.facts.num_chunks if letter != "S" else 1
+        words = FAMILIES[letter].name + (f", chunk 0 to {many - 1}" if many > 1 else "")
+        yield Item(tuple(f"{letter}{chunk}" for chunk in range(many)), words, 14 if many == 1 else 9)
+    yield Item(("lane",), "idle")
+    used = {bar.kind for bar in scene.thin} if lanes else set()
+    for kind, (name, _, _) in THIN.items():
+        if kind in used:
+            yield Item((kind,), name, thin=True)
+    if numbers:
+        yield Item((), "number: micro-batch" + (", w: weight version" if versions else ""))
+
+
+def _placed(items: Iterator[Item], width: float) -> tuple[Item, ...]:
+    placed, x, line = [], 0.0, 0
+    for item in items:
+        length = (item.swatch + 1) * len(item.classes) + 5 + 6.6 * len(item.words)
+        if x and x + length > width:
+            x, line = 0.0, line + 1
+        placed.append(item._replace(x=x, line=line))
+        x += length + 18
+    return tuple(placed)

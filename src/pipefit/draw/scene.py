@@ -1,0 +1,203 @@
+"""What a picture shows, before it is decided how: boxes on ranks, thin bars beside them, numbers for the caption."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipefit.ir.graph import Graph, dependency_graph
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.liveness import peak_inflight, weight_versions
+from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.program import Program, WeightRule
+from pipefit.timeline import Event, Timeline
+
+__all__ = ["Box", "Facts", "Scene", "Thin", "scene_of"]
+
+
+class Box(NamedTuple):
+    """An instruction that takes time on a rank and has a letter; times count from the start of the timeline."""
+
+    rank: int
+    position: int
+    repeat: int
+    letter: str
+    stage: int
+    mb: int
+    version: int
+    chunk: int
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return self.end_s - self.start_s
+
+    @property
+    def short(self) -> str:
+        """As in listings: "F0.3", and "S0" for an optimizer step."""
+        return f"{self.letter}{self.stage}" + (f".{self.mb}" if self.mb >= 0 else "")
+
+
+class Thin(NamedTuple):
+    """A message on its way to a rank, a reduction, or a copy: what runs beside the boxes.
+
+    `kind` is "act", "grad", "reduce", "fetch" or "evict".
+    """
+
+    rank: int
+    kind: str
+    label: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline."""
+
+    schedule: str
+    depth: int
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    num_steps: int
+    source: str
+    is_synchronous: bool
+    makespan_s: float
+    bubble_fraction: float
+    bubble_over_ideal: float
+    peak_inflight: tuple[float, ...]
+    weight_versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A timeline, ready to be drawn.
+
+    Attributes:
+        timeline: what is drawn.
+        boxes: by rank, then in time; a box's number is its place here.
+        first: number of each rank's first box, and at the end how many there are.
+        thin: messages, reductions and copies.
+        stages: of each rank.
+        facts: the caption.
+        unit: "s" when times are seconds, "" when they are units of a forward or the like.
+    """
+
+    timeline: Timeline
+    boxes: tuple[Box, ...]
+    first: tuple[int, ...]
+    thin: tuple[Thin, ...]
+    stages: tuple[tuple[int, ...], ...]
+    facts: Facts
+    unit: str
+    letters: tuple[str, ...] = field(default=())
+
+    @property
+    def num_ranks(self) -> int:
+        """How many rows there are."""
+        return len(self.stages)
+
+    def of(self, rank: int) -> tuple[Box, ...]:
+        """The boxes of a rank."""
+        return self.boxes[self.first[rank] : self.first[rank + 1]]
+
+    @property
+    def shows_versions(self) -> bool:
+        """Whether the version of the weights is worth a label: backwards and forwards of several versions meet."""
+        return not self.facts.is_synchronous
+
+
+def scene_of(timeline: Timeline, seconds: bool | None = None) -> Scene:
+    """The scene of a timeline.
+
+    Args:
+        timeline: simulated or measured.
+        seconds: whether its times are real seconds; None: they are when it was measured.
+    """
+    program, zero = timeline.program, timeline.start_s
+    stages = tuple(program.header.stages_of(rank) for rank in range(len(program.ranks)))
+    chunk_of = [{stage: place for place, stage in enumerate(own)} for own in stages]
+    rows: list[list[Box]] = [[] for _ in stages]
+    for event in timeline.events:
+        i = program.ranks[event.rank][event.position]
+        letter = OP_SPEC[i.op].letter
+        if letter:
+            chunk = chunk_of[event.rank].get(i.stage, 0)
+            times = event.start_s - zero, event.end_s - zero
+            rows[event.rank].append(
+                Box(event.rank, event.position, event.repeat, letter, i.stage, i.mb, i.version, chunk, *times)
+            )
+    first = [0]
+    for row in rows:
+        row.sort(key=lambda box: (box.repeat, box.position))
+        first.append(first[-1] + len(row))
+    boxes = tuple(box for row in rows for box in row)
+    seconds = timeline.source == "measured" if seconds is None else seconds
+    used = {box.letter for box in boxes}
+    letters = tuple(spec.letter for spec in OP_SPEC.values() if spec.letter in used)
+    return Scene(
+        timeline, boxes, tuple(first), _thin(timeline, zero), stages, _facts(timeline), "s" if seconds else "", letters
+    )
+
+
+@lru_cache(maxsize=64)
+def _counts(program: Program) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    ranks = range(len(program.ranks))
+    return tuple(peak_inflight(program, rank) for rank in ranks), tuple(
+        weight_versions(program, rank) for rank in ranks
+    )
+
+
+def _facts(timeline: Timeline) -> Facts:
+    header = timeline.program.header
+    makespan, bubble = timeline.makespan_s, timeline.bubble_fraction
+    ideal = makespan * (1 - bubble)
+    peaks, versions = _counts(timeline.program)
+    chunks = max(header.num_chunks, 1)
+    own_updates = header.weights in (WeightRule.STASH, WeightRule.VERTICAL) and header.num_microbatches == 1
+    return Facts(
+        schedule=header.schedule,
+        depth=max(header.num_stages // chunks, 1),
+        num_ranks=header.num_ranks,
+        num_stages=header.num_stages,
+        num_microbatches=header.total_microbatches if own_updates else header.num_microbatches,
+        num_chunks=chunks,
+        num_steps=1 if own_updates else header.num_steps,
+        source=timeline.source,
+        is_synchronous=header.weights is WeightRule.FLUSH,
+        makespan_s=makespan,
+        bubble_fraction=bubble,
+        bubble_over_ideal=(makespan - ideal) / ideal if ideal else 0.0,
+        peak_inflight=peaks,
+        weight_versions=versions,
+    )
+
+
+def _thin(timeline: Timeline, zero: float) -> tuple[Thin, ...]:
+    graph = dependency_graph(timeline.program)
+    at = {(graph.starts[e.rank] + e.position, e.repeat): e for e in timeline.events}
+    found = []
+    for event in timeline.events:
+        i = timeline.program.ranks[event.rank][event.position]
+        if OP_SPEC[i.op].lane is Lane.COMPUTE or i.op in (Op.SEND, Op.BARRIER):
+            continue
+        found.append(_thin_of(event, i, graph, at, zero))
+    return tuple(found)
+
+
+def _thin_of(event: Event, i: Instruction, graph: Graph, at: Mapping[tuple[int, int], Event], zero: float) -> Thin:
+    start = event.start_s
+    if i.op is Op.RECV:
+        # A receive is posted long before; the message is on its way only from its send on.
+        number = graph.starts[event.rank] + event.position
+        sent = at.get((graph.partner.get(number, -1), event.repeat))
+        start = sent.start_s if sent else start
+    names = {Op.REDUCE: "reduce", Op.FETCH: "fetch", Op.EVICT: "evict"}
+    kind = names.get(i.op) or ("grad" if i.kind.startswith("grad") else "act")
+    return Thin(event.rank, kind, str(i), start - zero, max(event.end_s, start) - zero)

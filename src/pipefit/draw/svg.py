@@ -1,0 +1,238 @@
+"""A timeline as a vector picture: one row per rank, a cell per instruction, memory at the right."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Literal
+
+from pipefit.draw.axes import label_number, nice_ticks, time_scale
+from pipefit.draw.caption import counts, describe, measures, percent, title_of
+from pipefit.draw.layout import Layout, layout_of
+from pipefit.draw.look import cell_rules
+from pipefit.draw.scene import Box, Scene, scene_of
+from pipefit.timeline import Timeline
+
+__all__ = ["Theme", "draw_scene", "style", "svg"]
+
+Theme = Literal["auto", "light", "dark"]
+
+_FONT = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+
+
+def svg(
+    timeline: Timeline,
+    *,
+    title: str | None = None,
+    width: float | None = None,
+    lanes: bool = False,
+    memory: bool = True,
+    versions: bool | None = None,
+    seconds: bool | None = None,
+    theme: Theme = "auto",
+) -> str:
+    """The picture of a timeline as SVG text: well-formed, with no reference to anything outside.
+
+    Args:
+        timeline: simulated or measured.
+        title: instead of the schedule's name.
+        width: of the whole picture in pixels; None: as wide as its numbers need.
+        lanes: also draw messages, reductions and copies, in thin lanes below each rank.
+        memory: the strip of peak micro-batches in flight at the right, and weight versions when there are several.
+        versions: label cells with their weight version; None: in asynchronous schedules.
+        seconds: whether times are real seconds; None: when the timeline was measured.
+        theme: "auto" follows the reader's preference for light or dark.
+    """
+    return draw_scene(
+        scene_of(timeline, seconds),
+        title=title,
+        width=width,
+        lanes=lanes,
+        memory=memory,
+        versions=versions,
+        theme=theme,
+    )
+
+
+def draw_scene(
+    scene: Scene,
+    *,
+    title: str | None = None,
+    width: float | None = None,
+    lanes: bool = False,
+    memory: bool = True,
+    versions: bool | None = None,
+    theme: Theme = "auto",
+) -> str:
+    """The picture of a scene; arguments as for `svg`."""
+    labelled = scene.shows_versions if versions is None else versions
+    plan = layout_of(scene, width=width, lanes=lanes, memory=memory, versions=labelled)
+    name = title or title_of(scene.facts.schedule)
+    chunks = scene.facts.num_chunks
+    scope = f"pipefit-{theme}-{chunks}"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{scope}" width="{plan.width:.0f}" height="{plan.height:.0f}" '
+        f'viewBox="0 0 {plan.width:.0f} {plan.height:.0f}" role="img" '
+        f'aria-label="{escape(name)}: {escape(counts(scene.facts))}, bubble {percent(scene.facts.bubble_fraction)}">',
+        f"<title>{escape(name)}</title>",
+        f"<desc>{escape(measures(scene))}</desc>",
+        f"<style>{style(scope, chunks, theme)}</style>",
+        f'<rect class="paper" width="{plan.width:.0f}" height="{plan.height:.0f}"/>',
+        *_header(scene, plan, name),
+        *_axis(scene, plan),
+    ]
+    for rank in range(scene.num_ranks):
+        parts += _row(scene, plan, rank)
+    if lanes:
+        parts += _thin_bars(scene, plan)
+    if memory:
+        parts += _memory(scene, plan)
+    parts += _legend(plan)
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
+
+
+def style(scope: str, num_chunks: int, theme: Theme) -> str:
+    """The style sheet of pictures whose root has class `scope`."""
+    root = f".{scope}"
+    base = (
+        f"{root}{{{_FONT};font-size:12px;font-variant-numeric:tabular-nums}}"
+        f"{root} .n{{text-anchor:middle;pointer-events:none}}{root} .v{{opacity:.78}}{root} .end{{text-anchor:end}}"
+        f"{root} .mid{{text-anchor:middle}}"
+        f"{root} .name{{font-size:19px;font-weight:650}}{root} .small{{font-size:11px}}"
+    )
+    if theme == "auto":
+        dark = f"@media (prefers-color-scheme:dark){{{cell_rules(root, num_chunks, True)}}}"
+        return base + cell_rules(root, num_chunks, False) + dark
+    return base + cell_rules(root, num_chunks, theme == "dark")
+
+
+def _header(scene: Scene, plan: Layout, name: str) -> list[str]:
+    facts = scene.facts
+    factor, unit = time_scale(facts.makespan_s, scene.unit)
+    times = f"makespan {label_number(facts.makespan_s * factor)} {unit}".strip()
+    line = f"{counts(facts)} · bubble {percent(facts.bubble_fraction)} · {times} · {facts.source}"
+    return [
+        f'<text class="ink name" x="{plan.margin}" y="{plan.margin + 14}">{escape(name)}</text>',
+        f'<text class="soft" x="{plan.margin}" y="{plan.margin + 35}">{escape(line)}</text>',
+    ]
+
+
+def _axis(scene: Scene, plan: Layout) -> list[str]:
+    factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
+    span = scene.facts.makespan_s * factor
+    parts = []
+    top, bottom = plan.top - 4, plan.bottom + 4
+    for tick in nice_ticks(0.0, span, max(int(plan.plot_width / 110), 3)):
+        x = plan.x(tick / factor)
+        parts.append(f'<path class="hair" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>')
+        parts.append(f'<text class="soft small mid" x="{x:.1f}" y="{bottom + 14:.1f}">{label_number(tick)}</text>')
+    words = f"time in {unit}" if unit else "time"
+    parts.append(f'<text class="soft small end" x="{plan.left - 14}" y="{bottom + 14:.1f}">{words}</text>')
+    return parts
+
+
+def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
+    y, height = plan.y(rank), plan.cell_height
+    stages = scene.stages[rank]
+    middle = y + height / 2
+    parts = [
+        f'<g class="rank" data-rank="{rank}">',
+        f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" height="{height}" rx="3"/>',
+    ]
+    if stages == (rank,):
+        parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle + 4:.1f}">rank {rank}</text>')
+    else:
+        held = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
+        words = f"stage{'s' if len(stages) > 1 else ''} {held}"
+        parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle - 2:.1f}">rank {rank}</text>')
+        parts.append(f'<text class="soft end" font-size="10" x="{plan.left - 14}" y="{middle + 10:.1f}">{words}</text>')
+    for box in scene.of(rank):
+        parts.append(_cell(box, scene, plan, y))
+    parts.append("</g>")
+    return parts
+
+
+def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
+    x, height = plan.x(box.start_s), plan.cell_height
+    width = plan.x(box.end_s) - x
+    data = f'data-i="{box.short}"'
+    if box.letter == "S":
+        # A step takes next to no time in most pictures: a tick that stays visible.
+        w = max(width - 1, 1.6)
+        rect = f'<rect class="S0" {data} x="{x - 0.8 if width < 2.6 else x + 0.5:.2f}" y="{y - 2:.1f}" '
+        return f'{rect}width="{w:.2f}" height="{height + 4}"><title>{describe(box, scene)}</title></rect>'
+    inset = 0.5 if width > 3 else min(0.12 * width, 0.5)
+    rect = (
+        f'<rect class="{box.letter}{box.chunk}" {data} x="{x + inset:.2f}" y="{y:.1f}" '
+        f'width="{max(width - 2 * inset, 0.3):.2f}" height="{height}" rx="{2 if width > 7 else 1 if width > 4 else 0}">'
+        f"<title>{describe(box, scene)}</title></rect>"
+    )
+    middle, label = x + width / 2, str(box.mb)
+    size = plan.number_size
+    if not size or len(label) * 0.6 * size > width - 2:
+        return rect
+    if not plan.versions:
+        return (
+            f'{rect}<text class="n t{box.letter}" font-size="{size}" x="{middle:.2f}" '
+            f'y="{y + height / 2 + 0.36 * size:.1f}">{label}</text>'
+        )
+    version, small = f"w{box.version}", plan.version_size
+    above = f'font-size="{size}" x="{middle:.2f}" y="{y + 0.46 * height:.1f}"'
+    text = f'{rect}<text class="n t{box.letter}" {above}>{label}</text>'
+    if len(version) * 0.62 * small > width - 1:
+        return text
+    below = f'font-size="{small}" x="{middle:.2f}" y="{y + 0.83 * height:.1f}"'
+    return f'{text}<text class="n v t{box.letter}" {below}>{version}</text>'
+
+
+def _thin_bars(scene: Scene, plan: Layout) -> list[str]:
+    parts = []
+    for bar in scene.thin:
+        y = plan.y(bar.rank) + plan.cell_height + plan.lane_offset(bar.kind)
+        x = plan.x(bar.start_s)
+        width = max(plan.x(bar.end_s) - x, 1.5)
+        parts.append(
+            f'<rect class="{bar.kind}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" '
+            f'height="{plan.lane_height - 1}" rx="1">'
+            f"<title>{escape(bar.label)}</title></rect>"
+        )
+    return parts
+
+
+def _memory(scene: Scene, plan: Layout) -> list[str]:
+    peaks, versions = scene.facts.peak_inflight, scene.facts.weight_versions
+    x, highest = plan.memory_left, max(scene.facts.peak_inflight, default=0) or 1
+    parts = [f'<text class="soft small" x="{x:.1f}" y="{plan.top - 12:.1f}">peak in flight</text>']
+    several = max(versions, default=1) > 1
+    if several:
+        parts.append(
+            f'<text class="soft small" x="{x + plan.weights_offset:.1f}" y="{plan.top - 12:.1f}">weights</text>'
+        )
+    for rank, peak in enumerate(peaks):
+        y, middle = plan.y(rank) + plan.cell_height / 2 - 5, plan.y(rank) + plan.cell_height / 2 + 4
+        length = plan.bar_width * peak / highest
+        parts.append(f'<rect class="lane" x="{x:.1f}" y="{y:.1f}" width="{plan.bar_width}" height="10" rx="2"/>')
+        parts.append(f'<rect class="bar" x="{x:.1f}" y="{y:.1f}" width="{length:.1f}" height="10" rx="2"/>')
+        parts.append(f'<text class="ink" x="{x + plan.bar_width + 8:.1f}" y="{middle:.1f}">{label_number(peak)}</text>')
+        if several:
+            words = f"{versions[rank]} version{'s' if versions[rank] > 1 else ''}"
+            parts.append(f'<text class="ink" x="{x + plan.weights_offset:.1f}" y="{middle:.1f}">{words}</text>')
+    return parts
+
+
+def _legend(plan: Layout) -> list[str]:
+    """Swatches and words, in as many lines as the layout counted for them."""
+    parts, y = [], plan.bottom + 40
+    for item in plan.legend:
+        x, top = plan.left + item.x, y + item.line * 20
+        shapes = [(item.classes[0], 4, 4)] if item.thin else [(name, 0, 12) for name in item.classes]
+        for name, shift, height in shapes:
+            parts.append(
+                f'<rect class="{name}" x="{x:.1f}" y="{top + shift:.1f}" '
+                f'width="{item.swatch}" height="{height}" rx="2"/>'
+            )
+            x += item.swatch + 1
+        parts.append(
+            f'<text class="soft" x="{x + 5 * bool(shapes):.1f}" y="{top + 10:.1f}">{escape(item.words)}</text>'
+        )
+    return parts

@@ -1,0 +1,99 @@
+"""The vector picture."""
+
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+
+import pytest
+
+from pipefit.cost import CostModel
+from pipefit.draw.svg import svg
+from pipefit.schedules import Shape, generate
+from pipefit.simulate import simulate
+from pipefit.timeline import Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline_of(name: str, shape: Shape, **cost: float) -> Timeline:
+    program = generate(name, shape)
+    return simulate(program, CostModel.unit(program.header, 1, 2, **cost))
+
+
+def cells_of(picture: str) -> list[ElementTree.Element]:
+    root = ElementTree.fromstring(picture)
+    return [item for group in root.iter(f"{SVG}g") for item in group.iter(f"{SVG}rect") if "data-i" in item.attrib]
+
+
+CASES = [
+    ("gpipe", Shape(4, 8)),
+    ("1f1b", Shape(8, 32)),
+    ("interleaved", Shape(4, 8, 2)),
+    ("pipedream", Shape(4, 1, num_steps=8)),
+    ("1f1b", Shape(2, 4, recompute=None)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_every_compute_instruction_has_one_cell_on_its_rank(name, shape):
+    timeline = timeline_of(name, shape)
+    root = ElementTree.fromstring(svg(timeline))
+    for rank, group in enumerate(root.iter(f"{SVG}g")):
+        drawn = [item.get("data-i") for item in group.iter(f"{SVG}rect") if not item.get("data-i", "S").startswith("S")]
+        assert drawn == list(timeline.program.order[rank])
+
+
+def test_places_and_widths_are_proportional_to_times():
+    timeline = timeline_of("1f1b", Shape(4, 8))
+    at = {cell.get("data-i"): (float(cell.get("x")), float(cell.get("width"))) for cell in cells_of(svg(timeline))}
+    events = {i.short: e for e, i in timeline.compute()}
+    (x0, _), (x1, _) = at["F0.0"], at["B0.7"]
+    scale = (x1 - x0) / (events["B0.7"].start_s - events["F0.0"].start_s)
+    for name, event in events.items():
+        x, width = at[name]
+        assert x - x0 == pytest.approx(scale * event.start_s, abs=0.02)
+        assert width + 1 == pytest.approx(scale * (event.end_s - event.start_s), abs=0.02)
+
+
+def test_a_title_is_escaped_and_the_text_stays_well_formed():
+    picture = svg(timeline_of("gpipe", Shape(2, 2)), title='<script>alert("x")</script> & more')
+    root = ElementTree.fromstring(picture)
+    assert root.find(f"{SVG}title").text == '<script>alert("x")</script> & more'
+    assert "<script" not in picture
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_nothing_refers_outside(lanes):
+    picture = svg(timeline_of("interleaved", Shape(2, 4, 2), latency=0.1), lanes=lanes)
+    assert not re.search(r"href|url\(|@import|src=", picture)
+    assert re.findall(r"https?://[^\"']+", picture) == ["http://www.w3.org/2000/svg"]
+
+
+def test_each_message_is_one_thin_bar_when_lanes_are_asked_for():
+    timeline = timeline_of("1f1b", Shape(3, 4), latency=0.25)
+    root = ElementTree.fromstring(svg(timeline, lanes=True))
+    bars = Counter(item.get("class") for item in root.iter(f"{SVG}rect") if item.find(f"{SVG}title") is not None)
+    assert (bars["act"], bars["grad"]) == (8, 8)
+    assert bars["F0"] == bars["B0"] == 12
+
+
+def test_asynchronous_schedules_label_their_weight_versions_and_synchronous_ones_do_not():
+    assert ">w3</text>" in svg(timeline_of("pipedream", Shape(2, 1, num_steps=6)))
+    assert ">w0</text>" not in svg(timeline_of("1f1b", Shape(2, 6)))
+
+
+def test_the_strip_at_the_right_says_the_peak_of_each_rank():
+    picture = svg(timeline_of("1f1b", Shape(4, 8)))
+    rest = picture[picture.index("peak in flight</text>") :]
+    assert re.findall(r'class="ink"[^>]*>(\d+)</text>', rest) == ["4", "3", "2", "1"]
+
+
+def test_eight_ranks_and_sixty_four_microbatches_are_drawn_in_a_fifth_of_a_second():
+    timeline = timeline_of("1f1b", Shape(8, 64))
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        svg(timeline)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.2
