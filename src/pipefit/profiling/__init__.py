@@ -1,6 +1,19 @@
 """What each layer of a model costs: measured on the device at hand, or computed for devices that are not."""
 
+from pipefit.profiling.analytic import analytic_profile, layer_flops
 from pipefit.profiling.layers import as_chain
+from pipefit.profiling.links import LinkSample, fit_link, measure_links
+from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_layers, profile_sizes
 
-__all__ = ["as_chain", "profile_layers", "profile_sizes"]
+__all__ = [
+    "LinkSample",
+    "analytic_profile",
+    "as_chain",
+    "fit_link",
+    "layer_flops",
+    "measure_device",
+    "measure_links",
+    "profile_layers",
+    "profile_sizes",
+]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipefit.profiling.layers import Chain, call_layer
 from pipefit.profiling.payload import describe, num_bytes, tensors_of
 
-__all__ = ["Weights", "saved_storages", "survey", "weight_bytes_of"]
+__all__ = ["Weights", "saved_storages", "storage_key", "survey", "weight_bytes_of"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def survey(chain: Chain, payload: Any) -> tuple[list[Weights], Any]:
     Raises:
         ModelError: a layer raises; it is named with the shapes it was given.
     """
-    persistent = {_key(tensor) for _, layer in chain for tensor in (*layer.parameters(), *layer.buffers())}
+    persistent = {storage_key(tensor) for _, layer in chain for tensor in (*layer.parameters(), *layer.buffers())}
     seen: dict[int, Any] = {}
     found = []
     for name, layer in chain:
@@ -72,7 +72,7 @@ def saved_storages(seen: dict[int, Any], persistent: set[int]) -> Iterator[None]
     """Collects the storages that autograd saves, but for the persistent ones (weights and buffers), each once."""
 
     def pack(tensor: Tensor) -> Tensor:
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key not in persistent and key not in seen:
             # Holding the storage keeps its address from being used again within the pass.
             seen[key] = tensor.untyped_storage()
@@ -82,5 +82,6 @@ def saved_storages(seen: dict[int, Any], persistent: set[int]) -> Iterator[None]
         yield
 
 
-def _key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
+    """The same for all tensors that share memory, while one of them lives."""
     return tensor.untyped_storage()._cdata

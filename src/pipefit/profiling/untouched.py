@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipefit.profiling.layers import Chain
 
-__all__ = ["untouched", "with_threads"]
+__all__ = ["random_state_kept", "untouched", "with_threads"]
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def untouched(chain: Chain, device: torch.device, dtype: torch.dtype | None) -> 
         return tensor.detach().to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
     with ExitStack() as stack:
-        stack.enter_context(_random_state_kept(device))
+        stack.enter_context(random_state_kept(device))
         stack.enter_context(_no_collection())
         try:
             for parameter, data, _ in parameters:
@@ -59,7 +59,7 @@ def untouched(chain: Chain, device: torch.device, dtype: torch.dtype | None) -> 
 
 
 @contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
+def random_state_kept(device: torch.device) -> Iterator[None]:
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None

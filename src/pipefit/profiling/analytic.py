@@ -1,0 +1,270 @@
+"""A profile from arithmetic: FLOP and bytes of every operation, for models and devices that are not here.
+
+Nothing is allocated: tensors are pretended, and of layers that are built alike (all blocks of a transformer) one is
+worked through. So a model of a trillion parameters takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from pipefit.errors import ModelError, ProfileError
+from pipefit.profiling.layers import Chain, as_chain, call_layer
+from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, take, tensors_of
+from pipefit.profiling.roofline import Cost, Roofline, pretended
+from pipefit.profiling.survey import saved_storages, storage_key
+from pipefit.profiling.untouched import random_state_kept
+from pipefit.spec.profile import Layer, Profile
+from pipefit.spec.topology import Device
+
+__all__ = ["LayerCost", "analytic_profile", "layer_flops"]
+
+Loss = Callable[[Any, Any], Tensor]
+# Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
+_ADAM_BYTES = 28
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer needs for one micro-batch, and the form of its output.
+
+    `output` holds (shape, type, needs a gradient) in place of tensors.
+    """
+
+    forward: Cost
+    backward_input: Cost
+    backward_weight: Cost
+    output_bytes: int
+    grad_bytes: int | None
+    saved_bytes: int
+    weight_bytes: int
+    output: Any
+
+
+def analytic_profile(
+    layers: nn.Module | Sequence[Any] | Callable[[], Any],
+    example_input: Any,
+    device: Device,
+    loss: Loss | None = None,
+    target: Any = None,
+    *,
+    microbatch_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    model: str = "",
+) -> Profile:
+    """Computes a profile from FLOP and bytes, as `profile_layers` would measure it on such a device.
+
+    Attention is counted as the fused kernels run it (no matrix of scores is kept). A storage that two layers save
+    counts for both: layers built alike are worked through once, without their neighbours.
+
+    Args:
+        layers: as in `profile_layers`, on any device (the meta device for what does not fit), or a function that
+            builds them, which is then called for the meta device.
+        example_input: payload of the first layer, on any device; only shapes and types matter.
+        device: its `flops`, `efficiency` and `memory_bandwidth_bytes_per_s` (0: products alone count).
+        loss: (output, target) -> scalar; None: `loss_s` is 0.
+        target: for the loss; only shapes and types matter.
+        microbatch_size: samples per micro-batch; None: as many as the example has. It may be larger than the example's.
+        dtype: of floating weights and inputs; None: as they are.
+        model: name for the profile.
+
+    Raises:
+        ProfileError: the device's `flops` are not known.
+        ModelError: a layer cannot be called with its payload.
+    """
+    if device.flops <= 0:
+        raise ProfileError('device.flops: needed for computed profiles; give it in the topology, as flops = "312 TFLOP/s"')
+    if callable(layers) and not isinstance(layers, nn.Module):
+        with torch.device("meta"):
+            layers = layers()
+    chain = as_chain(layers)
+    batch = batch_of(example_input)
+    size = batch if microbatch_size is None else microbatch_size
+    with random_state_kept(torch.device("cpu")):
+        form = _form(example_input, dtype, batch, size)
+        costs = _costs(chain, form, device, dtype)
+        loss_s = _loss_cost(loss, costs[-1].output, _form(target, dtype, batch, size), device).seconds if loss else 0.0
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    trained = sum(p.numel() for p in nn.ModuleList([layer for _, layer in chain]).parameters() if p.requires_grad)
+    return Profile(
+        model=model,
+        microbatch_size=size,
+        layers=tuple(_layer(name, cost) for (name, _), cost in zip(chain, costs, strict=True)),
+        device=f"computed: {device.flops:.4g} FLOP/s at {device.efficiency:.0%}, {bandwidth:.4g} bytes/s",
+        source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
+        loss_s=loss_s,
+        optimizer_s=_ADAM_BYTES * trained / bandwidth if bandwidth else 0.0,
+    )
+
+
+def layer_flops(layer: nn.Module, payload: Any, *, input_gradient: bool = True) -> tuple[float, float, float]:
+    """FLOP of a layer's forward, input gradient and weight gradient (a multiply-add is two).
+
+    >>> layer_flops(nn.Linear(3, 5), torch.zeros(2, 3))
+    (60, 60, 60)
+    """
+    form = map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, input_gradient and t.is_floating_point()), payload)
+    with random_state_kept(torch.device("cpu")):
+        cost = _cost("layer", layer, form, Device(flops=1.0), None)
+    return cost.forward.flops, cost.backward_input.flops, cost.backward_weight.flops
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A tensor without its content."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    def tensor(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+
+
+def _form(payload: Any, dtype: torch.dtype | None, batch: int, size: int) -> Any:
+    """The forms of a payload with `size` samples in place of `batch`."""
+
+    def form(tensor: Tensor) -> _Form:
+        shape = tuple(tensor.shape)
+        if shape and shape[0] == batch:
+            shape = (size, *shape[1:])
+        return _Form(shape, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+
+    return map_tensors(form, payload)
+
+
+def _tensors(form: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.tensor() if isinstance(leaf, _Form) else leaf, form)
+
+
+def _costs(chain: Chain, form: Any, device: Device, dtype: torch.dtype | None) -> list[LayerCost]:
+    known: dict[Any, LayerCost] = {}
+    costs = []
+    for name, layer in chain:
+        key = (_configuration(layer), repr(form))
+        if key not in known:
+            known[key] = _cost(name, layer, form, device, dtype)
+        costs.append(known[key])
+        form = costs[-1].output
+    return costs
+
+
+def _configuration(layer: nn.Module) -> tuple[Any, ...]:
+    """What decides a layer's cost: its modules with their plain attributes, and the forms of its tensors."""
+    modules = []
+    for name, module in layer.named_modules():
+        plain = {}
+        for key, value in vars(module).items():
+            if isinstance(value, _PLAIN):
+                plain[key] = repr(value)
+            elif not key.startswith("_"):
+                # Anything else, such as a function, only counts as the same when it is the same object.
+                plain[key] = str(id(value))
+        modules.append((name, type(module), module.extra_repr(), tuple(sorted(plain.items()))))
+    tensors = [
+        (name, tuple(t.shape), t.dtype, t.requires_grad)
+        for name, t in (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
+    ]
+    return tuple(modules), tuple(tensors)
+
+
+_PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
+
+
+def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
+    """Works one layer through on pretended tensors: forward, input gradient alone, all gradients."""
+    modes = [(module, module.training) for module in layer.modules()]
+    layer.train()
+    try:
+        with pretended(), torch.enable_grad():
+            return _worked_through(name, layer, form, device, dtype)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _worked_through(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
+    state = _pretended_state(layer, dtype)
+    given = _tensors(form)
+    # A copy, which a layer may change in place: a leaf of the graph it may not.
+    payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, given)
+    persistent = {storage_key(tensor) for tensor in state.values()}
+    seen: dict[int, Any] = {}
+    with saved_storages(seen, persistent), Roofline(device) as counted:
+        output = call_layer(name, _with_state(layer, state), payload, describe(payload))
+    forward = counted.cost
+    parameters = [t for t in {id(t): t for t in state.values()}.values() if t.requires_grad]
+    inputs = [leaf for leaf in tensors_of(given) if leaf.requires_grad]
+    backward_input = _backward(output, inputs, device)
+    full = _backward(output, inputs + parameters, device)
+    leaves = tensors_of(output)
+    grad_bytes, output_bytes = num_bytes([leaf for leaf in leaves if leaf.requires_grad]), num_bytes(leaves)
+    return LayerCost(
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=full - backward_input,
+        output_bytes=output_bytes,
+        grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
+        saved_bytes=sum(storage.nbytes() for storage in seen.values()),
+        weight_bytes=num_bytes([state[key] for key, _ in layer.named_parameters()]),
+        output=map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), output),
+    )
+
+
+def _pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Parameters and buffers by name, pretended; what is tied stays tied."""
+    made: dict[int, Tensor] = {}
+    state = {}
+    named = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        if id(tensor) not in made:
+            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+            made[id(tensor)] = _Form(tuple(tensor.shape), kind, tensor.requires_grad).tensor()
+        state[name] = made[id(tensor)]
+    return state
+
+
+def _with_state(layer: nn.Module, state: dict[str, Tensor]) -> Callable[[Any], Any]:
+    return lambda payload: functional_call(layer, state, (payload,))
+
+
+def _backward(output: Any, inputs: list[Tensor], device: Device) -> Cost:
+    """The cost of the gradients of `inputs`, given those of the output."""
+    roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
+    if not roots or not inputs:
+        return Cost()
+    seeds = [torch.empty_like(root) for root in roots]
+    with Roofline(device) as counted:
+        torch.autograd.grad(roots, inputs, seeds, retain_graph=True, allow_unused=True)
+    return counted.cost
+
+
+def _loss_cost(loss: Loss, output: Any, target: Any, device: Device) -> Cost:
+    with pretended(), torch.enable_grad():
+        payload = _tensors(output)
+        with Roofline(device) as counted:
+            value = loss(payload, _tensors(target))
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ModelError(f"the loss must give one number to differentiate, got {describe(value)}")
+        inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
+        return counted.cost + _backward(value, inputs, device)
+
+
+def _layer(name: str, cost: LayerCost) -> Layer:
+    return Layer(
+        name=name,
+        forward_s=cost.forward.seconds,
+        backward_input_s=cost.backward_input.seconds,
+        backward_weight_s=cost.backward_weight.seconds,
+        output_bytes=cost.output_bytes,
+        saved_bytes=cost.saved_bytes,
+        weight_bytes=cost.weight_bytes,
+        grad_bytes=cost.grad_bytes,
+    )

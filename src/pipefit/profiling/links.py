@@ -1,0 +1,192 @@
+"""Bandwidth and latency between ranks, from messages that go to and fro at several sizes.
+
+A message of n bytes takes latency + n / bandwidth. Pairs are measured one after the other, so that they do not
+share a link.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipefit.errors import TopologyError
+from pipefit.spec.topology import Device, Level, Topology
+
+__all__ = ["SIZES", "LinkSample", "fit_link", "measure_links", "ping_pong", "topology_of"]
+
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+
+
+@dataclass(frozen=True)
+class LinkSample:
+    """The median time of one message one way."""
+
+    source: int
+    target: int
+    num_bytes: int
+    seconds: float
+
+
+def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Latency and bandwidth that come nearest to the measured times, in proportion to each.
+
+    Args:
+        num_bytes: at least two different message sizes.
+        seconds: one way, per size.
+
+    Returns:
+        (latency_s ≥ 0, bandwidth_bytes_per_s > 0).
+
+    Raises:
+        TopologyError: fewer than two sizes, or times that do not grow with the size.
+
+    >>> latency_s, bandwidth = fit_link([1e3, 1e6, 1e7], [1e-4 + n / 2e9 for n in (1e3, 1e6, 1e7)])
+    >>> round(latency_s * 1e6), round(bandwidth / 1e6)
+    (100, 2000)
+    """
+    if len(set(num_bytes)) < 2 or len(num_bytes) != len(seconds) or min(seconds) <= 0:
+        raise TopologyError("a link needs measured times above 0 at two message sizes at least")
+    # Least squares of (a + b·n − t)/t, in closed form.
+    weights = [1 / t**2 for t in seconds]
+    total = sum(weights)
+    mean_n = sum(w * n for w, n in zip(weights, num_bytes, strict=True)) / total
+    mean_t = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
+    spread = sum(w * (n - mean_n) ** 2 for w, n in zip(weights, num_bytes, strict=True))
+    both = sum(w * (n - mean_n) * (t - mean_t) for w, n, t in zip(weights, num_bytes, seconds, strict=True))
+    slope = both / spread
+    latency = mean_t - slope * mean_n
+    if latency < 0:
+        # Without a latency the slope alone is fitted.
+        latency = 0.0
+        slope = sum(n / t for n, t in zip(num_bytes, seconds, strict=True)) / sum(
+            (n / t) ** 2 for n, t in zip(num_bytes, seconds, strict=True)
+        )
+    if slope <= 0:
+        raise TopologyError("larger messages were not slower: measure larger sizes, or when the machine is quiet")
+    return latency, 1 / slope
+
+
+def measure_links(
+    group: Any = None,
+    *,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = 20,
+    device: torch.device | str = "cpu",
+    each: Device | None = None,
+    name: str = "measured",
+) -> Topology:
+    """Measures the links among the ranks of an initialised process group; every rank calls it and gets the answer.
+
+    Ranks on one host form the inner level, hosts the outer one, when every host has as many ranks, in order.
+
+    Args:
+        group: None: the default group.
+        sizes: message sizes in bytes.
+        repeats: messages to and fro per size, of which the median is taken.
+        device: of the messages: "cpu" for Gloo, the rank's own CUDA device for NCCL.
+        each: what every device is; see `measure_device`.
+        name: of the topology.
+
+    Raises:
+        TopologyError: the group has fewer than two ranks.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    if world < 2:
+        raise TopologyError("links are between ranks: expected at least 2, got 1; start with more ranks")
+    per_host = _ranks_per_host(group, device)
+    samples = []
+    for a, b in _pairs(world, per_host):
+        for size in sizes:
+            seconds = torch.zeros(1, dtype=torch.float64, device=device)
+            if rank in (a, b):
+                seconds[0] = _time_pair(rank, a, b, size, repeats, device, group)
+            # Everybody learns what rank a measured, and nobody disturbs the next pair.
+            dist.broadcast(seconds, _global_rank(group, a), group=group)
+            samples.append(LinkSample(a, b, size, float(seconds)))
+    return topology_of(samples, world, per_host, each or Device(), name)
+
+
+def topology_of(samples: Sequence[LinkSample], world: int, per_host: int, each: Device, name: str) -> Topology:
+    """Levels fitted to samples: links inside a host and, where there are several hosts, between them."""
+    inner = [sample for sample in samples if sample.source // per_host == sample.target // per_host]
+    outer = [sample for sample in samples if sample.source // per_host != sample.target // per_host]
+    levels = []
+    for label, width, chosen in (("host", per_host, inner), ("network", world // per_host, outer)):
+        if chosen:
+            by_size = {size: median(s.seconds for s in chosen if s.num_bytes == size) for size in _sizes(chosen)}
+            latency_s, bandwidth = fit_link(list(by_size), list(by_size.values()))
+            levels.append(Level(label, width, bandwidth, latency_s))
+    return Topology(tuple(levels), device=each, name=name)
+
+
+def ping_pong(send: Callable[[], Any], receive: Callable[[], Any], starts: bool, repeats: int) -> float:
+    """Seconds of one message one way: the median of half a round trip, the first two left out.
+
+    Args:
+        send: sends one message and returns when its buffer may be used again.
+        receive: returns when one message has come.
+        starts: whether this side sends first; the other side calls it with False.
+        repeats: round trips that count.
+    """
+    trips = []
+    for turn in range(repeats + 2):
+        start = time.perf_counter()
+        for act in (send, receive) if starts else (receive, send):
+            act()
+        trips += [(time.perf_counter() - start) / 2] if turn >= 2 else []
+    return float(median(trips))
+
+
+def _time_pair(rank: int, a: int, b: int, size: int, repeats: int, device: torch.device | str, group: Any) -> float:
+    buffer = torch.zeros(max(size, 1), dtype=torch.uint8, device=device)
+    peer = _global_rank(group, b if rank == a else a)
+
+    def wait() -> None:
+        if buffer.is_cuda:
+            torch.cuda.synchronize(buffer.device)
+
+    def send() -> None:
+        dist.send(buffer, peer, group=group)
+        wait()
+
+    def receive() -> None:
+        dist.recv(buffer, peer, group=group)
+        wait()
+
+    return ping_pong(send, receive, rank == a, repeats)
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def _ranks_per_host(group: Any, device: torch.device | str) -> int:
+    """Ranks on each host where all hosts have as many, one after the other; else 1: every rank counts as a host."""
+    world = dist.get_world_size(group)
+    mine = torch.tensor([zlib.crc32(platform.node().encode())], dtype=torch.int64, device=device)
+    gathered = [torch.zeros_like(mine) for _ in range(world)]
+    dist.all_gather(gathered, mine, group=group)
+    hosts = [int(host) for host in gathered]
+    width = hosts.count(hosts[0])
+    runs = [hosts[start : start + width] for start in range(0, world, width)]
+    even = all(len(set(run)) == 1 and len(run) == width for run in runs) and len({run[0] for run in runs}) == len(runs)
+    return width if even else 1
+
+
+def _pairs(world: int, per_host: int) -> list[tuple[int, int]]:
+    """Neighbours inside every host, and one pair between every two hosts that follow each other."""
+    inner = [(rank, rank + 1) for rank in range(world - 1) if (rank + 1) % per_host]
+    outer = [(rank, rank + per_host) for rank in range(0, world - per_host, per_host)] if per_host < world else []
+    return inner + outer
+
+
+def _sizes(samples: Sequence[LinkSample]) -> list[int]:
+    return sorted({sample.num_bytes for sample in samples})

@@ -1,0 +1,67 @@
+"""What one device of this machine reaches: FLOP per second, bytes per second, memory."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from pipefit.profiling.clock import Clock, median_of
+from pipefit.profiling.untouched import random_state_kept, with_threads
+from pipefit.spec.topology import Device
+
+__all__ = ["measure_device"]
+
+_COPIED_BYTES = 64 * 2**20
+
+
+def measure_device(
+    device: str | torch.device = "cpu",
+    *,
+    threads: int | None = 1,
+    dtype: torch.dtype = torch.float32,
+    ranks: int = 1,
+    repeats: int = 5,
+) -> Device:
+    """Measures a device by a large matrix product and a large copy; takes well under a second.
+
+    Args:
+        device: which.
+        threads: torch's threads for the while; None: as it is.
+        dtype: of the matrix product.
+        ranks: how many ranks share the memory of the machine (CPU) or of the device.
+        repeats: of which the medians are taken.
+
+    Returns:
+        A device whose `efficiency` is 1, because its `flops` are reached and not printed on a data sheet.
+    """
+    place = torch.device(device)
+    size = 8192 if place.type == "cuda" else 768
+    with with_threads(threads), random_state_kept(place):
+        matrix = torch.randn(size, size, device=place).to(dtype)
+        source = torch.zeros(_COPIED_BYTES // 4, device=place)
+        target = torch.empty_like(source)
+        clock = Clock(place)
+        product_s, copy_s = [], []
+        for turn in range(repeats + 1):
+            marks = [clock.mark()]
+            torch.mm(matrix, matrix)
+            marks.append(clock.mark())
+            target.copy_(source)
+            marks.append(clock.mark())
+            clock.settle()
+            if turn:
+                product_s.append(clock.between(marks[0], marks[1]))
+                copy_s.append(clock.between(marks[1], marks[2]))
+    return Device(
+        memory_bytes=_memory_bytes(place) / ranks,
+        flops=2 * size**3 / median_of(product_s),
+        memory_bandwidth_bytes_per_s=2 * _COPIED_BYTES / median_of(copy_s),
+        efficiency=1.0,
+    )
+
+
+def _memory_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,118 @@
+"""The seconds an operation takes on a device that is not here: max(FLOP / (peak · efficiency), bytes / bandwidth).
+
+After Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009), per operation as
+eager PyTorch runs it: nothing is fused, and every operation reads its inputs from memory and writes its outputs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from pipefit.spec.topology import Device
+
+__all__ = ["Cost", "Roofline", "pretended"]
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Cost:
+    """FLOP, bytes to and from memory, and seconds; sums of operations."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds)
+
+    def __sub__(self, other: Cost) -> Cost:
+        """What is left, never below zero."""
+        return Cost(
+            max(self.flops - other.flops, 0.0),
+            max(self.bytes - other.bytes, 0.0),
+            max(self.seconds - other.seconds, 0.0),
+        )
+
+
+class Roofline(TorchDispatchMode):
+    """Adds up the cost of every operation that runs inside it."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+        self.cost = Cost()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and counts it."""
+        kwargs = dict(kwargs or {})
+        result = func(*args, **kwargs)
+        flops = _flops(func, args, kwargs, result)
+        moved = 0 if _only_looks(func) else _bytes((args, kwargs, result))
+        self.cost += Cost(flops, moved, self._seconds(flops, moved))
+        return result
+
+    def _seconds(self, flops: float, moved: float) -> float:
+        peak, bandwidth = self.device.flops * self.device.efficiency, self.device.memory_bandwidth_bytes_per_s
+        return max(flops / peak, moved / bandwidth if bandwidth else 0.0)
+
+
+def _only_looks(func: Any) -> bool:
+    """Whether the operation gives another view of memory and moves nothing."""
+    return func.is_view or func.overloadpacket in _FREE
+
+
+def _bytes(values: Any) -> float:
+    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(values) if isinstance(t, Tensor))
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    count = _OWN.get(func.overloadpacket)
+    if count is not None:
+        return count(args)
+    known = flop_registry.get(func.overloadpacket)
+    return known(*args, **kwargs, out_val=result) if known else 0.0
+
+
+def _attention(args: tuple[Any, ...]) -> float:
+    query, key, value = (tensor.shape for tensor in args[:3])
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(args: tuple[Any, ...]) -> float:
+    grad, query, key, value = (tensor.shape for tensor in args[:4])
+    return sdpa_backward_flop_count(grad, query, key, value)
+
+
+# What torch's registry does not know: attention as a CPU runs it, which is how it runs on pretended tensors.
+_OWN: dict[Any, Callable[[tuple[Any, ...]], float]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+_FREE = frozenset({_ATEN.detach, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.reshape,
+                   _ATEN._unsafe_view, _ATEN.sym_size, _ATEN.new_empty_strided})  # fmt: skip
+
+
+@contextmanager
+def pretended() -> Iterator[FakeTensorMode]:
+    """Tensors with shapes and types but no memory; recurrent networks take the form whose products can be counted."""
+    # torch.backends.mkldnn.flags would set three other switches too, one with a warning.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        torch._C._set_mkldnn_enabled(before)
