@@ -73,7 +73,9 @@ def simulate(
         raise InvalidProgramError(_hang(engine))
     events = _events(engine)
     samples = memory_over_time(program, cost, engine) if memory else ()
-    notes: dict[str, float] = {"contention": 1.0} if contention else {}
+    said = {"contention": contention, "blocking_sends": blocking_sends, "no_overlap": not overlap}
+    said["no_rendezvous"] = not rendezvous
+    notes = {name: 1.0 for name, value in said.items() if value}
     return Timeline(program, events, samples, num_repeats=repeats, notes=notes)
 
 

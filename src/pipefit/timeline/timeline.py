@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, Lane, Op
 from pipefit.ir.program import Program
+
+if TYPE_CHECKING:
+    from pipefit.timeline.compare import KindTimes
+    from pipefit.timeline.path import Wait
 
 __all__ = ["Event", "Timeline"]
 
@@ -20,8 +26,9 @@ class Event(NamedTuple):
         rank: who ran it.
         position: its place in the rank's list.
         repeat: which pass over the program (0 for the first).
-        start_s: for a message: when it was posted; for compute: when everything it needs was there.
-        end_s: for a message: when it had arrived.
+        start_s: for a message, reduction or copy: when the rank began to issue it; for compute: when the rank began it,
+            everything it needs being there.
+        end_s: for a message, reduction or copy: when it had arrived.
     """
 
     rank: int
@@ -46,6 +53,8 @@ class Timeline:
         memory: for each rank, (time_s, bytes) samples in order; () where it was not followed.
         source: "simulated" or "measured".
         num_repeats: passes over the program.
+        notes: how it was made, where that matters to `waited_for`: "contention", "blocking_sends", "no_overlap",
+            "no_rendezvous".
     """
 
     program: Program
@@ -71,42 +80,139 @@ class Timeline:
                 if instruction.op in COMPUTE_OPS:
                     yield event, instruction
 
-    @property
+    @cached_property
+    def by_place(self) -> dict[tuple[int, int, int], Event]:
+        """Events by (rank, repeat, position)."""
+        return {(event.rank, event.repeat, event.position): event for event in self.events}
+
+    # ------------------------------------------------------------------------------------------------------- figures
+
+    @cached_property
     def start_s(self) -> float:
-        """When the first compute instruction starts."""
-        return min((event.start_s for event, _ in self.compute()), default=0.0)
+        """When the first instruction of the compute lane starts."""
+        return min((event.start_s for event in self.events if self.lane(event) is Lane.COMPUTE), default=0)
+
+    @cached_property
+    def end_s(self) -> float:
+        """When the last instruction of the compute lane ends."""
+        return max((event.end_s for event in self.events if self.lane(event) is Lane.COMPUTE), default=0)
 
     @property
     def makespan_s(self) -> float:
-        """From the first instruction of the compute lane to the last, all repeats together."""
-        ends = [event.end_s for event in self.events if self.lane(event) is Lane.COMPUTE]
-        return max(ends, default=0.0) - self.start_s
+        """From the first instruction of the compute lane to the end of the last, all repeats together."""
+        return self.end_s - self.start_s
 
-    @property
-    def period_s(self) -> float:
-        """Seconds between steps in the steady state: the longest of any rank's time from one optimizer step to the next.
+    @cached_property
+    def step_ends_s(self) -> tuple[float, ...]:
+        """When each step is complete: the end of the last work, on any rank, on its micro-batches and its updates.
 
-        Measured between the second half of the steps, so that the first fill does not count; with one step, the
-        makespan.
+        A step is `num_microbatches` micro-batches; steps of all repeats follow each other.
         """
-        longest = 0.0
-        for rank in range(len(self.program.ranks)):
-            steps = [e.end_s for e in self.events if e.rank == rank and self.instruction(e).op is Op.STEP]
-            stages = max(len(self.program.header.stages_of(rank)), 1)
-            ends = steps[stages - 1 :: stages]
-            half = len(ends) // 2
-            if len(ends) >= 2:
-                first = ends[max(half - 1, 0)]
-                longest = max(longest, (ends[-1] - first) / (len(ends) - 1 - max(half - 1, 0)))
-        return longest or self.makespan_s
+        header = self.program.header
+        size, total = header.num_microbatches, header.total_microbatches
+        ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
+        for event in self.events:
+            i = self.instruction(event)
+            if i.mb >= 0 and OP_SPEC[i.op].lane is Lane.COMPUTE:
+                step = i.mb // size
+            elif i.op is Op.STEP:
+                step = (min((i.version + 1) * header.updates[i.stage], total) - 1) // size
+            else:
+                continue
+            step += event.repeat * header.num_steps
+            if event.end_s > ends[step]:
+                ends[step] = event.end_s
+        return tuple(ends)
+
+    @cached_property
+    def is_steady(self) -> bool:
+        """Whether at least two steps are complete before the pipeline begins to drain: only then is there a rhythm."""
+        return self._steady_steps() >= 2
+
+    @cached_property
+    def period_s(self) -> float:
+        """Seconds between the ends of steps in the steady state.
+
+        The average over the second half of the steps that are complete before any rank has run its last forward, so
+        that neither the fill nor the drain counts. With fewer than two such steps: over all there are; with one
+        step: the makespan.
+        """
+        ends = self.step_ends_s
+        last = self._steady_steps() - 1
+        if last < 1:
+            last = len(ends) - 1
+        if last < 1:
+            return self.makespan_s
+        first = last // 2
+        return (ends[last] - ends[first]) / (last - first)
+
+    def _steady_steps(self) -> int:
+        last_forward: dict[int, float] = {}
+        for event, i in self.compute():
+            if i.op is Op.FWD:
+                last_forward[event.rank] = max(event.end_s, last_forward.get(event.rank, event.end_s))
+        drain = min(last_forward.values(), default=0)
+        return sum(end <= drain for end in self.step_ends_s)
+
+    @cached_property
+    def _busy_s(self) -> tuple[float, ...]:
+        busy: list[float] = [0] * len(self.program.ranks)
+        for event, _ in self.compute():
+            busy[event.rank] += event.end_s - event.start_s
+        return tuple(busy)
 
     def busy_s(self, rank: int) -> float:
         """Seconds a rank spends on forwards, replays and backwards."""
-        return sum(event.duration_s for event, _ in self.compute(rank))
+        return self._busy_s[rank]
+
+    def utilisation(self, rank: int) -> float:
+        """The share of the makespan that a rank spends on forwards, replays and backwards."""
+        return self._busy_s[rank] / self.makespan_s if self.makespan_s else 0.0
 
     @property
     def bubble_fraction(self) -> float:
         """The share of the makespan that ranks do not spend on forwards, replays and backwards, on average."""
-        ranks = len(self.program.ranks)
-        total = self.makespan_s * ranks
-        return 1 - sum(self.busy_s(rank) for rank in range(ranks)) / total if total else 0.0
+        total = self.makespan_s * len(self._busy_s)
+        return 1 - sum(self._busy_s) / total if total else 0.0
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """The same idle time as a multiple of the busy time: the bubble of the lectures."""
+        busy = sum(self._busy_s)
+        return (self.makespan_s * len(self._busy_s) - busy) / busy if busy else 0.0
+
+    def peak_bytes(self, rank: int) -> float:
+        """The most bytes a rank holds at any time; 0 where memory was not followed."""
+        return max((size for _, size in self.memory[rank]), default=0) if self.memory else 0
+
+    # ------------------------------------------------------------------------------------- why, how long, and as files
+
+    def waited_for(self, event: Event) -> Wait:
+        """What an event had to wait for; see `pipefit.timeline.path`."""
+        from pipefit.timeline.path import waited_for
+
+        return waited_for(self, event)
+
+    def critical_path(self) -> list[Event]:
+        """The chain of events that determines the makespan, in the order of time; see `pipefit.timeline.path`."""
+        from pipefit.timeline.path import critical_path
+
+        return critical_path(self)
+
+    def by_kind(self) -> dict[tuple[str, int], KindTimes]:
+        """Count, total and median seconds of each (operation, stage); see `pipefit.timeline.compare`."""
+        from pipefit.timeline.compare import by_kind
+
+        return by_kind(self)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The timeline as a Chrome trace, which Perfetto opens; see `pipefit.timeline.trace`."""
+        from pipefit.timeline.trace import to_chrome_trace
+
+        return to_chrome_trace(self)
+
+    def save_trace(self, path: str | Path) -> Path:
+        """Writes the Chrome trace as JSON, atomically."""
+        from pipefit.timeline.trace import save_trace
+
+        return save_trace(self, path)

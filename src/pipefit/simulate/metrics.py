@@ -1,0 +1,72 @@
+"""The figures by which schedules are compared: the object that `pipefit draw --json` answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipefit.cost.model import CostModel
+from pipefit.ir.liveness import peak_inflight, weight_versions
+from pipefit.ir.op import Op
+from pipefit.ir.program import Program, WeightRule
+from pipefit.simulate.simulate import simulate
+from pipefit.timeline import Timeline
+
+__all__ = ["metrics", "steady_period_s"]
+
+_ROUNDS = 5
+
+
+def metrics(
+    program: Program,
+    timeline: Timeline,
+    forward: float,
+    backward: float,
+    *,
+    cost: CostModel | None = None,
+    steady: Program | None = None,
+) -> dict[str, Any]:
+    """Figures of a program and its timeline; times in the unit of forward and backward.
+
+    Args:
+        program: what ran.
+        timeline: of the program.
+        forward: f, the forward time of one micro-batch on a rank, all its chunks together.
+        backward: b, likewise.
+        cost: what the timeline was simulated with, for the period; None: unit costs without latency.
+        steady: the same schedule with more steps, for the period of an asynchronous one; see `steady_period_s`.
+    """
+    header = program.header
+    ranks = range(len(program.ranks))
+    ideal = header.total_microbatches * timeline.num_repeats * (forward + backward)
+    makespan = timeline.makespan_s
+    cost = cost or CostModel.unit(header, forward, backward)
+    return {
+        "schedule": header.schedule,
+        "num_stages": header.num_stages,
+        "num_ranks": header.num_ranks,
+        "num_microbatches": header.num_microbatches,
+        "num_chunks": header.num_chunks,
+        "makespan": float(makespan),
+        "period": float(steady_period_s(steady or program, cost)),
+        "bubble_fraction": float(1 - ideal / makespan) if makespan else 0.0,
+        "bubble_over_ideal": float((makespan - ideal) / ideal) if ideal else 0.0,
+        "peak_inflight": [peak_inflight(program, rank) for rank in ranks],
+        "weight_versions": [weight_versions(program, rank) for rank in ranks],
+        "messages": sum(i.op is Op.SEND for _, _, i in program),
+        "order": [list(order) for order in program.order],
+    }
+
+
+def steady_period_s(program: Program, cost: CostModel, *, rendezvous: bool = False) -> float:
+    """Seconds per step in the steady state, without a barrier between steps.
+
+    A synchronous program is repeated. An asynchronous one fills and drains once, so it must itself hold enough steps
+    for a rhythm; of a shorter one, the time of its busiest rank per step is given, which the rhythm cannot beat.
+    """
+    if program.header.weights is WeightRule.FLUSH:
+        repeats = -(-_ROUNDS // program.header.num_steps)
+        return simulate(program, cost, repeats=repeats, rendezvous=rendezvous, memory=False).period_s
+    timeline = simulate(program, cost, rendezvous=rendezvous, memory=False)
+    if timeline.is_steady:
+        return timeline.period_s
+    return max(timeline.busy_s(rank) for rank in range(len(program.ranks))) / program.header.num_steps

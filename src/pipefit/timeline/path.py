@@ -1,0 +1,187 @@
+"""Why something happened when it did: the binding predecessor of each event, and the chain behind the makespan."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+from pipefit.ir.graph import Graph, dependency_graph
+from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.timeline.timeline import Event, Timeline
+
+__all__ = ["Wait", "critical_path", "waited_for"]
+
+
+class Wait(NamedTuple):
+    """What an event waited for.
+
+    Attributes:
+        reason: "start": nothing came before it; "rank": its rank was busy with `by`; "message", "reduction" or "copy":
+            something it needs arrived with `by`; "sender", "receiver" or "member": that side, `by`, issued it last;
+            "link": another message, `by`, was on the link.
+        by: the event that held it up; None at the start.
+        waited_s: for the compute lane: how long the rank stood idle before it; otherwise from its issuing until `by`
+            let it happen.
+    """
+
+    reason: str
+    by: Event | None
+    waited_s: float
+
+
+def waited_for(timeline: Timeline, event: Event) -> Wait:
+    """The last thing that had to happen before an event could."""
+    if timeline.lane(event) is Lane.COMPUTE:
+        return _work_waited_for(timeline, event)
+    return _message_waited_for(timeline, event)
+
+
+def critical_path(timeline: Timeline) -> list[Event]:
+    """The chain of events that determines the makespan, in the order of time.
+
+    It goes back from the work that ends last, through what each event waited for. A message appears as its receive,
+    and as its send where it was the sender that came last.
+    """
+    work = [event for event in timeline.events if timeline.lane(event) is Lane.COMPUTE]
+    current: Event | None = max(work, key=lambda event: event.end_s, default=None)
+    path: list[Event] = []
+    # No path is longer than there are events; a measured timeline with broken clocks must not run for ever.
+    while current is not None and len(path) <= len(timeline.events):
+        path.append(current)
+        current = waited_for(timeline, current).by
+    return path[::-1]
+
+
+def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
+    before = _work_before(timeline, event)
+    issued = timeline.by_place.get(_place_before(timeline, event)) if event.position or event.repeat else None
+    free = before.end_s if before else timeline.start_s
+    if issued is not None and timeline.lane(issued) is not Lane.COMPUTE:
+        free = max(free, issued.start_s)
+    arrival = max(_arrivals(timeline, event), key=lambda item: item.end_s, default=None)
+    if arrival is not None and arrival.end_s > free:
+        return Wait(_NAMES.get(timeline.instruction(arrival).op, "copy"), arrival, max(event.start_s - free, 0))
+    if before is None:
+        return Wait("start", None, 0)
+    return Wait("rank", before, max(event.start_s - free, 0))
+
+
+_NAMES = {Op.SEND: "message", Op.RECV: "message", Op.REDUCE: "reduction", Op.BARRIER: "reduction"}
+
+
+def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
+    sides = _sides(timeline, event)
+    if "no_rendezvous" in timeline.notes:
+        # The message was under way before its receive was posted, unless that was the last thing to happen.
+        sides = [s for s in sides if timeline.instruction(s).op is not Op.RECV or s.start_s >= s.end_s] or sides
+    last = max(sides, key=lambda side: (_ready_s(timeline, side), side is event))
+    ready = _ready_s(timeline, last)
+    if timeline.notes.get("contention"):
+        ahead = _ahead_on_link(timeline, event, sides, ready)
+        if ahead is not None:
+            return Wait("link", ahead, ahead.end_s - event.start_s)
+    if last is not event:
+        reasons = {Op.SEND: "sender", Op.RECV: "receiver"}
+        return Wait(reasons.get(timeline.instruction(last).op, "member"), last, max(ready - event.start_s, 0))
+    arrival = max(_arrivals(timeline, event), key=lambda item: item.end_s, default=None)
+    if arrival is not None and arrival.end_s > event.start_s:
+        return Wait(_NAMES.get(timeline.instruction(arrival).op, "copy"), arrival, arrival.end_s - event.start_s)
+    before = _work_before(timeline, event)
+    return Wait("rank" if before else "start", before, 0)
+
+
+def _ready_s(timeline: Timeline, side: Event) -> float:
+    return max([side.start_s, *(item.end_s for item in _arrivals(timeline, side))])
+
+
+def _arrivals(timeline: Timeline, event: Event) -> list[Event]:
+    """The messages, reductions and copies that an event needs, or that its rank waited for on the way to it."""
+    graph = _graph(timeline)
+    start = graph.starts[event.rank]
+    numbers = [n for n in graph.preds[start + event.position] if not _on_compute(graph, n)]
+    positions = [n - start for n in numbers]
+    place = timeline.by_place
+    found = [place[event.rank, event.repeat, p] for p in positions if (event.rank, event.repeat, p) in place]
+    if timeline.lane(event) is Lane.COMPUTE and ("blocking_sends" in timeline.notes or "no_overlap" in timeline.notes):
+        found += _blocking_before(timeline, event)
+    return found
+
+
+def _blocking_before(timeline: Timeline, event: Event) -> list[Event]:
+    """Events between the last work of the rank and this one whose end the rank waited for."""
+    found = []
+    place = _place_before(timeline, event)
+    while place[1] >= 0:
+        before = timeline.by_place.get(place)
+        if before is None or timeline.lane(before) is Lane.COMPUTE:
+            break
+        op = timeline.instruction(before).op
+        if op is not Op.RECV and ("blocking_sends" if op is Op.SEND else "no_overlap") in timeline.notes:
+            found.append(before)
+        place = _place_before(timeline, before)
+    return found
+
+
+def _sides(timeline: Timeline, event: Event) -> list[Event]:
+    """The events of all sides of a message or collective, this one included."""
+    graph = _graph(timeline)
+    number = graph.starts[event.rank] + event.position
+    if number in graph.partner:
+        numbers: tuple[int, ...] = (number, graph.partner[number])
+    elif number in graph.collective_of:
+        numbers = graph.collectives[graph.collective_of[number]]
+    else:
+        return [event]
+    places = [(rank, event.repeat, position) for rank, position in map(graph.place, numbers)]
+    found = [timeline.by_place[place] for place in places if place in timeline.by_place]
+    return [event, *(side for side in found if side != event)]
+
+
+def _ahead_on_link(timeline: Timeline, event: Event, sides: list[Event], ready: float) -> Event | None:
+    """The message that left its link to this one, when this one was ready before."""
+    i = timeline.instruction(event)
+    if i.op is not Op.SEND and i.op is not Op.RECV:
+        return None
+    sender = event if i.op is Op.SEND else next((side for side in sides if side is not event), event)
+    link = timeline.instruction(sender).peer
+    sends = _sends_by_end(timeline).get((sender.rank, link), [])
+    before = bisect_left(sends, event.end_s, key=lambda other: other.end_s) - 1
+    return sends[before] if before >= 0 and sends[before].end_s > ready else None
+
+
+def _sends_by_end(timeline: Timeline) -> dict[tuple[int, int], list[Event]]:
+    """The sends of each link by their arrival, kept with the timeline."""
+    kept: dict[tuple[int, int], list[Event]] | None = timeline.__dict__.get("_sends_by_end")
+    if kept is None:
+        kept = timeline.__dict__["_sends_by_end"] = {}
+        for event in sorted(timeline.events, key=lambda event: event.end_s):
+            i = timeline.instruction(event)
+            if i.op is Op.SEND:
+                kept.setdefault((event.rank, i.peer), []).append(event)
+    return kept
+
+
+def _work_before(timeline: Timeline, event: Event) -> Event | None:
+    """The last event of the compute lane that a rank ran before."""
+    place = _place_before(timeline, event)
+    while place[1] >= 0:
+        before = timeline.by_place.get(place)
+        if before is None or timeline.lane(before) is Lane.COMPUTE:
+            return before
+        place = _place_before(timeline, before)
+    return None
+
+
+def _place_before(timeline: Timeline, event: Event) -> tuple[int, int, int]:
+    """(rank, repeat, position) of what a rank issued before; the repeat is negative where there is nothing."""
+    if event.position:
+        return event.rank, event.repeat, event.position - 1
+    return event.rank, event.repeat - 1, len(timeline.program.ranks[event.rank]) - 1
+
+
+def _graph(timeline: Timeline) -> Graph:
+    return dependency_graph(timeline.program)
+
+
+def _on_compute(graph: Graph, number: int) -> bool:
+    return OP_SPEC[graph.instructions[number].op].lane is Lane.COMPUTE

@@ -1,0 +1,162 @@
+"""Timelines as Chrome traces: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open, and that loads back.
+
+A process is a rank, a thread a lane. Messages and copies that overlap get further threads, because slices of one thread
+must not cross. Arrows lead from a send to its receive; a counter follows the memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipefit.errors import PipefitError
+from pipefit.ir import text
+from pipefit.ir.graph import dependency_graph
+from pipefit.ir.op import Lane, Op
+from pipefit.spec.files import read_json, write_atomically
+from pipefit.timeline.timeline import Event, Timeline
+
+__all__ = ["from_chrome_trace", "load_trace", "save_trace", "to_chrome_trace"]
+
+_FORMAT = "pipefit.timeline/1"
+_US = 1e6
+_THREADS = {Lane.COMPUTE: 0, Lane.COMM: 100, Lane.COPY: 200}
+
+
+def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """A JSON object in Chrome's trace event format (times there in microseconds)."""
+    threads = _threads(timeline)
+    items: list[dict[str, Any]] = list(_names(timeline, threads))
+    for event in timeline.events:
+        items.append(_slice(timeline, event, threads[event]))
+    items += _arrows(timeline, threads)
+    for rank, samples in enumerate(timeline.memory):
+        for time, size in samples:
+            args = {"bytes": float(size)}
+            items.append({"ph": "C", "name": "memory", "pid": rank, "tid": 0, "ts": float(time) * _US, "args": args})
+    return {
+        "format": _FORMAT,
+        "displayTimeUnit": "ms",
+        "traceEvents": items,
+        "otherData": {
+            "program": text.dump(timeline.program),
+            "source": timeline.source,
+            "num_repeats": timeline.num_repeats,
+            "notes": timeline.notes,
+            "memory": [[[float(time), float(size)] for time, size in samples] for samples in timeline.memory],
+        },
+    }
+
+
+def from_chrome_trace(data: object, where: str = "trace") -> Timeline:
+    """The timeline of a trace made by `to_chrome_trace`.
+
+    Raises:
+        PipefitError: it is none, or something in it is malformed.
+    """
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise PipefitError(f'{where}: expected a trace with "format": "{_FORMAT}", got {found!r}')
+    try:
+        other = data["otherData"]
+        program = text.parse(other["program"], f"{where}: program")
+        rows = [item["args"] for item in data["traceEvents"] if item["ph"] == "X"]
+        events = [Event(row["rank"], row["position"], row["repeat"], row["start_s"], row["end_s"]) for row in rows]
+        memory = tuple(tuple((time, size) for time, size in samples) for samples in other["memory"])
+        notes = {str(name): float(value) for name, value in other["notes"].items()}
+        timeline = Timeline(program, tuple(events), memory, other["source"], other["num_repeats"], notes)
+        for event in events:
+            timeline.instruction(event)
+    except (KeyError, TypeError, AttributeError, IndexError) as problem:
+        raise PipefitError(f"{where}: malformed trace: {type(problem).__name__}: {problem}") from None
+    return timeline
+
+
+def save_trace(timeline: Timeline, path: str | Path) -> Path:
+    """Writes the Chrome trace as JSON, atomically."""
+    return write_atomically(path, json.dumps(to_chrome_trace(timeline), separators=(",", ":")) + "\n")
+
+
+def load_trace(path: str | Path) -> Timeline:
+    """Reads a trace that `save_trace` wrote.
+
+    Raises:
+        PipefitError: with the file and what is wrong in it.
+    """
+    return from_chrome_trace(read_json(path, PipefitError), str(path))
+
+
+def _threads(timeline: Timeline) -> dict[Event, int]:
+    """The thread of each event: the first of its lane on which it crosses no other."""
+    threads: dict[Event, int] = {}
+    free: dict[tuple[int, Lane], list[float]] = {}
+    for event in sorted(timeline.events, key=lambda event: (event.start_s, event.end_s)):
+        lane = timeline.lane(event)
+        ends = free.setdefault((event.rank, lane), [])
+        track = 0
+        if lane is not Lane.COMPUTE:
+            track = next((index for index, end in enumerate(ends) if end <= event.start_s), len(ends))
+        if track == len(ends):
+            ends.append(event.end_s)
+        ends[track] = event.end_s
+        threads[event] = _THREADS[lane] + track
+    return threads
+
+
+def _names(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:
+    for rank in range(len(timeline.program.ranks)):
+        stages = ", ".join(f"s{stage}" for stage in timeline.program.header.stages_of(rank))
+        yield _metadata("process_name", rank, 0, name=f"rank {rank} ({stages})")
+        yield _metadata("process_sort_index", rank, 0, sort_index=rank)
+    lanes = {(event.rank, thread): timeline.lane(event) for event, thread in threads.items()}
+    for (rank, thread), lane in sorted(lanes.items()):
+        track = thread - _THREADS[lane]
+        yield _metadata("thread_name", rank, thread, name=f"{lane.value} {track + 1}" if track else lane.value)
+        yield _metadata("thread_sort_index", rank, thread, sort_index=thread)
+
+
+def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": args}
+
+
+def _slice(timeline: Timeline, event: Event, thread: int) -> dict[str, Any]:
+    i = timeline.instruction(event)
+    start, end = float(event.start_s), float(event.end_s)
+    return {
+        "ph": "X",
+        "name": str(i),
+        "cat": i.op.value,
+        "pid": event.rank,
+        "tid": thread,
+        "ts": start * _US,
+        "dur": max(end - start, 0.0) * _US,
+        "args": {
+            "rank": event.rank,
+            "position": event.position,
+            "repeat": event.repeat,
+            "start_s": start,
+            "end_s": end,
+        },
+    }
+
+
+def _arrows(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:
+    graph = dependency_graph(timeline.program)
+    number = 0
+    for event in timeline.events:
+        if timeline.instruction(event).op is not Op.SEND:
+            continue
+        partner = graph.partner.get(graph.starts[event.rank] + event.position)
+        if partner is None:
+            continue
+        rank, position = graph.place(partner)
+        receive = timeline.by_place.get((rank, event.repeat, position))
+        if receive is not None:
+            number += 1
+            common = {"name": "message", "cat": "message", "id": number}
+            # An arrow's end belongs to the slice around it, so it points into the receive, not at its very end.
+            at = max(event.start_s, receive.start_s)
+            yield {"ph": "s", "pid": event.rank, "tid": threads[event], "ts": float(event.start_s) * _US, **common}
+            yield {"ph": "f", "bp": "e", "pid": rank, "tid": threads[receive], "ts": float(at) * _US, **common}
