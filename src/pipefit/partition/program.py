@@ -248,7 +248,7 @@ def _table(
         # From the first to the last end that is fast enough; a slower one between them stays out as infinite.
         low, high = _ends(good)
         middle = np.where(good, 1.0 if count else middle, np.inf)
-        some: list[bool] = good.any(axis=1).tolist()
+        some = np.logical_or.reduce(good, axis=1)
         rest, target = table[position + 1 : -1], table[position]
         for index, choice in enumerate(choices):
             replicas = choice.replicas

@@ -120,10 +120,11 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
 
 
 def _free_layers(profile: Profile, feeds: list[int]) -> int:
-    """Layers without time, weights and output bytes that only such layers feed; none, if that were all layers."""
+    """Layers without time and bytes of any kind that only such layers feed; none, if that were all layers."""
     free = 0
     for index, layer in enumerate(profile.layers):
-        if feeds[index] & ~free == 0 and layer.total_s == layer.weight_bytes == layer.output_bytes == 0:
+        bytes_of_all_kinds = layer.weight_bytes + layer.output_bytes + layer.saved_bytes
+        if feeds[index] & ~free == 0 and layer.total_s + bytes_of_all_kinds == 0:
             free |= 1 << index
     return 0 if free == (1 << len(profile)) - 1 else free
 

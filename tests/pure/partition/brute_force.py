@@ -1,4 +1,4 @@
-"""PipeDream's recurrences by enumeration: every way to divide a small graph, its cost written straight from the formulas."""
+"""PipeDream's recurrences by enumeration: every way to divide a small graph, its cost straight from them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def best(profile, levels, convention, straight=False, limit=math.inf, versions=1
     """Least time and, of the plans that reach it, the fewest stages of the outermost level."""
     free = frozenset()
     for index, layer in enumerate(profile.layers):
-        costless = layer.total_s == layer.weight_bytes == layer.output_bytes == 0
+        costless = layer.total_s == layer.weight_bytes == layer.output_bytes == layer.saved_bytes == 0
         if costless and all(tail in free for tail, head in profile.links if head == index):
             free |= {index}
     everything = frozenset(range(len(profile)))
@@ -128,5 +128,3 @@ def best(profile, levels, convention, straight=False, limit=math.inf, versions=1
         return math.inf, 0
     least = min(time for time, _ in found)
     return least, min(count for time, count in found if time <= least * (1 + 1e-10))
-
-

@@ -1,10 +1,10 @@
 """What PipeDream's released optimizer answers on its published profiles."""
 
 import pytest
+from tests.pure.partition.cases import topology
 
 from pipefit.partition import pipedream
 from pipefit.spec.published import load_profile
-from tests.pure.partition.cases import topology
 
 CODE = "pipedream-code"
 
