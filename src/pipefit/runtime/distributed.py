@@ -1,15 +1,15 @@
 """One process per rank, over `torch.distributed`: Gloo on CPUs, NCCL on GPUs.
 
-Every send and receive is asynchronous. Shapes are agreed on once: the first activation of each shape is preceded by
-its contract, from which both ends know what all later ones look like; nothing is negotiated again until the shapes of
-the data change (a ragged last batch, another sequence length).
+Every send and receive is asynchronous. Shapes are agreed on once: the first activation of each shape on a link is
+announced by its contract, from which both ends know what all later ones look like; nothing is negotiated again until
+the shapes of the data change (a ragged last batch, another sequence length).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -17,7 +17,6 @@ import torch
 from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind
-from pipefit.ir.program import Header
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import Contract
 from torch import Tensor
@@ -26,10 +25,6 @@ __all__ = ["DistributedTransport"]
 
 _MAX_LEAVES = 64
 _MAX_OPEN_SENDS = 4
-_ANNOUNCE = 2 * _MAX_LEAVES
-"""Tags of a message: activation leaves, gradient leaves, then the two parts of an announcement."""
-_TAGS = _ANNOUNCE + 2
-ContractKey = tuple[int, object]
 
 
 class DistributedTransport:
@@ -37,25 +32,26 @@ class DistributedTransport:
 
     Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
     later messages to it are under way. The verifier has proven that no order of waiting on sends can block a program.
+
+    Attributes:
+        bytes_sent: of all activations and gradients so far.
     """
 
-    def __init__(
-        self, rank: int, num_stages: int, device: torch.device, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, rank: int, num_stages: int, device: torch.device) -> None:
         self.rank = rank
         self.device = device
-        self._stages = num_stages
-        self._world: dist.ProcessGroup = group or dist.group.WORLD  # type: ignore[assignment]
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._contracts: dict[ContractKey, Contract] = {}
-        self._fresh: set[object] = set()
-        self._seen: set[object] = set()
-        self._signatures: Sequence[object] = ()
-        self._open: dict[tuple[int, str], deque[tuple[tuple[int, int], list[Any], object]]] = {}
-        self._parity = 0
         self.bytes_sent = 0
+        self._stages = num_stages
+        self._world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: dict[tuple[int, object], Contract] = {}
+        self._announced: dict[tuple[int, int, object], Contract] = {}
+        self._told: set[tuple[int, int, object]] = set()
+        self._signatures: Sequence[object] = ()
+        self._open: dict[tuple[int, str], deque[_Sent]] = {}
+        self._parity = 0
 
-    def prepare(self, header: Header, member_sets: Sequence[tuple[int, ...]]) -> None:
+    def prepare(self, member_sets: Sequence[tuple[int, ...]]) -> None:
         """Makes the process groups of a program's reductions; every rank must call it with the same sets."""
         for members in sorted(set(member_sets)):
             if members not in self._groups:
@@ -63,34 +59,31 @@ class DistributedTransport:
                 self._groups[members] = self._world if whole else dist.new_group(list(members))
 
     def begin(self, signatures: Sequence[object]) -> None:
-        """A pass begins; shapes not seen in earlier passes will be announced during all of it."""
+        """A pass begins."""
         self._signatures = signatures
-        self._fresh = set(signatures) - self._seen
-        self._seen |= self._fresh
         self._parity ^= 1
 
     def send(self, instruction: Instruction, message: Message) -> None:
         """Starts to send the leaves of a message."""
         i = instruction
-        works: list[Any] = []
         leaves = [leaf.contiguous() for leaf in message.leaves]
-        first = self._tag(i, 0)
-        held: list[object] = [leaves]
+        sent = _Sent(i.stage, i.mb, [], [leaves])
         if i.kind == Kind.ACT:
-            self._agree(i, message, works, held)
+            self._agree(i, message, sent)
+        first = self._tag(i)
         for offset, leaf in enumerate(leaves):
-            works.append(self._world.send([leaf], i.peer, first + offset))
+            sent.works.append(self._world.send([leaf], i.peer, first + offset))
             self.bytes_sent += leaf.nbytes
         queue = self._open.setdefault((i.peer, i.kind), deque())
-        queue.append(((i.stage, i.mb), works, held))
+        queue.append(sent)
         while len(queue) > _MAX_OPEN_SENDS:
-            _finish(queue.popleft())
+            queue.popleft().finish()
 
-    def _agree(self, i: Instruction, message: Message, works: list[Any], held: list[object]) -> None:
-        """Announces the contract of an activation whose shapes are new; checks it against the contract otherwise."""
-        key = (i.stage, self._signatures[i.mb])
+    def _agree(self, i: Instruction, message: Message, sent: _Sent) -> None:
+        """Holds an activation to its contract, and announces the contract to a receiver that has not seen it."""
+        signature = self._signatures[i.mb]
         contract = Contract.of(message.leaves, message.flags, message.structure)  # type: ignore[arg-type]
-        known = self._contracts.setdefault(key, contract)
+        known = self._made.setdefault((i.stage, signature), contract)
         if known != contract:
             raise ModelError(
                 f"stage {i.stage} gave {contract} for micro-batch {i.mb}, but {known} for an earlier input of the same "
@@ -101,12 +94,13 @@ class DistributedTransport:
                 f"the output of stage {i.stage} has {len(contract.leaves)} tensors, at most {_MAX_LEAVES} can be sent; "
                 "stack some of them"
             )
-        if key[1] in self._fresh:
+        if (i.peer, i.stage, signature) not in self._told:
+            self._told.add((i.peer, i.stage, signature))
             text = torch.frombuffer(bytearray(contract.to_bytes()), dtype=torch.uint8)
-            size = torch.tensor([text.numel()])
-            held += [text, size]
-            tag = self._tag(i, _ANNOUNCE)
-            works += [self._world.send([size], i.peer, tag), self._world.send([text], i.peer, tag + 1)]
+            head = torch.tensor([text.numel(), i.mb])
+            sent.held.extend((text, head))
+            tag = self._announcement_tag(i.stage)
+            sent.works.extend((self._world.send([head], i.peer, tag), self._world.send([text], i.peer, tag + 1)))
 
     def receive(self, instruction: Instruction) -> _Receive:
         """Posts a receive; one whose shapes are not known yet is posted when it is waited for."""
@@ -117,53 +111,69 @@ class DistributedTransport:
     def contract_of(self, i: Instruction) -> Contract | None:
         """The contract of a value that will arrive, if it is known already."""
         signature = self._signatures[i.mb]
-        if i.kind == Kind.ACT and signature in self._fresh:
-            return None
-        return self._contracts.get((i.stage, signature))
+        if i.kind == Kind.ACT:
+            return self._announced.get((i.peer, i.stage, signature))
+        return self._made.get((i.stage, signature))
 
     def learn(self, i: Instruction) -> None:
-        """Receives the announcement that precedes an activation."""
-        tag = self._tag(i, _ANNOUNCE)
-        size = torch.zeros(1, dtype=torch.int64)
-        self._world.recv([size], i.peer, tag).wait()
-        text = torch.empty(int(size), dtype=torch.uint8)
+        """Receives the next announcement of a stage's activations."""
+        tag = self._announcement_tag(i.stage)
+        head = torch.zeros(2, dtype=torch.int64)
+        self._world.recv([head], i.peer, tag).wait()
+        text = torch.empty(int(head[0]), dtype=torch.uint8)
         self._world.recv([text], i.peer, tag + 1).wait()
-        self._contracts[i.stage, self._signatures[i.mb]] = Contract.from_bytes(text.numpy().tobytes())
+        signature = self._signatures[int(head[1])]
+        self._announced[i.peer, i.stage, signature] = Contract.from_bytes(text.numpy().tobytes())
 
     def post(self, i: Instruction, contract: Contract) -> tuple[list[Tensor], list[Any]]:
         """Buffers for the leaves of a message, and their receives under way."""
         wanted = contract.leaves if i.kind == Kind.ACT else [leaf for leaf in contract.leaves if leaf[2]]
         buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in wanted]
-        first = self._tag(i, 0)
+        first = self._tag(i)
         return buffers, [self._world.recv([buffer], i.peer, first + k) for k, buffer in enumerate(buffers)]
 
     def delivered(self, kind: str, stage: int, mb: int) -> None:
         """Lets go of a send whose receiver has answered, and of all before it on the same link."""
-        for (_, sent), queue in self._open.items():
-            if sent == kind and any(entry[0] == (stage, mb) for entry in queue):
-                while (entry := queue.popleft())[0] != (stage, mb):
-                    _finish(entry)
-                _finish(entry)
+        for (_, sent_kind), queue in self._open.items():
+            if sent_kind == kind and any((sent.stage, sent.mb) == (stage, mb) for sent in queue):
+                while (sent := queue.popleft()) and (sent.stage, sent.mb) != (stage, mb):
+                    sent.finish()
+                sent.finish()
 
     def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> _Reduction:
         """Starts to sum tensors over some ranks, those of one type in one message."""
         buckets: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             buckets.setdefault(tensor.dtype, []).append(index)
-        group = self._groups[members]
         flats = [torch.cat([tensors[index].reshape(-1) for index in indices]) for indices in buckets.values()]
-        works = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats]
+        works = [dist.all_reduce(flat, group=self._groups[members], async_op=True) for flat in flats]
         return _Reduction(tensors, list(buckets.values()), flats, works)
 
     def finish(self) -> None:
         """Waits for every send under way."""
         for queue in self._open.values():
             while queue:
-                _finish(queue.popleft())
+                queue.popleft().finish()
 
-    def _tag(self, i: Instruction, offset: int) -> int:
-        kind = _MAX_LEAVES if i.kind == Kind.GRAD and offset < _ANNOUNCE else 0
-        return (((i.mb % 4096) * self._stages + i.stage) * 2 + self._parity) * _TAGS + kind + offset
+    def _tag(self, i: Instruction) -> int:
+        message = ((i.mb % 4096) * self._stages + i.stage) * 2 + self._parity
+        return (message * 2 + (i.kind == Kind.GRAD)) * _MAX_LEAVES
+
+    def _announcement_tag(self, stage: int) -> int:
+        return 4096 * self._stages * 4 * _MAX_LEAVES + 2 * stage
+
+
+class _Sent(NamedTuple):
+    """A message under way, with everything that must stay alive until it is done."""
+
+    stage: int
+    mb: int
+    works: list[Any]
+    held: list[object]
+
+    def finish(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class _Receive:
@@ -187,14 +197,10 @@ class _Receive:
     def wait(self) -> Message:
         """The message."""
         i = self._instruction
-        if self._posted is None:
-            if i.kind == Kind.ACT:
+        while self._posted is None:
+            self.try_to_post()
+            if self._posted is None:
                 self._transport.learn(i)
-                contract = self._transport._contracts[i.stage, self._transport._signatures[i.mb]]
-                self._posted = (contract, *self._transport.post(i, contract))
-            else:
-                self.try_to_post()
-        assert self._posted is not None
         contract, buffers, works = self._posted
         for work in works:
             work.wait()
@@ -223,8 +229,3 @@ class _Reduction:
             for index, part in zip(indices, flat.split(sizes), strict=True):
                 result[index] = part.view_as(self._tensors[index])
         return result
-
-
-def _finish(entry: tuple[tuple[int, int], list[Any], object]) -> None:
-    for work in entry[1]:
-        work.wait()

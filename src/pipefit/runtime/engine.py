@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from pipefit.errors import InvalidProgramError
 from pipefit.ir.graph import collective_members, dependency_graph
+from pipefit.ir import text
 from pipefit.ir.program import Program
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution, Feed
+from pipefit.runtime.launch import PROGRAM_FILE
 from pipefit.runtime.local import LocalTransport, Mailbox
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.timeline import Event
 from torch import Tensor
@@ -47,17 +51,19 @@ class Engine:
         workers: one in a distributed run; all of them in a local one.
     """
 
-    def __init__(self, workers: Sequence[Worker], num_stages: int, distributed: bool) -> None:
+    def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session) -> None:
+        self.session = session
         self.workers = list(workers)
         self._mailbox = Mailbox()
         self._flags: list[dict[tuple[int, object], list[bool]]] = [{} for _ in workers]
         self._prepared: set[str] = set()
         self.transports: list[LocalTransport | DistributedTransport] = [
             DistributedTransport(worker.rank, num_stages, worker.device)
-            if distributed
+            if session.is_distributed
             else LocalTransport(worker.rank, self._mailbox)
             for worker in self.workers
         ]
+        session.before_leaving.extend(t.finish for t in self.transports if isinstance(t, DistributedTransport))
 
     def run(self, program: Program, feed: Feed) -> PassResult:
         """Executes a program once on the ranks of this process.
@@ -70,7 +76,8 @@ class Engine:
         for worker, transport, flags in zip(self.workers, self.transports, self._flags, strict=True):
             transport.begin(feed.signatures)
             compiled = compile_rank(program, worker.rank)
-            executions.append(Execution(compiled, worker, transport, feed, flags))
+            progress = self.session.progress if self.session.is_distributed else Progress()
+            executions.append(Execution(compiled, worker, transport, feed, flags, progress))
         self.executions = executions
         _drive(executions)
         for worker in self.workers:
@@ -86,7 +93,9 @@ class Engine:
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         for transport in self.transports:
             if isinstance(transport, DistributedTransport):
-                transport.prepare(program.header, sets)
+                transport.prepare(sets)
+        if self.session.folder and self.session.rank == 0:
+            text.save(program, self.session.folder / PROGRAM_FILE)
 
 
 def _drive(executions: Sequence[Execution]) -> None:

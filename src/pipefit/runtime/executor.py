@@ -11,6 +11,7 @@ import torch
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.runtime.compiled import CompiledRank
+from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Handle, Message, Transport
 from pipefit.runtime.worker import Worker
 from torch import Tensor
@@ -48,6 +49,8 @@ class Execution:
         worker: the rank's stages and optimizers.
         transport: how it reaches the others.
         feed: the data.
+        flags: which outputs of a stage need gradients, learnt from the first micro-batch of each shape.
+        progress: where others can see how far the rank has come.
         values: activations, inputs, gradients and what autograd saved, by (kind, stage, micro-batch).
         handles: receives and reductions under way, by the index of their instruction.
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
@@ -61,6 +64,7 @@ class Execution:
     transport: Transport
     feed: Feed
     flags: dict[tuple[int, object], list[bool]]
+    progress: Progress
     values: dict[Key, Any] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -73,13 +77,15 @@ class Execution:
         """Runs the list; yields the instruction that cannot go on yet (only a transport that never blocks makes it)."""
         from pipefit.runtime.handlers import HANDLERS
 
-        compiled, clock = self.compiled, time.perf_counter
+        compiled, clock, progress = self.compiled, time.perf_counter, self.progress
+        progress.passes += 1
         instructions, awaits, frees = compiled.instructions, compiled.awaits, compiled.frees
         starts = self.starts = [0.0] * len(instructions)
         ends = self.ends = [0.0] * len(instructions)
         values, handles = self.values, self.handles
         for index, instruction in enumerate(instructions):
             self.index = index
+            progress.at(index)
             for awaited in awaits[index]:
                 handle = handles.pop(awaited)
                 while not handle.ready():

@@ -1,0 +1,231 @@
+"""Starting the ranks of a run on this machine, and ending all of them when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from pipefit.errors import CommunicationError, PipefitError
+from pipefit.ir import text
+from pipefit.runtime.progress import Progress
+
+__all__ = ["PROGRAM_FILE", "LaunchError", "launch", "run_script"]
+
+_GRACE_S = 2.0
+PROGRAM_FILE = "program.pipe"
+
+
+class LaunchError(PipefitError):
+    """A rank failed; the message says which, at which instruction, and where its log is."""
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    threads: int | None = None,
+    folder: Path | None = None,
+    quiet: bool = False,
+) -> list[Any]:
+    """Runs `function(*args)` in `num_ranks` processes that share a process group, and gives their results by rank.
+
+    Processes come from a server that has torch loaded already, so they start in a fraction of a second. Only rank 0
+    writes to the terminal; the others write to log files. When one rank fails, all are ended within seconds and the
+    failure of the first is reported.
+
+    Args:
+        function: importable by name; runs in each rank.
+        num_ranks: processes to start.
+        args: for the function; anything that can be pickled within this machine.
+        threads: CPU threads per rank; None: the cores divided among the ranks, at least one.
+        folder: private folder of the run, for logs; None: a temporary one, removed when all goes well.
+        quiet: rank 0 too writes to its log only.
+
+    Raises:
+        LaunchError: a rank raised, or died.
+        PipefitError: a rank refused its input (the same error that the rank raised).
+    """
+    if num_ranks < 1:
+        raise PipefitError(f"ranks: expected at least 1, got {num_ranks}")
+    place = folder or Path(tempfile.mkdtemp(prefix="pipefit-"))
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "store").unlink(missing_ok=True)
+    context = _server()
+    threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    processes, pipes = [], []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        settings = _Settings(rank, num_ranks, str(place), threads, quiet)
+        process = context.Process(target=_main, args=(settings, theirs, function, args), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        results = _collect(processes, pipes, place)
+    finally:
+        _end(processes)
+    if folder is None:
+        _remove(place)
+    return results
+
+
+class _Settings:
+    """What a child needs to know before it joins the others."""
+
+    def __init__(self, rank: int, num_ranks: int, folder: str, threads: int, quiet: bool) -> None:
+        self.rank, self.num_ranks, self.folder, self.threads, self.quiet = rank, num_ranks, folder, threads, quiet
+
+
+_context: Any = None
+
+
+def _server() -> Any:
+    """The fork server with torch and the runtime loaded, started once per process."""
+    global _context
+    if _context is None:
+        _context = mp.get_context("forkserver")
+        _context.set_forkserver_preload(["pipefit.runtime.preload"])
+    return _context
+
+
+def _main(settings: _Settings, pipe: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """A rank's process."""
+    import torch
+
+    from pipefit.runtime import session
+
+    os.environ.update(
+        RANK=str(settings.rank),
+        LOCAL_RANK=str(settings.rank),
+        WORLD_SIZE=str(settings.num_ranks),
+        LOCAL_WORLD_SIZE=str(settings.num_ranks),
+        PIPEFIT_RUN=settings.folder,
+        OMP_NUM_THREADS=str(settings.threads),
+    )
+    torch.set_num_threads(settings.threads)
+    log = Path(settings.folder) / f"rank-{settings.rank}.log"
+    if settings.rank or settings.quiet:
+        _redirect(log)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        session.current()
+        outcome = ("done", function(*args))
+        session.leave()
+    except BaseException as problem:
+        with log.open("a") as file:
+            traceback.print_exc(file=file)
+        kind = "refused" if isinstance(problem, PipefitError) else "failed"
+        secondary = isinstance(problem, CommunicationError) or "Connection closed by peer" in str(problem)
+        shown = problem if kind == "refused" else f"{type(problem).__name__}: {problem}"
+        outcome = ("later" if secondary else kind, shown)
+    with contextlib.suppress(OSError):
+        pipe.send_bytes(_packed(outcome))
+        pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if outcome[0] == "done" else 1)
+
+
+def _packed(outcome: tuple[str, Any]) -> bytes:
+    """The outcome for the parent: tensors by value, since shared memory would vanish with this process."""
+    try:
+        return pickle.dumps(outcome)
+    except Exception as problem:  # an error or a result that cannot be pickled still has its words
+        return pickle.dumps(("failed", f"{outcome[1]!r:.500} (not picklable: {problem})"))
+
+
+def _redirect(log: Path) -> None:
+    """Standard output and error to a file, for C++ too."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+
+
+def _collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path) -> list[Any]:
+    """Waits for every rank's result; after a first failure, only for a moment more, to find the cause."""
+    outcomes: dict[int, tuple[str, Any]] = {}
+    deadline = None
+    while len(outcomes) < len(processes):
+        pending = {pipes[rank]: rank for rank in range(len(processes)) if rank not in outcomes}
+        timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
+        ready = wait(list(pending), timeout)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = pending[pipe]  # type: ignore[index]
+            try:
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                processes[rank].join(_GRACE_S)
+                outcomes[rank] = ("died", processes[rank].exitcode)
+            if outcomes[rank][0] != "done" and deadline is None:
+                deadline = time.monotonic() + _GRACE_S
+    failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] != "done"}
+    if failures or len(outcomes) < len(processes):
+        raise _failure(failures, place)
+    return [outcomes[rank][1] for rank in range(len(processes))]
+
+
+def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
+    """The error of the rank that is to blame: one that refused, raised or died before one that lost its peer."""
+    order = ("refused", "died", "failed", "later")
+    rank, (kind, what) = min(failures.items(), key=lambda item: (order.index(item[1][0]), item[0]))
+    if kind == "refused" and isinstance(what, PipefitError):
+        return what
+    said = what
+    if kind == "died":
+        name = signal.Signals(-what).name if what and what < 0 else f"exit code {what}"
+        said = f"the process died ({name})"
+    return LaunchError(
+        f"rank {rank} failed{_last_instruction(rank, place)}: {said}\n  its log: {place / f'rank-{rank}.log'}"
+    )
+
+
+def _last_instruction(rank: int, place: Path) -> str:
+    """Where the rank was, from its progress file and the program that rank 0 left in the folder."""
+    position = Progress.read(place / f"rank-{rank}.progress")
+    if position is None:
+        return " before its first instruction"
+    try:
+        instructions = text.load(place / PROGRAM_FILE).ranks[rank]
+        return f" at '{instructions[position.index]}' (instruction {position.index}, pass {position.passes})"
+    except (PipefitError, IndexError):
+        return f" after {position.passes} passes"
+
+
+def _end(processes: Sequence[Any]) -> None:
+    """Ends what still runs: politely, then not."""
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(_GRACE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _remove(place: Path) -> None:
+    for path in place.iterdir():
+        path.unlink(missing_ok=True)
+    place.rmdir()
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Runs a user's script as `__main__` in this rank."""
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    runpy.run_path(path, run_name="__main__")

@@ -1,0 +1,89 @@
+"""The process group of a run: who this process is, and joining the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipefit.errors import PipefitError
+from pipefit.runtime.progress import Progress
+
+__all__ = ["Session", "current", "join", "leave"]
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Session:
+    """This process among the ranks of a run.
+
+    Attributes:
+        rank: its number; 0 in a run of one process.
+        num_ranks: how many processes there are; 1: all ranks of a program run in this process.
+        folder: private folder of the run on this machine, None under torchrun.
+        progress: where this rank is.
+        before_leaving: what must be done before the process group is gone, such as waiting for sends under way.
+    """
+
+    rank: int
+    num_ranks: int
+    folder: Path | None
+    progress: Progress
+    before_leaving: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether ranks are processes."""
+        return self.num_ranks > 1
+
+
+_session: Session | None = None
+
+
+def current() -> Session:
+    """The session of this process; joins the others when a launcher has started it."""
+    global _session
+    if _session is None:
+        _session = join()
+    return _session
+
+
+def join() -> Session:
+    """Joins the process group that `pipefit run`, `pipefit train --ranks` or `torchrun` prepared; alone without one.
+
+    Ranks on one machine meet through a file in a private folder, so no port is opened to the network.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Session(0, 1, None, Progress())
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = Path(os.environ["PIPEFIT_RUN"]) if "PIPEFIT_RUN" in os.environ else None
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if not dist.is_initialized():
+        if folder is not None:
+            # Gloo would otherwise look the host's name up, which may resolve to an address of the outside.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            store = dist.FileStore(str(folder / "store"), num_ranks)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
+        else:
+            try:
+                dist.init_process_group(backend, timeout=_TIMEOUT)
+            except (RuntimeError, ValueError) as problem:
+                raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
+    return Session(rank, num_ranks, folder, Progress(folder / f"rank-{rank}.progress" if folder else None))
+
+
+def leave() -> None:
+    """Leaves the process group, once all ranks are done; without this a finished worker sometimes aborts at exit."""
+    global _session
+    if dist.is_initialized():
+        for finish in _session.before_leaving if _session else ():
+            finish()
+        dist.barrier()
+        dist.destroy_process_group()
+    _session = None
