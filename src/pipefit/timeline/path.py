@@ -53,17 +53,23 @@ def critical_path(timeline: Timeline) -> list[Event]:
 
 
 def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
-    before = _work_before(timeline, event)
-    issued = timeline.by_place.get(_place_before(timeline, event)) if event.position or event.repeat else None
+    before = _held_before(timeline, event)
     free = before.end_s if before else timeline.start_s
-    if issued is not None and timeline.lane(issued) is not Lane.COMPUTE:
+    issued = timeline.by_place.get(_place_before(timeline, event))
+    if issued is not None and issued is not before:
         free = max(free, issued.start_s)
     arrival = max(_arrivals(timeline, event), key=lambda item: item.end_s, default=None)
     if arrival is not None and arrival.end_s > free:
-        return Wait(_NAMES.get(timeline.instruction(arrival).op, "copy"), arrival, max(event.start_s - free, 0))
+        return Wait(_name(timeline, arrival), arrival, max(event.start_s - free, 0))
     if before is None:
         return Wait("start", None, 0)
+    if timeline.lane(before) is not Lane.COMPUTE:
+        return Wait(_name(timeline, before), before, max(before.end_s - before.start_s, 0))
     return Wait("rank", before, max(event.start_s - free, 0))
+
+
+def _name(timeline: Timeline, event: Event) -> str:
+    return _NAMES.get(timeline.instruction(event).op, "copy")
 
 
 _NAMES = {Op.SEND: "message", Op.RECV: "message", Op.REDUCE: "reduction", Op.BARRIER: "reduction"}
@@ -85,8 +91,8 @@ def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
         return Wait(reasons.get(timeline.instruction(last).op, "member"), last, max(ready - event.start_s, 0))
     arrival = max(_arrivals(timeline, event), key=lambda item: item.end_s, default=None)
     if arrival is not None and arrival.end_s > event.start_s:
-        return Wait(_NAMES.get(timeline.instruction(arrival).op, "copy"), arrival, arrival.end_s - event.start_s)
-    before = _work_before(timeline, event)
+        return Wait(_name(timeline, arrival), arrival, arrival.end_s - event.start_s)
+    before = _held_before(timeline, event)
     return Wait("rank" if before else "start", before, 0)
 
 
@@ -95,31 +101,13 @@ def _ready_s(timeline: Timeline, side: Event) -> float:
 
 
 def _arrivals(timeline: Timeline, event: Event) -> list[Event]:
-    """The messages, reductions and copies that an event needs, or that its rank waited for on the way to it."""
+    """The messages, reductions and copies that an event needs."""
     graph = _graph(timeline)
     start = graph.starts[event.rank]
     numbers = [n for n in graph.preds[start + event.position] if not _on_compute(graph, n)]
     positions = [n - start for n in numbers]
     place = timeline.by_place
-    found = [place[event.rank, event.repeat, p] for p in positions if (event.rank, event.repeat, p) in place]
-    if timeline.lane(event) is Lane.COMPUTE and ("blocking_sends" in timeline.notes or "no_overlap" in timeline.notes):
-        found += _blocking_before(timeline, event)
-    return found
-
-
-def _blocking_before(timeline: Timeline, event: Event) -> list[Event]:
-    """Events between the last work of the rank and this one whose end the rank waited for."""
-    found = []
-    place = _place_before(timeline, event)
-    while place[1] >= 0:
-        before = timeline.by_place.get(place)
-        if before is None or timeline.lane(before) is Lane.COMPUTE:
-            break
-        op = timeline.instruction(before).op
-        if op is not Op.RECV and ("blocking_sends" if op is Op.SEND else "no_overlap") in timeline.notes:
-            found.append(before)
-        place = _place_before(timeline, before)
-    return found
+    return [place[event.rank, event.repeat, p] for p in positions if (event.rank, event.repeat, p) in place]
 
 
 def _sides(timeline: Timeline, event: Event) -> list[Event]:
@@ -161,15 +149,22 @@ def _sends_by_end(timeline: Timeline) -> dict[tuple[int, int], list[Event]]:
     return kept
 
 
-def _work_before(timeline: Timeline, event: Event) -> Event | None:
-    """The last event of the compute lane that a rank ran before."""
+def _held_before(timeline: Timeline, event: Event) -> Event | None:
+    """The last event before this one that held its rank to its end: work, or what the rank was made to wait for."""
     place = _place_before(timeline, event)
     while place[1] >= 0:
         before = timeline.by_place.get(place)
-        if before is None or timeline.lane(before) is Lane.COMPUTE:
+        if before is None or _holds(timeline, before):
             return before
         place = _place_before(timeline, before)
     return None
+
+
+def _holds(timeline: Timeline, event: Event) -> bool:
+    if timeline.lane(event) is Lane.COMPUTE:
+        return True
+    op = timeline.instruction(event).op
+    return op is not Op.RECV and ("blocking_sends" if op is Op.SEND else "no_overlap") in timeline.notes
 
 
 def _place_before(timeline: Timeline, event: Event) -> tuple[int, int, int]:

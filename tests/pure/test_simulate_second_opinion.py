@@ -1,0 +1,223 @@
+"""A second simulator, which shares nothing with the first but the laws of needs and costs: it lets a clock tick."""
+
+from fractions import Fraction
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pipefit.cost import CostModel
+from pipefit.errors import InvalidProgramError
+from pipefit.ir.graph import dependency_graph
+from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.values import makes, needs
+from pipefit.schedules import Shape, generate
+from pipefit.simulate import simulate
+
+
+class Hang(Exception):
+    pass
+
+
+class Tie(Exception):
+    """Two messages want a link at the same moment: which goes first is nobody's law."""
+
+
+def predecessors(program):
+    """For each (rank, index): the indices before it on its rank that made what it needs."""
+    found = {}
+    for rank, instructions in enumerate(program.ranks):
+        for index, i in enumerate(instructions):
+            found[rank, index] = before = set()
+            for value in needs(i, program, rank):
+                makers = [j for j in range(index) if value in makes(instructions[j], program, rank)]
+                before.update(makers if value.kind == "wgrad" else makers[-1:])
+    return found
+
+
+def tick_by_tick(program, cost, repeats=1, contention=False, blocked=()):
+    """Start and end of everything, by (rank, repeat, index); all costs must be whole numbers."""
+    before = predecessors(program)
+    graph = dependency_graph(program)
+    groups = [tuple(map(graph.place, pair)) for pair in {tuple(sorted(item)) for item in graph.partner.items()}]
+    groups += [tuple(map(graph.place, group)) for group in graph.collectives]
+    waiting = {(group, lap) for group in groups for lap in range(repeats)}
+    start, end, posted, ready, link_free = {}, {}, {}, {}, {}
+    at = [(0, 0)] * len(program.ranks)
+    state = ["next"] * len(program.ranks)
+    free = [0] * len(program.ranks)
+
+    def known(rank, lap, index):
+        return all(end.get((rank, lap, j), now + 1) <= now for j in before[rank, index])
+
+    def advance(rank):
+        lap, index = at[rank]
+        if lap == repeats or free[rank] > now:
+            return False
+        if index == len(program.ranks[rank]):
+            at[rank] = lap + 1, 0
+            return True
+        i, key = program.ranks[rank][index], (rank, lap, index)
+        if state[rank] == "next" and OP_SPEC[i.op].lane is Lane.COMPUTE:
+            if not known(rank, lap, index):
+                return False
+            start[key], end[key] = now, now + cost.duration_s(i, rank)
+            free[rank], at[rank] = end[key], (lap, index + 1)
+        elif state[rank] == "next":
+            start[key], free[rank], state[rank] = now, now + cost.duration_s(i, rank), "issuing"
+        elif state[rank] == "issuing":
+            posted.setdefault(key, now)
+            if i.op not in blocked or end.get(key, now + 1) <= now:
+                state[rank], at[rank] = "next", (lap, index + 1)
+            else:
+                return False
+        return True
+
+    def travel(group):
+        rank, index = group[0]
+        i = program.ranks[rank][index]
+        if i.op is Op.REDUCE:
+            return None, cost.reduce_s(i, sorted(rank for rank, _ in group))
+        sender, send = next((r, program.ranks[r][j]) for r, j in group if program.ranks[r][j].op is Op.SEND)
+        return (sender, send.peer), cost.message_s(send, sender)
+
+    def deliver():
+        for group, lap in waiting:
+            if (group, lap) not in ready and all((r, lap, j) in posted and known(r, lap, j) for r, j in group):
+                ready[group, lap] = now
+        moved = False
+        for group, lap in sorted(waiting & ready.keys(), key=lambda item: ready[item]):
+            link, seconds = travel(group)
+            if contention and link:
+                rivals = [g for g in waiting & ready.keys() if g != (group, lap) and travel(g[0])[0] == link]
+                if any(ready[g] == ready[group, lap] for g in rivals):
+                    raise Tie
+                if link_free.get(link, 0) > now:
+                    continue
+                link_free[link] = now + seconds
+            for rank, index in group:
+                end[rank, lap, index] = now + seconds
+            waiting.discard((group, lap))
+            moved = True
+        return moved
+
+    now = 0
+    while True:
+        while any([advance(rank) for rank in range(len(at))] + [deliver()]):
+            pass
+        if all(lap == repeats for lap, _ in at) and not waiting:
+            return start, end
+        later = [time for time in [*free, *end.values(), *link_free.values()] if time > now]
+        if not later:
+            raise Hang
+        now = min(later)
+
+
+whole = st.integers(0, 6)
+NAMES = ["naive", "data-parallel", "gpipe", "1f1b", "interleaved", "breadth-first", "pipedream", "pipedream-2bw"]
+
+
+@st.composite
+def programs(draw):
+    name = draw(st.sampled_from(NAMES))
+    p = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 2)) if name in ("interleaved", "breadth-first") else 1
+    replicas = draw(st.sampled_from([(), (), (2,) * p])) if name != "data-parallel" and chunks == 1 and p < 4 else ()
+    shape = Shape(
+        p,
+        draw(st.integers(4, 6)),
+        num_chunks=chunks,
+        num_steps=draw(st.integers(1, 2)),
+        replicas=replicas,
+        recompute=draw(st.sampled_from([(), None])),
+        clip=draw(st.booleans()),
+        ties=((0, p * chunks - 1),)
+        if p > 1 and name not in ("data-parallel", "pipedream") and draw(st.booleans())
+        else (),
+        ahead=draw(st.integers(0, 3)),
+    )
+    return generate(name, shape)
+
+
+@st.composite
+def shaken(draw):
+    """A program with some neighbours swapped: often still valid, sometimes hanging."""
+    program = draw(programs())
+    ranks = [list(instructions) for instructions in program.ranks]
+    for _ in range(draw(st.integers(0, 4))):
+        rank = draw(st.integers(0, len(ranks) - 1))
+        i = draw(st.integers(0, len(ranks[rank]) - 2))
+        ranks[rank][i], ranks[rank][i + 1] = ranks[rank][i + 1], ranks[rank][i]
+    program = program.with_ranks(ranks)
+    assume(not dependency_graph(program).missing)
+    return program
+
+
+@st.composite
+def costs(draw, header):
+    def each(numbers=whole):
+        return tuple(draw(numbers) for _ in range(header.num_stages))
+
+    return CostModel(
+        each(), each(), each(), step_s=each(), loss_s=draw(whole), load_s=draw(whole), act_bytes=each(),
+        weight_bytes=tuple(4 * 3 * size for size in each()), bandwidth_bytes_per_s=Fraction(1, 2), latency_s=draw(whole),
+        post_s=draw(whole), copy_s_per_byte=draw(st.integers(0, 2)), overhead_s=draw(st.integers(0, 1)),
+        speed=tuple(Fraction(1, draw(st.integers(1, 3))) for _ in range(header.num_ranks)),
+    )  # fmt: skip
+
+
+def agree(program, cost, repeats=1, blocked=(), **options):
+    try:
+        start, end = tick_by_tick(program, cost, repeats, options.get("contention", False), blocked)
+    except Hang:
+        start = None
+    try:
+        timeline = simulate(program, cost, repeats=repeats, **options)
+    except InvalidProgramError as problem:
+        assert str(problem).startswith("the program hangs")
+        assert start is None
+        return
+    assert start is not None
+    for event in timeline.events:
+        key = event.rank, event.repeat, event.position
+        assert (event.start_s, event.end_s) == (start[key], end[key]), (key, timeline.instruction(event))
+
+
+@given(shaken(), st.data(), st.integers(1, 2))
+def test_a_ticking_clock_gives_the_same_times(program, data, repeats):
+    agree(program, data.draw(costs(program.header)), repeats)
+
+
+@given(shaken(), st.data())
+def test_a_ticking_clock_gives_the_same_times_when_sends_block(program, data):
+    agree(program, data.draw(costs(program.header)), blocked={Op.SEND}, blocking_sends=True)
+
+
+@given(shaken(), st.data())
+def test_a_ticking_clock_gives_the_same_times_without_overlap(program, data):
+    agree(program, data.draw(costs(program.header)), blocked={Op.REDUCE}, overlap=False)
+
+
+@given(programs(), st.data())
+def test_a_ticking_clock_gives_the_same_times_under_contention(program, data):
+    try:
+        agree(program, data.draw(costs(program.header)), contention=True)
+    except Tie:
+        assume(False)
+
+
+@given(shaken(), st.data())
+def test_the_critical_path_is_without_gaps_and_as_long_as_the_makespan(program, data):
+    cost = data.draw(costs(program.header))
+    options = data.draw(st.sampled_from([{}, {"blocking_sends": True}, {"overlap": False}, {"contention": True}]))
+    try:
+        timeline = simulate(program, cost, **options)
+    except InvalidProgramError:
+        assume(False)
+    path = timeline.critical_path()
+    assert path[-1].end_s == timeline.end_s
+    assert timeline.waited_for(path[0]).reason == "start"
+    covered = path[0].end_s
+    for event in path[1:]:
+        # Beside the links of the path there are only the posts, during which the rank is busy too.
+        assert event.start_s - covered <= 6 * (cost.post_s + cost.copy_s_per_byte * 6)
+        covered = max(covered, event.end_s)
