@@ -1,0 +1,182 @@
+"""How long and how large: each law on numbers that can be checked by hand."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipefit.cost import CostModel
+from pipefit.errors import PlanError
+from pipefit.ir.graph import dependency_graph
+from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd, recompute
+from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, Kind, Lane, Op
+from pipefit.ir.values import Value
+from pipefit.schedules import Shape, generate
+from pipefit.simulate import simulate
+from pipefit.spec import Device, Layer, Level, Partition, Placement, Profile, StageSpec, Tier, Topology
+
+THREE = (Layer("a", 1, 2, 3, 10, 100, 1000), Layer("b", 4, 5, 6, 20, 200, 2000), Layer("c", 7, 8, 9, 30, 300, 3000))
+SERVER = Topology((Level("server", 2, 5.0, 0.5), Level("rack", 2, 2.0, 3.0)))
+
+
+def test_every_operation_has_a_cost_and_every_kind_of_value_a_size():
+    cost = CostModel((1,), (1,), (1,))
+    for op in Op:
+        assert cost.duration_s(Instruction(op, 0, 0, 0, kind="act", peer=0), 0) >= 0
+    for kind in Kind:
+        if kind not in (Kind.REPLICAS, Kind.TIED):
+            assert cost.size_bytes(Value(kind.value, 0, 0)) >= 0
+    assert {op for op in Op if OP_SPEC[op].lane is Lane.COMPUTE} > COMPUTE_OPS
+
+
+def test_a_full_backward_takes_as_long_as_its_halves_and_a_replay_as_its_forward():
+    cost = CostModel((3,), (5,), (7,))
+    assert cost.duration_s(bwd(0, 0), 0) == cost.duration_s(bwd_input(0, 0), 0) + cost.duration_s(bwd_weight(0, 0), 0)
+    assert cost.duration_s(recompute(0, 0), 0) == cost.duration_s(fwd(0, 0), 0) == 3
+
+
+@given(
+    st.sampled_from(["naive", "data-parallel", "gpipe", "1f1b", "interleaved", "breadth-first"]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 9).map(Fraction),
+    st.integers(1, 9).map(Fraction),
+)
+def test_unit_costs_give_every_rank_f_plus_b_per_microbatch_over_all_its_stages(name, p, rounds, f, b):
+    v = 2 if name in ("interleaved", "breadth-first") else 1
+    program = generate(name, Shape(p, p * rounds, num_chunks=v))
+    timeline = simulate(program, CostModel.unit(program.header, f, b))
+    assert {timeline.busy_s(rank) for rank in range(p)} == {p * rounds * (f + b)}
+
+
+def test_unit_costs_split_the_backward_as_asked():
+    header = generate("1f1b", Shape(2, 2)).header
+    for cost in (CostModel.unit(header, 1, 5, input=2), CostModel.unit(header, input=2, weight=3)):
+        assert (cost.backward_input_s, cost.backward_weight_s) == ((2, 2), (3, 3))
+    assert CostModel.unit(header).backward_input_s == (1, 1)
+    assert CostModel.unit(header, 1, 3).backward_weight_s == (1.5, 1.5)
+    with pytest.raises(PlanError, match=r"backward = input \+ weight"):
+        CostModel.unit(header, 1, 5, input=2, weight=4)
+
+
+def test_a_message_takes_latency_plus_bytes_over_the_bandwidth_of_the_level_it_crosses():
+    cost = CostModel((1, 1), (1, 1), (1, 1), act_bytes=(20, 0), grad_bytes=(10, 0), topology=SERVER)
+    assert cost.message_s(Instruction(Op.SEND, 0, 0, kind="act", peer=1), 0) == 0.5 + 20 / 5
+    assert cost.message_s(Instruction(Op.SEND, 0, 0, kind="act", peer=2), 1) == 3 + 20 / 2
+    assert cost.message_s(Instruction(Op.SEND, 0, 0, kind="grad", peer=0), 1) == 0.5 + 10 / 5
+
+
+@pytest.mark.parametrize(("d", "rounds"), [(1, 0), (2, 2), (3, 4), (4, 4), (5, 6), (8, 6)])
+def test_a_reduction_moves_2_d_minus_1_over_d_times_the_bytes_in_2_log_d_rounds(d, rounds):
+    cost = CostModel((1,), (1,), (1,), weight_bytes=(60,), bandwidth_bytes_per_s=3, latency_s=7)
+    replicas = Instruction(Op.REDUCE, 0, version=0, kind="replicas")
+    assert cost.reduce_s(replicas, range(d)) == pytest.approx(2 * (d - 1) / d * 60 / 3 + rounds * 7)
+    assert cost.reduce_s(Instruction(Op.REDUCE, version=0, kind="norm"), range(d)) == rounds * 7
+
+
+def test_a_reduction_goes_at_the_pace_of_its_slowest_link():
+    cost = CostModel((1,), (1,), (1,), weight_bytes=(60,), topology=SERVER)
+    replicas = Instruction(Op.REDUCE, 0, version=0, kind="replicas")
+    assert cost.reduce_s(replicas, (0, 1)) == 60 / 5 + 2 * 0.5
+    assert cost.reduce_s(replicas, (1, 2)) == 60 / 2 + 2 * 3
+
+
+def test_a_tied_weight_is_reduced_alone():
+    cost = CostModel((1, 1), (1, 1), (1, 1), weight_bytes=(60, 60), tied_bytes={0: 6}, bandwidth_bytes_per_s=1)
+    assert cost.reduce_s(Instruction(Op.REDUCE, 0, version=0, kind="tied"), (0, 1)) == 6
+    assert cost.reduce_s(Instruction(Op.REDUCE, 1, version=0, kind="tied"), (0, 1)) == 60
+
+
+def test_a_copy_goes_at_the_pace_of_its_tier():
+    cost = CostModel((1,), (1,), (1,), weight_bytes=(60,), tiers=(Tier("host", 1e9, 20, 30, 1),))
+    assert cost.local_s(Instruction(Op.FETCH, 0, version=0, kind="weights", tier="host"), 0) == 1 + 60 / 20
+    assert cost.local_s(Instruction(Op.EVICT, 0, version=0, kind="weights", tier="host"), 0) == 1 + 60 / 30
+    with pytest.raises(PlanError, match="'disk'"):
+        cost.local_s(Instruction(Op.FETCH, 0, version=0, kind="weights", tier="disk"), 0)
+
+
+def test_issuing_costs_the_rank_posts_copies_and_overhead():
+    cost = CostModel((1,), (1,), (1,), act_bytes=(10,), post_s=2, copy_s_per_byte=3, overhead_s=4)
+    assert cost.duration_s(Instruction(Op.SEND, 0, 0, kind="act", peer=1), 0) == 2 + 3 * 10
+    assert cost.duration_s(Instruction(Op.RECV, 0, 0, kind="act", peer=1), 0) == 2
+    assert cost.duration_s(fwd(0, 0), 0) == 1 + 4
+    assert cost.duration_s(Instruction(Op.DROP, 0, version=0), 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"forward_s": ()}, "at least one stage"),
+        ({"step_s": (1, 2)}, "step_s: expected 1 figures"),
+        ({"act_bytes": (-1,)}, "act_bytes"),
+        ({"latency_s": -1}, "latency_s: expected 0 or more, got -1"),
+        ({"speed": (0,)}, "speed: expected more than 0"),
+    ],
+)
+def test_figures_that_make_no_sense_are_refused_by_name(figures, message):
+    with pytest.raises(PlanError, match=message):
+        CostModel(**{"forward_s": (1,), "backward_input_s": (1,), "backward_weight_s": (1,), **figures})
+
+
+# ----------------------------------------------------------------------------------------------------------- profiles
+
+
+def test_a_stage_costs_what_its_layers_cost():
+    cost = CostModel.from_profile(
+        Profile("chain", 4, THREE), Partition.from_counts([2, 1]), SERVER,
+        optimizer_bytes_per_weight_byte=2, step_s_per_weight_byte=0.5, loss_s=1,
+    )  # fmt: skip
+    assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == ((5, 7), (7, 8), (9, 9))
+    assert (cost.saved_bytes, cost.weight_bytes, cost.optim_bytes) == ((300, 300), (3000, 3000), (6000, 6000))
+    assert (cost.act_bytes, cost.grad_bytes, cost.step_s) == ((20, 30), (20, 30), (1500, 1500))
+    assert cost.duration_s(Instruction(Op.LOSS, mb=0), 0) == 1
+
+
+def test_what_crosses_a_cut_is_every_output_used_beyond_it_once():
+    # a feeds b and c; the second cut is crossed by both a and b.
+    graph = Profile("skip", 1, THREE, edges=((0, 1), (1, 2), (0, 2)))
+    cost = CostModel.from_profile(graph, Partition.from_counts([1, 1, 1]), Topology.local(3))
+    assert cost.act_bytes == (*graph.cut_bytes, 30)
+
+
+def test_an_output_without_gradient_sends_none_back():
+    layers = (Layer("tokens", 1, 0, 0, 10, 0, 0, grad_bytes=0), *THREE[1:])
+    cost = CostModel.from_profile(Profile("ids", 1, layers), Partition.from_counts([1, 2]), Topology.local(2))
+    assert (cost.act_bytes[0], cost.grad_bytes[0]) == (10, 0)
+
+
+def test_another_microbatch_size_scales_time_and_data_but_not_weights():
+    profile, partition = Profile("chain", 4, THREE), Partition.from_counts([3])
+    cost = CostModel.from_profile(profile, partition, SERVER, microbatch_size=8, weight_scale=0.5, data_scale=0.5)
+    assert (cost.forward_s, cost.saved_bytes, cost.act_bytes, cost.weight_bytes) == ((24,), (600,), (30,), (3000,))
+
+
+def test_tensor_parallelism_divides_a_stage_and_unequal_devices_scale_it():
+    partition = Partition((StageSpec((0, 1, 2), tensor=2),))
+    fast = Topology((Level("server", 2, 5.0),), devices=(Device(flops=10), Device(flops=20)))
+    cost = CostModel.from_profile(Profile("chain", 1, THREE), partition, fast)
+    assert cost.weight_bytes == (3000,)
+    assert (cost.duration_s(fwd(0, 0), 0), cost.duration_s(fwd(0, 0), 1)) == (6, 3)
+
+
+def test_partition_profile_and_topology_must_belong_together():
+    profile = Profile("chain", 1, THREE)
+    with pytest.raises(PlanError, match="2 layers, the profile 3"):
+        CostModel.from_profile(profile, Partition.from_counts([1, 1]), SERVER)
+    with pytest.raises(PlanError, match="5 ranks, the topology 4"):
+        CostModel.from_profile(profile, Partition.from_counts([3]), SERVER, placement=Placement(((0, 1, 2, 3, 4),)))
+    with pytest.raises(PlanError, match="needs a of the later stage"):
+        CostModel.from_profile(profile, Partition((StageSpec((1, 2)), StageSpec((0,)))), SERVER)
+
+
+def test_a_profiled_plan_simulates_from_end_to_end():
+    cost = CostModel.from_profile(Profile("chain", 1, THREE), Partition.from_counts([1, 2]), Topology.local(2))
+    program = generate("1f1b", Shape(2, 4))
+    timeline = simulate(program, cost)
+    # Rank 1 is never idle after the first activation has come; before it and after it, rank 0 works alone.
+    message_s = 100e-6 + 10 / 2e9
+    assert timeline.makespan_s == pytest.approx(1 + 4 * (11 + 28) + 5 + 2 * message_s)
+    # In a backward: weights and their gradients, what is saved, the gradients of output and input, the next input.
+    assert timeline.peak_bytes(1) == 5000 + 5000 + 500 + 30 + 10 + 10
+    assert len(timeline.events) == len(dependency_graph(program).instructions)
