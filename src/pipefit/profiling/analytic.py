@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.layers import Chain, as_chain, call_layer
-from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, take, tensors_of
+from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, tensors_of
 from pipefit.profiling.roofline import Cost, Roofline, pretended
 from pipefit.profiling.survey import saved_storages, storage_key
 from pipefit.profiling.untouched import random_state_kept
@@ -80,7 +80,7 @@ def analytic_profile(
         ModelError: a layer cannot be called with its payload.
     """
     if device.flops <= 0:
-        raise ProfileError('device.flops: needed for computed profiles; give it in the topology, as flops = "312 TFLOP/s"')
+        raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
     if callable(layers) and not isinstance(layers, nn.Module):
         with torch.device("meta"):
             layers = layers()
@@ -108,7 +108,7 @@ def layer_flops(layer: nn.Module, payload: Any, *, input_gradient: bool = True) 
     """FLOP of a layer's forward, input gradient and weight gradient (a multiply-add is two).
 
     >>> layer_flops(nn.Linear(3, 5), torch.zeros(2, 3))
-    (60, 60, 60)
+    (60.0, 60.0, 60.0)
     """
     form = map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, input_gradient and t.is_floating_point()), payload)
     with random_state_kept(torch.device("cpu")):

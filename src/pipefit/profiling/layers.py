@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,6 +29,8 @@ def as_chain(model: nn.Module | Sequence[Any]) -> Chain:
         items: list[Any] = list(model._modules.items())
     elif isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         items = [("model", model)]
+    elif not isinstance(model, Iterable):
+        raise ModelError(f"expected an nn.Module or a list of them, got {type(model).__name__}")
     else:
         items = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(model)]
     if not items:

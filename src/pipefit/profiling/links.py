@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 @dataclass(frozen=True)
 class LinkSample:
-    """The median time of one message one way."""
+    """The time of one message one way."""
 
     source: int
     target: int
@@ -90,7 +90,7 @@ def measure_links(
     Args:
         group: None: the default group.
         sizes: message sizes in bytes.
-        repeats: messages to and fro per size, of which the median is taken.
+        repeats: messages to and fro per size; see `ping_pong`.
         device: of the messages: "cpu" for Gloo, the rank's own CUDA device for NCCL.
         each: what every device is; see `measure_device`.
         name: of the topology.
@@ -104,13 +104,12 @@ def measure_links(
     per_host = _ranks_per_host(group, device)
     samples = []
     for a, b in _pairs(world, per_host):
-        for size in sizes:
-            seconds = torch.zeros(1, dtype=torch.float64, device=device)
-            if rank in (a, b):
-                seconds[0] = _time_pair(rank, a, b, size, repeats, device, group)
-            # Everybody learns what rank a measured, and nobody disturbs the next pair.
-            dist.broadcast(seconds, _global_rank(group, a), group=group)
-            samples.append(LinkSample(a, b, size, float(seconds)))
+        seconds = torch.zeros(len(sizes), dtype=torch.float64, device=device)
+        if rank in (a, b):
+            seconds += torch.tensor(_time_pair(rank, a, b, sizes, repeats, device, group), device=device)
+        # Everybody learns what rank a measured, and nobody disturbs the next pair.
+        dist.broadcast(seconds, _global_rank(group, a), group=group)
+        samples += [LinkSample(a, b, size, time_s) for size, time_s in zip(sizes, seconds.tolist(), strict=True)]
     return topology_of(samples, world, per_host, each or Device(), name)
 
 
@@ -121,47 +120,57 @@ def topology_of(samples: Sequence[LinkSample], world: int, per_host: int, each: 
     levels = []
     for label, width, chosen in (("host", per_host, inner), ("network", world // per_host, outer)):
         if chosen:
-            by_size = {size: median(s.seconds for s in chosen if s.num_bytes == size) for size in _sizes(chosen)}
+            by_size = {size: median_low(s.seconds for s in chosen if s.num_bytes == size) for size in _sizes(chosen)}
             latency_s, bandwidth = fit_link(list(by_size), list(by_size.values()))
             levels.append(Level(label, width, bandwidth, latency_s))
     return Topology(tuple(levels), device=each, name=name)
 
 
-def ping_pong(send: Callable[[], Any], receive: Callable[[], Any], starts: bool, repeats: int) -> float:
-    """Seconds of one message one way: the median of half a round trip, the first two left out.
+def ping_pong(
+    send: Callable[[int], Any], receive: Callable[[int], Any], starts: bool, sizes: Sequence[int], repeats: int
+) -> list[float]:
+    """Seconds of one message of each size one way: half a round trip, the first two left out.
+
+    Every turn goes through all sizes, so that a slow moment of the machine hits them alike. The lower quartile is
+    taken: waiting for a processor that somebody else uses can take a hundred times as long as the message, and is no
+    property of the link.
 
     Args:
-        send: sends one message and returns when its buffer may be used again.
-        receive: returns when one message has come.
+        send: sends a message of so many bytes and returns when its buffer may be used again.
+        receive: returns when a message of so many bytes has come.
         starts: whether this side sends first; the other side calls it with False.
-        repeats: round trips that count.
+        sizes: in bytes.
+        repeats: round trips that count, per size.
     """
-    trips = []
+    trips: list[list[float]] = [[] for _ in sizes]
     for turn in range(repeats + 2):
-        start = time.perf_counter()
-        for act in (send, receive) if starts else (receive, send):
-            act()
-        trips += [(time.perf_counter() - start) / 2] if turn >= 2 else []
-    return float(median(trips))
+        for kept, size in zip(trips, sizes, strict=True):
+            start = time.perf_counter()
+            for act in (send, receive) if starts else (receive, send):
+                act(size)
+            kept += [(time.perf_counter() - start) / 2] if turn >= 2 else []
+    return [sorted(kept)[len(kept) // 4] for kept in trips]
 
 
-def _time_pair(rank: int, a: int, b: int, size: int, repeats: int, device: torch.device | str, group: Any) -> float:
-    buffer = torch.zeros(max(size, 1), dtype=torch.uint8, device=device)
+def _time_pair(
+    rank: int, a: int, b: int, sizes: Sequence[int], repeats: int, device: torch.device | str, group: Any
+) -> list[float]:
+    buffers = {size: torch.zeros(max(size, 1), dtype=torch.uint8, device=device) for size in sizes}
     peer = _global_rank(group, b if rank == a else a)
 
     def wait() -> None:
-        if buffer.is_cuda:
-            torch.cuda.synchronize(buffer.device)
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
 
-    def send() -> None:
-        dist.send(buffer, peer, group=group)
+    def send(size: int) -> None:
+        dist.send(buffers[size], peer, group=group)
         wait()
 
-    def receive() -> None:
-        dist.recv(buffer, peer, group=group)
+    def receive(size: int) -> None:
+        dist.recv(buffers[size], peer, group=group)
         wait()
 
-    return ping_pong(send, receive, rank == a, repeats)
+    return ping_pong(send, receive, rank == a, sizes, repeats)
 
 
 def _global_rank(group: Any, rank: int) -> int:

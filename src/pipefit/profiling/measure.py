@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +18,14 @@ from pipefit.profiling.layers import Chain, as_chain
 from pipefit.profiling.passes import Loss, Marked, Step
 from pipefit.profiling.payload import batch_of, describe, placed, take
 from pipefit.profiling.survey import Weights, survey
-from pipefit.profiling.untouched import with_threads, untouched
+from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 
 __all__ = ["profile_layers", "profile_sizes"]
 
 Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+# Turns below which a median says little.
+_FEWEST = 3
 
 
 def profile_layers(
@@ -34,6 +37,7 @@ def profile_layers(
     microbatch_size: int | None = None,
     repeats: int = 15,
     warmup: int = 3,
+    limit_s: float | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     threads: int | None = 1,
@@ -57,6 +61,7 @@ def profile_layers(
         microbatch_size: samples per micro-batch; None: as many as the example has.
         repeats: measured turns, at least 1.
         warmup: turns before them.
+        limit_s: seconds after which no new turn begins, once three are measured; None: all of them.
         device: where to measure; None: where the weights are.
         dtype: of floating weights and inputs for the while; None: as they are.
         threads: torch's threads for the while: as many as a rank will have; None: as it is.
@@ -83,7 +88,7 @@ def profile_layers(
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
         weights, _ = survey(chain, payload)
-        samples = _samples(Step(chain, payload, loss, goal, Clock(place)), repeats, warmup)
+        samples = _samples(Step(chain, payload, loss, goal, Clock(place)), repeats, warmup, limit_s)
         optimizer_s = _optimizer_s(chain, optimizer, Clock(place), repeats) if optimizer else 0.0
         where = _description(place, dtype)
     return Profile(
@@ -91,7 +96,7 @@ def profile_layers(
         microbatch_size=size,
         layers=tuple(_layer(index, chain[index][0], weights[index], samples) for index in range(len(chain))),
         device=where,
-        source=f"measured: medians of {repeats} turns after {warmup}; torch {torch.__version__}",
+        source=f"measured: medians of {len(samples.plain)} turns after {warmup}; torch {torch.__version__}",
         step_s=median_of(samples.plain),
         loss_s=median_of([turn.loss_s for turn in samples.marked]) if loss else 0.0,
         optimizer_s=optimizer_s,
@@ -140,7 +145,7 @@ class _Samples:
     inputs: list[Marked] = field(default_factory=list)
 
 
-def _samples(step: Step, repeats: int, warmup: int) -> _Samples:
+def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _Samples:
     """The passes in turns; their order changes from turn to turn, so that none always follows the same other."""
     samples = _Samples()
     kinds: list[Callable[[], None]] = [
@@ -148,7 +153,10 @@ def _samples(step: Step, repeats: int, warmup: int) -> _Samples:
         lambda: samples.marked.append(step.marked()),
         lambda: samples.inputs.append(step.inputs_only()),
     ]
+    start = time.perf_counter()
     for turn in range(warmup + repeats):
+        if limit_s is not None and turn >= warmup + _FEWEST and time.perf_counter() - start > limit_s:
+            break
         for place in range(len(kinds)):
             kinds[(turn + place) % len(kinds)]()
     for kept in (samples.plain, samples.marked, samples.inputs):

@@ -70,8 +70,8 @@ class Roofline(TorchDispatchMode):
 
 
 def _only_looks(func: Any) -> bool:
-    """Whether the operation gives another view of memory and moves nothing."""
-    return func.is_view or func.overloadpacket in _FREE
+    """Whether the operation gives another view of memory, or only asks for a tensor's device, and moves nothing."""
+    return func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE
 
 
 def _bytes(values: Any) -> float:

@@ -60,6 +60,7 @@ def untouched(chain: Chain, device: torch.device, dtype: torch.dtype | None) -> 
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Every generator afterwards as before: Python's, numpy's when it is loaded, torch's on the CPU and `device`."""
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
