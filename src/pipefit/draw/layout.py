@@ -94,7 +94,7 @@ class Layout:
 def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, versions: bool) -> Layout:
     """The layout of a scene: wide enough for its numbers, where that is possible."""
     margin, several = 24, max(scene.facts.weight_versions, default=1) > 1
-    left = margin + (62 if all(len(own) <= 1 for own in scene.stages) else 84)
+    left = margin + (62 if all(len(own) <= 1 for own in scene.stages) else 80)
     memory_width = (28.0 + 72 + 8 + 30 + (68 if several else 0)) if memory else 0.0
     span = scene.facts.makespan_s or 1.0
     typical, digits = _typical_cell(scene)
@@ -120,7 +120,7 @@ def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, v
         row_gap=10 if lanes else 7,
         lane_rows=rows,
         lane_height=5,
-        number_size=round(size, 1) if size >= 6.0 else 0.0,
+        number_size=int(10 * size) / 10 if size >= 6.0 else 0.0,
         version_size=min(7.6, int(10 * (cell - 2) / (0.62 * (digits + 1))) / 10),
         versions=versions,
         memory_width=memory_width,

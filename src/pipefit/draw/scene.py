@@ -108,6 +108,11 @@ class Scene:
         return self.boxes[self.first[rank] : self.first[rank + 1]]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every rank has just the stage of its own number."""
+        return all(own == (rank,) for rank, own in enumerate(self.stages))
+
+    @property
     def shows_versions(self) -> bool:
         """Whether the version of the weights is worth a label: backwards and forwards of several versions meet."""
         return not self.facts.is_synchronous

@@ -139,7 +139,7 @@ def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
         f'<g class="rank" data-rank="{rank}">',
         f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" height="{height}" rx="3"/>',
     ]
-    if stages == (rank,):
+    if scene.is_plain:
         parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle + 4:.1f}">rank {rank}</text>')
     else:
         held = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
@@ -169,7 +169,7 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
     )
     middle, label = x + width / 2, str(box.mb)
     size = plan.number_size
-    if not size or len(label) * 0.6 * size > width - 2:
+    if not size or len(label) * 0.6 * size > width - 1.9:
         return rect
     if not plan.versions:
         return (

@@ -1,0 +1,97 @@
+"""Timelines as compact JSON for the page, and back: integers, eight per box."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from pipefit.draw.caption import title_of
+from pipefit.draw.reasons import Reason, Why, reasons
+from pipefit.draw.scene import Box, Scene
+
+__all__ = ["LETTERS", "Entry", "decode_boxes", "encode_scene", "to_script"]
+
+LETTERS = "FRBIWS"
+_FIELDS = 8
+_FINEST = 1_000_000  # ticks of a timeline whose times are no multiples of a simple fraction
+
+
+class Entry(NamedTuple):
+    """A drawing of a page: its name in the list of choices, and its scene."""
+
+    name: str
+    scene: Scene
+
+
+def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
+    """A scene as JSON data.
+
+    `ranks[r]` has, for each box of rank r in turn: letter, chunk, micro-batch, version, ticks since the end of the box
+    before, ticks of its own, why it waited, and how many boxes back the one it waited for is. A tick is `tick` seconds.
+    """
+    facts, found = scene.facts, reasons(scene)
+    tick = _tick(scene)
+    return {
+        "name": name,
+        "p": facts.depth,
+        "m": facts.num_microbatches,
+        "v": facts.num_chunks,
+        "steps": facts.num_steps,
+        "source": facts.source,
+        "unit": scene.unit,
+        "tick": tick,
+        "versioned": scene.shows_versions,
+        "makespan": facts.makespan_s,
+        "bubble": facts.bubble_fraction,
+        "over": facts.bubble_over_ideal,
+        "messages": sum(1 for bar in scene.thin if bar.kind in ("act", "grad")),
+        "peak": list(facts.peak_inflight),
+        "weights": list(facts.weight_versions),
+        "stages": [list(own) for own in scene.stages],
+        "ranks": [_row(scene, rank, found, tick) for rank in range(scene.num_ranks)],
+    }
+
+
+def _row(scene: Scene, rank: int, found: list[Reason], tick: float) -> list[int]:
+    row: list[int] = []
+    before = 0
+    for number in range(scene.first[rank], scene.first[rank + 1]):
+        box, reason = scene.boxes[number], found[number]
+        start, end = round(box.start_s / tick), round(box.end_s / tick)
+        back = number - reason.box if reason.why is not Why.START else 0
+        row += (LETTERS.index(box.letter), box.chunk, box.mb, box.version, start - before, end - start)
+        row += (int(reason.why), back)
+        before = end
+    return row
+
+
+def decode_boxes(data: Mapping[str, Any]) -> list[tuple[Box, Reason]]:
+    """The boxes of encoded data and why each waited, as the page's script reads them."""
+    boxes: list[tuple[Box, Reason]] = []
+    tick = data["tick"]
+    for rank, row in enumerate(data["ranks"]):
+        end = 0
+        for at in range(0, len(row), _FIELDS):
+            letter, chunk, mb, version, gap, length, why, back = row[at : at + _FIELDS]
+            start, end = end + gap, end + gap + length
+            stage = data["stages"][rank][chunk]
+            box = Box(rank, -1, 0, LETTERS[letter], stage, mb, version, chunk, start * tick, end * tick)
+            boxes.append((box, Reason(Why(why), len(boxes) - back if why else -1)))
+    return boxes
+
+
+def _tick(scene: Scene) -> float:
+    """The simplest fraction of a second that all times are multiples of, else a millionth of the makespan."""
+    times = {time for box in scene.boxes for time in (box.start_s, box.end_s)}
+    for parts in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 40, 60, 100):
+        if all(abs(time * parts - round(time * parts)) < 1e-7 for time in times) and any(times):
+            return 1 / parts
+    return (scene.facts.makespan_s or 1.0) / _FINEST
+
+
+def to_script(entries: Iterable[Entry]) -> str:
+    """JSON that is safe inside a script element: no "<" in it, so no text can end the element."""
+    data = [encode_scene(entry.name or title_of(entry.scene.facts.schedule), entry.scene) for entry in entries]
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

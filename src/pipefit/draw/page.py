@@ -1,0 +1,88 @@
+"""Timelines as one interactive page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+
+from pipefit.draw.caption import title_of
+from pipefit.draw.encode import Entry, to_script
+from pipefit.draw.look import FAMILIES, INKS, cell_rules
+from pipefit.draw.scene import scene_of
+from pipefit.draw.svg import draw_scene
+from pipefit.errors import PipefitError
+from pipefit.timeline import Timeline
+
+__all__ = ["html"]
+
+Timelines = Timeline | Sequence[Timeline] | Mapping[str, Timeline] | Sequence[tuple[str, Timeline]]
+
+
+def html(
+    timelines: Timelines, *, title: str | None = None, seconds: bool | None = None, compare: bool | None = None
+) -> str:
+    """A self-contained page that shows timelines, one or two at a time.
+
+    Args:
+        timelines: one or several; a mapping or pairs also name them. Several of one name are told apart by their
+            shape: the page has a choice for each of p, m and v.
+        title: of the page.
+        seconds: whether times are real seconds; None: for each timeline, when it was measured.
+        compare: whether it opens with two drawings; None: with exactly two timelines it does.
+
+    Raises:
+        PipefitError: there is no timeline.
+    """
+    entries = [Entry(name, scene_of(timeline, seconds)) for name, timeline in _named(timelines)]
+    if not entries:
+        raise PipefitError("a page needs at least one timeline, got none")
+    chunks = sorted({entry.scene.facts.num_chunks for entry in entries})
+    first = entries[0]
+    heading = title or title_of(first.scene.facts.schedule)
+    context = {
+        "title": heading,
+        "style": _asset("page.css") + _colours(chunks),
+        "script": _asset("page.js"),
+        "data": to_script(entries),
+        "families": {letter: family.name for letter, family in FAMILIES.items()},
+        # Readers without scripts still see the first one.
+        "picture": draw_scene(first.scene, title=first.name),
+        "compare": len(entries) == 2 if compare is None else compare,
+    }
+    return _render(context)
+
+
+def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:
+    if isinstance(timelines, Timeline):
+        return [(title_of(timelines.program.header.schedule), timelines)]
+    if isinstance(timelines, Mapping):
+        return list(timelines.items())
+    return [
+        (title_of(item.program.header.schedule), item) if isinstance(item, Timeline) else (item[0], item[1])
+        for item in timelines
+    ]
+
+
+def _colours(chunks: list[int]) -> str:
+    """The palette: variables for the page, rules for cells of pictures with 1, 2, … chunks."""
+    light, dark = (";".join(f"--{name}:{pair[night]}" for name, pair in INKS.items()) for night in (0, 1))
+    rules = "".join(cell_rules(f".chunks-{count}", count, False) for count in chunks)
+    night = "".join(cell_rules(f".chunks-{count}", count, True) for count in chunks)
+    media = "@media (prefers-color-scheme:dark)"
+    return f":root{{{light}}}{media}{{:root{{{dark}}}}}{rules}{media}{{{night}}}"
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("pipefit.draw").joinpath(name).read_text(encoding="utf-8")
+
+
+def _render(context: dict[str, object]) -> str:
+    # Only a page needs a template engine; the grid answers sooner without it.
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    own = {name: Markup(context[name]) for name in ("style", "script", "data", "picture")}
+    return environment.from_string(_asset("page.html.j2")).render({**context, **own})
