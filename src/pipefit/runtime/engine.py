@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipefit.errors import InvalidProgramError
 from pipefit.ir.graph import collective_members, dependency_graph
@@ -18,6 +19,7 @@ from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.timeline import Event
+import torch
 from torch import Tensor
 
 __all__ = ["Engine", "PassResult"]
@@ -35,6 +37,11 @@ class PassResult:
     losses: dict[int, Tensor]
     executions: list[Execution]
 
+    @property
+    def metric(self) -> float:
+        """The weighted sum of the metric over the micro-batches whose loss was computed here."""
+        return sum(value for run in self.executions for value in run.metrics)
+
     def events(self, repeat: int = 0, origin_s: float = 0.0) -> list[Event]:
         """When each instruction ran, in seconds since `origin_s`."""
         return [
@@ -51,8 +58,9 @@ class Engine:
         workers: one in a distributed run; all of them in a local one.
     """
 
-    def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session) -> None:
+    def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session
+        self.device = device
         self.workers = list(workers)
         self._mailbox = Mailbox()
         self._flags: list[dict[tuple[int, object], list[bool]]] = [{} for _ in workers]
@@ -65,8 +73,8 @@ class Engine:
         ]
         session.before_leaving.extend(t.finish for t in self.transports if isinstance(t, DistributedTransport))
 
-    def run(self, program: Program, feed: Feed) -> PassResult:
-        """Executes a program once on the ranks of this process.
+    def run(self, program: Program, feed: Feed, metric: Callable[[Any, Any], float] | None = None) -> PassResult:
+        """Executes a program once on the ranks of this process; `metric` is taken of every output beside its loss.
 
         Raises:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
@@ -77,7 +85,7 @@ class Engine:
             transport.begin(feed.signatures)
             compiled = compile_rank(program, worker.rank)
             progress = self.session.progress if self.session.is_distributed else Progress()
-            executions.append(Execution(compiled, worker, transport, feed, flags, progress))
+            executions.append(Execution(compiled, worker, transport, feed, flags, progress, metric))
         self.executions = executions
         _drive(executions)
         for worker in self.workers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class Execution:
         values: activations, inputs, gradients and what autograd saved, by (kind, stage, micro-batch).
         handles: receives and reductions under way, by the index of their instruction.
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
+        metric, metrics: a further number taken of each output, and its weighted values.
         norms: global gradient norm of each update.
         index: of the instruction that is running or waiting.
         starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
@@ -65,9 +66,11 @@ class Execution:
     feed: Feed
     flags: dict[tuple[int, object], list[bool]]
     progress: Progress
+    metric: Callable[[Any, Any], float] | None = None
     values: dict[Key, Any] = field(default_factory=dict)
     handles: dict[int, Handle] = field(default_factory=dict)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
+    metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
     index: int = 0
     starts: list[float] = field(default_factory=list)

@@ -64,6 +64,9 @@ def _forward(run: Execution, i: Instruction) -> None:
     replayed = (i.stage, i.mb) in run.compiled.program.recomputed
     with torch.set_grad_enabled(not replayed or known is None):
         saved, act = _run_stage(run, i, replay=False)
+    if not torch.is_grad_enabled():
+        run.values["act", i.stage, i.mb] = act
+        return
     if known is None:
         run.flags[i.stage, run.feed.signatures[i.mb]] = act.flags
     run.values["act", i.stage, i.mb] = act if known is None else act._replace(flags=known)
@@ -100,11 +103,15 @@ def _loss(run: Execution, i: Instruction) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {_describe(loss)}")
     loss = loss * run.feed.shares[i.mb]
+    run.losses.append((i.mb, loss.detach()))
+    if run.metric is not None:
+        run.metrics.append(float(run.metric(unflatten(act.leaves, act.structure), target)) * run.feed.shares[i.mb])
+    if not torch.is_grad_enabled():
+        return
     grads = torch.autograd.grad(loss, needed, allow_unused=True) if needed else ()
     run.values["grad", last, i.mb] = [
         torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(needed, grads, strict=True)
     ]
-    run.losses.append((i.mb, loss.detach()))
 
 
 def _describe(value: object) -> str:

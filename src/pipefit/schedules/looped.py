@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction, bwd, fwd
 from pipefit.schedules.one_f_one_b import alternate
 from pipefit.schedules.registry import Task, schedule
+from pipefit.schedules.shape import Shape
 
 __all__: list[str] = []
 
 
-@schedule(name="interleaved", chunks=True, options={"group": 0})
+def _interleavable(shape: Shape) -> None:
+    group = shape.options.get("group", 0)
+    most = max(shape.depth, shape.num_microbatches)
+    if group and not shape.depth <= group <= most:
+        least = shape.depth
+        wanted = f"{least}" if least == most else f"{least} to {most}"
+        raise ScheduleError(
+            f"interleaved: group: expected {wanted} micro-batches (from the {shape.depth} ranks of the pipeline, below which "
+            f"ranks would wait in a circle, to all micro-batches), or 0 for {least}; got {group}"
+        )
+    if len(set(shape.replicas)) > 1:
+        raise ScheduleError(
+            f"interleaved: all stages need as many replicas (ranks alternate in step), got {list(shape.replicas)}"
+        )
+
+
+@schedule(name="interleaved", chunks=True, options={"group": 0}, check=_interleavable)
 def _interleaved(task: Task) -> Iterator[list[Instruction]]:
     """Interleaved 1F1B: groups of p micro-batches go through a rank's chunks in turn; the bubble shrinks by v.
 
@@ -26,12 +44,15 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
         mbs = task.microbatches_of(stages[0], rank)
-        groups = [mbs[start : start + size] for start in range(0, len(mbs), size)]
+        # The order of a full last group, without the micro-batches it lacks: less cannot make ranks wait in a circle.
+        lacking = range(-1, -1 - (-len(mbs) % size), -1)
+        slots = [*mbs, *lacking]
+        groups = [slots[start : start + size] for start in range(0, len(slots), size)]
         forwards = [fwd(stage, mb) for group in groups for stage in stages for mb in group]
         backwards = [bwd(stage, mb) for group in groups for stage in reversed(stages) for mb in group]
         position = stages[0] % task.depth
         warmup = 2 * (task.depth - 1 - position) + (len(stages) - 1) * size
-        yield alternate(forwards, backwards, warmup)
+        yield [i for i in alternate(forwards, backwards, warmup) if i.mb >= 0]
 
 
 @schedule(name="breadth-first", chunks=True)

@@ -31,6 +31,15 @@ def num_warmup(header: Header, stage: int) -> int:
     return (workers - 1 - before) // len(header.placement[stage])
 
 
+def _warmup_in_reach(shape: Shape) -> None:
+    warmup, most = shape.options.get("warmup", 1), max(2, shape.num_microbatches * shape.num_steps)
+    if not 0 <= warmup <= most:
+        raise ScheduleError(
+            f"warmup: expected 0 to {most} times the depth below the rank (1: as few in flight as keep ranks busy; "
+            f"2: hides latency; with {most} all micro-batches are in flight), got {warmup}"
+        )
+
+
 def _one_f_one_b(task: Task) -> Iterator[list[Instruction]]:
     for rank in range(task.num_ranks):
         (stage,) = task.stages_of(rank)
@@ -39,7 +48,7 @@ def _one_f_one_b(task: Task) -> Iterator[list[Instruction]]:
         yield alternate([fwd(stage, mb) for mb in mbs], [bwd(stage, mb) for mb in mbs], warmup)
 
 
-@schedule(name="1f1b", options={"warmup": 1})
+@schedule(name="1f1b", options={"warmup": 1}, check=_warmup_in_reach)
 def _flush(task: Task) -> Iterator[list[Instruction]]:
     """1F1B, also called PipeDream-Flush: as little as possible in flight, a flush at the end.
 
@@ -53,7 +62,7 @@ def _flush(task: Task) -> Iterator[list[Instruction]]:
     return _one_f_one_b(task)
 
 
-@schedule(name="pipedream", weights=WeightRule.STASH, options={"warmup": 1})
+@schedule(name="pipedream", weights=WeightRule.STASH, options={"warmup": 1}, check=_warmup_in_reach)
 def _pipedream(task: Task) -> Iterator[list[Instruction]]:
     """PipeDream: 1F1B without flush; every mini-batch steps, its backward uses the weights its forward used.
 
@@ -66,7 +75,7 @@ def _pipedream(task: Task) -> Iterator[list[Instruction]]:
     return _one_f_one_b(task)
 
 
-@schedule(name="pipedream-vertical-sync", weights=WeightRule.VERTICAL, options={"warmup": 1})
+@schedule(name="pipedream-vertical-sync", weights=WeightRule.VERTICAL, options={"warmup": 1}, check=_warmup_in_reach)
 def _vertical_sync(task: Task) -> Iterator[list[Instruction]]:
     """PipeDream with vertical sync: a mini-batch uses the same version at every stage, the one it met at stage 0.
 
@@ -77,11 +86,15 @@ def _vertical_sync(task: Task) -> Iterator[list[Instruction]]:
 
 
 def _enough_for_double_buffering(shape: Shape) -> None:
-    needed = shape.depth - 1
+    """Two versions suffice if all of a replica's micro-batches in flight belong to two updates in a row."""
+    _warmup_in_reach(shape)
+    header = shape.header("pipedream-2bw", "loop", WeightRule.DOUBLE)
+    depth = shape.options.get("warmup", 1)
+    needed = max(len(ranks) * depth * num_warmup(header, stage) for stage, ranks in enumerate(header.placement))
     if shape.num_microbatches < needed:
         raise ScheduleError(
-            f"pipedream-2bw: two weight versions suffice for {shape.depth} stages only with at least {needed} micro-batches "
-            f"per update, got {shape.num_microbatches}; use {needed} or more"
+            f"pipedream-2bw: two weight versions suffice for {shape.depth} stages only with at least {needed} "
+            f"micro-batches per update, got {shape.num_microbatches}; use {needed} or more"
         )
 
 

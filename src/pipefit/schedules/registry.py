@@ -100,9 +100,13 @@ class Schedule:
             raise ScheduleError(
                 f"{self.name} has one stage per rank, got {shape.num_chunks} chunks; use interleaved or breadth-first"
             )
+        for option, value in shape.options.items():
+            if type(value) is not int or value < 0:
+                raise ScheduleError(f"{self.name}: {option}: expected a whole number of at least 0, got {value!r}")
         if self.check:
             self.check(shape)
         header = shape.header(self.name, self.layout, self.weights)
+        self._refuse_placement(header)
         span = range(header.total_microbatches)
         size = shape.num_microbatches if self.is_synchronous else len(span)
         spans = [range(start, start + size) for start in range(0, len(span), size)]
@@ -110,6 +114,15 @@ class Schedule:
         orders = [list(self.order(Task(header, part, shape.depth, options))) for part in spans]
         ranks = [[i for order in orders for i in order[rank]] for rank in range(header.num_ranks)]
         return build(header, ranks, recompute=shape.recompute, ahead=shape.ahead)
+
+    def _refuse_placement(self, header: Header) -> None:
+        for rank in range(header.num_ranks):
+            stages = header.stages_of(rank)
+            if not stages or (len(stages) > 1 and not self.chunks):
+                expected = "at least one stage" if self.chunks else "one stage"
+                raise ScheduleError(
+                    f"{self.name}: placement: expected {expected} on every rank from 0 on, rank {rank} has {list(stages)}"
+                )
 
 
 _REGISTRY: dict[str, Schedule] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count as count_from
+
 import msgspec
 
 from pipefit.errors import ScheduleError
@@ -74,13 +76,44 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             ties=self.ties,
             clip=self.clip,
         )
-        most = max(copies)
-        if weights is WeightRule.FLUSH and self.num_microbatches < most:
-            raise ScheduleError(
-                f"{schedule}: {self.num_microbatches} micro-batches cannot reach {most} replicas of a stage; "
-                f"use at least {most} micro-batches, or fewer replicas"
-            )
+        self._refuse_replicas_without_work(header, max(copies))
+        self._refuse_updates_that_differ(header)
         return header
+
+    def _refuse_replicas_without_work(self, header: Header, most: int) -> None:
+        """Every replica needs a micro-batch in every update: it takes part in the reduction of gradients."""
+        if header.weights in (WeightRule.FLUSH, WeightRule.DOUBLE):
+            if self.num_microbatches < most:
+                raise ScheduleError(
+                    f"{header.schedule}: {self.num_microbatches} micro-batches cannot reach {most} replicas of a stage; "
+                    f"use at least {most} micro-batches, or fewer replicas"
+                )
+            return
+
+        def works(num_steps: int) -> bool:
+            rests = (num_steps * self.num_microbatches % count for count in header.updates)
+            return all(rest == 0 or rest >= len(ranks) for rest, ranks in zip(rests, header.placement, strict=True))
+
+        if not works(self.num_steps):
+            below = next((steps for steps in range(self.num_steps, 0, -1) if works(steps)), None)
+            above = next(steps for steps in count_from(self.num_steps) if works(steps))
+            raise ScheduleError(
+                f"{header.schedule}: {self.num_steps} steps of {self.num_microbatches} micro-batches leave replicas of a "
+                f"stage without one in the last update; use {f'{below} or ' if below else ''}{above} steps"
+            )
+
+    def _refuse_updates_that_differ(self, header: Header) -> None:
+        """Stages that share a weight, and all stages under clipping, must step together."""
+        for stages in (*self.ties, *((tuple(range(header.num_stages)),) if self.clip else ())):
+            counts = [header.updates[stage] for stage in stages]
+            if len(set(counts)) > 1:
+                why = (
+                    "clipping by the global norm" if len(stages) == header.num_stages and self.clip else "a tied weight"
+                )
+                raise ScheduleError(
+                    f"{header.schedule}: {why} needs stages that step together, but stages {list(stages)} step once in "
+                    f"{counts} micro-batches; give them as many replicas each"
+                )
 
 
 def placement_of(
@@ -98,7 +131,7 @@ def placement_of(
     if layout == "replicas":
         return (tuple(range(depth)),)
     stages = depth * num_chunks
-    if replicas and len(replicas) not in (depth, stages):
+    if replicas and len(replicas) not in (1, depth):
         raise ScheduleError(f"replicas: expected one count per stage ({depth}), got {list(replicas)}")
     counts = list(replicas or (1,)) * depth if len(replicas) <= 1 else list(replicas[:depth])
     if min(counts) < 1:

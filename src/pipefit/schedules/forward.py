@@ -1,0 +1,32 @@
+"""Forwards only: evaluation over the same stages."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+
+from pipefit.ir.instruction import fwd
+from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.passes import with_communication, with_data, with_versions
+
+__all__ = ["forward_only"]
+
+
+@functools.lru_cache(maxsize=32)
+def forward_only(header: Header, num_microbatches: int) -> Program:
+    """Every micro-batch through every stage once, with the newest weights and nothing trained."""
+    header = msgspec.structs.replace(
+        header,
+        schedule="forward",
+        num_microbatches=num_microbatches,
+        num_steps=1,
+        weights=WeightRule.FLUSH,
+        updates=(num_microbatches,) * header.num_stages,
+        clip=False,
+    )
+    order = []
+    for rank in range(header.num_ranks):
+        mine = [fwd(stage, mb) for stage in header.stages_of(rank) for mb in header.microbatches_of(stage, rank)]
+        order.append(tuple(sorted(mine, key=lambda i: (i.mb // header.num_ranks, i.stage, i.mb))))
+    return with_communication(with_data(with_versions(Program(header, tuple(order)))))

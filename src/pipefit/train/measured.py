@@ -1,0 +1,62 @@
+"""The last passes of a run, kept for timelines."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from pipefit.errors import PipefitError
+from pipefit.ir.program import Program
+from pipefit.runtime.engine import Engine, PassResult
+from pipefit.timeline import Event, Timeline
+
+__all__ = ["PassHistory"]
+
+_KEPT = 16
+
+
+class PassHistory:
+    """The times of the last passes over the newest program."""
+
+    def __init__(self) -> None:
+        self._program: Program | None = None
+        self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT)
+
+    def add(self, program: Program, result: PassResult) -> None:
+        """Keeps the times of a pass."""
+        if program is not self._program:
+            self._program = program
+            self._passes.clear()
+        self._passes.append({run.compiled.rank: (run.starts, run.ends) for run in result.executions})
+
+    def timeline(self, engine: Engine, last: int) -> Timeline:
+        """The last passes of all ranks, times in seconds since the first of them began.
+
+        Clocks are taken as common, which they are on one machine.
+
+        Raises:
+            PipefitError: nothing has run yet.
+        """
+        if self._program is None or not self._passes:
+            raise PipefitError("nothing has run yet: there is no timeline")
+        program = self._program
+        passes = list(self._passes)[-last:]
+        events = []
+        for repeat, times in enumerate(passes):
+            for rank, instructions in enumerate(program.ranks):
+                table = torch.zeros(2, len(instructions), dtype=torch.float64)
+                if rank in times:
+                    table = torch.tensor(times[rank], dtype=torch.float64)
+                if engine.session.is_distributed:
+                    dist.broadcast(table, rank)
+                starts, ends = table.tolist()
+                events += [
+                    Event(rank, position, repeat, start, end)
+                    for position, (start, end) in enumerate(zip(starts, ends, strict=True))
+                ]
+        origin = min((event.start_s for event in events if event.start_s), default=0.0)
+        shifted = [e._replace(start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
+        shifted.sort(key=lambda event: (event.rank, event.repeat, event.position))
+        return Timeline(program, tuple(shifted), source="measured", num_repeats=len(passes))

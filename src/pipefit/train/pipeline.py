@@ -1,0 +1,373 @@
+"""Pipeline: a model, its training and its plan as one object; every rank makes the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.errors import DataError, NonFiniteLossError, PlanError, ScheduleError
+from pipefit.ir.program import Program
+from pipefit.runtime.engine import Engine, PassResult
+from pipefit.runtime.session import current
+from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Tie, Training, Worker
+from pipefit.schedules import find
+from pipefit.schedules.forward import forward_only
+from pipefit.spec import Plan, Profile
+from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
+from pipefit.timeline import Timeline
+from pipefit.train.batch import Weigh, feed_of
+from pipefit.train.gather import forget_others, full_state
+from pipefit.train.losses import PendingLosses
+from pipefit.train.measured import PassHistory
+from pipefit.train.setup import make_plan, shape_of
+from pipefit.train.stream import stream_feed
+from pipefit.verify import verify
+
+__all__ = ["Pipeline"]
+
+OnStep = Callable[[int, float], None]
+
+
+class Pipeline:
+    """Trains a model over a pipeline of ranks.
+
+    Started alone, all ranks run in this process. Started by `pipefit run`, `pipefit train --ranks` or `torchrun`, each
+    process is one rank, and every one of them makes this object and calls its methods alike.
+
+    Args:
+        model: an `nn.Sequential` or a list of layers, each taking what the one before gives (tensors, alone or in
+            tuples, lists and dicts).
+        loss: from the model's output and the target to their mean loss over the samples given.
+        optimizer: from a list of parameters to an optimizer; called for each stage.
+        stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
+        schedule: its name; see `pipefit schedules`.
+        microbatches: per weight update.
+        chunks: stages per rank, for the looped schedules.
+        replicas: copies of each stage, or one number for all.
+        recompute: keep only stage inputs and replay forwards before backwards.
+        plan: a plan, or the path of one; then stages, schedule, microbatches, chunks, replicas and recompute are its.
+        scheduler: from an optimizer to its learning-rate schedule, which steps with it.
+        clip_norm: largest global norm of an update's gradients, over all stages.
+        weigh: how much a micro-batch counts in its batch's mean, from its target; None: its number of samples. Give the
+            number of tokens that count when the loss averages over them.
+        example: (input, target) of one batch, for profiling.
+        seed: of the random numbers inside the model (dropout): they depend on neither ranks, stages nor schedule.
+        device: where ranks compute; None: the process's GPU when there is one, else the CPU.
+        options: integers particular to the schedule, such as {"warmup": 2}.
+
+    Raises:
+        PipefitError: what was given does not fit together; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        loss: Callable[[Any, Any], Tensor],
+        optimizer: MakeOptimizer,
+        stages: int | Sequence[int] | str | None = None,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        chunks: int = 1,
+        replicas: int | Sequence[int] = (),
+        recompute: bool = False,
+        plan: Plan | str | None = None,
+        scheduler: MakeScheduler | None = None,
+        clip_norm: float | None = None,
+        weigh: Weigh | None = None,
+        example: tuple[Any, Any] | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        options: dict[str, int] | None = None,
+    ) -> None:
+        self._session = current()
+        self.model = model
+        self.layers: list[NamedLayer] = named_layers(model)
+        self.device = torch.device(device) if device is not None else _default_device()
+        self._weigh = weigh
+        if plan is None:
+            copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
+            self.plan = make_plan(
+                self.layers,
+                num_ranks=self._num_ranks(stages, chunks, copies),
+                schedule=schedule,
+                num_microbatches=microbatches,
+                num_chunks=chunks,
+                stages=None if stages is None or isinstance(stages, int | str) else list(stages),
+                replicas=copies,
+                recompute=recompute,
+                options=options,
+                profile=self._profile(example, microbatches) if stages == "auto" else None,
+                model=type(model).__name__,
+            )
+        else:
+            self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+            self._check_ranks(self.plan.placement.num_ranks)
+        self.schedule = find(self.plan.schedule)
+        self._training = Training(loss, optimizer, scheduler, clip_norm, seed)
+        self._ties = tied_groups(self.layers, self.plan.partition)
+        self._programs: dict[tuple[int, int], Program] = {}
+        self.program = self._program(1)
+        self._engine = self._make_engine()
+        self.num_updates = 0
+        self._next_ordinal = 0
+        self.history = PassHistory()
+
+    # ---- making it -------------------------------------------------------------------------------------------------
+
+    def _num_ranks(self, stages: int | Sequence[int] | str | None, chunks: int, replicas: tuple[int, ...]) -> int:
+        """Processes when ranks are processes; else as many as the stages and replicas ask for."""
+        if isinstance(stages, str) and stages != "auto":
+            raise PlanError(f'stages: expected a number, a list of layer counts or "auto", got {stages!r}')
+        if self._session.is_distributed:
+            return self._session.num_ranks
+        count = len(stages) if isinstance(stages, list | tuple) else stages if isinstance(stages, int) else 2 * chunks
+        if len(replicas) > 1:
+            return sum(replicas)
+        if count < 1 or count % chunks:
+            raise PlanError(f"{count} stages cannot be dealt out as {chunks} chunks per rank")
+        return count // chunks * (replicas[0] if replicas else 1)
+
+    def _check_ranks(self, num_ranks: int) -> None:
+        if self._session.is_distributed and self._session.num_ranks != num_ranks:
+            raise PlanError(
+                f"the plan is for {num_ranks} ranks, but {self._session.num_ranks} processes were started; "
+                f"start {num_ranks}, or plan again"
+            )
+
+    def _profile(self, example: tuple[Any, Any] | None, microbatches: int) -> Profile:
+        from pipefit.train.profiled import agreed_profile
+
+        if example is None:
+            raise PlanError('stages="auto" measures the layers first and needs example=(input, target), one batch of data')
+        return agreed_profile(self.layers, example, microbatches, self._session)
+
+    def _program(self, num_steps: int) -> Program:
+        """The program of some steps, proven before it is used."""
+        key = (self.plan.num_microbatches, num_steps)
+        if key not in self._programs:
+            clip = self._training.clip_norm is not None
+            program = self.schedule(shape_of(self.plan, num_steps=num_steps, ties=self._ties, clip=clip))
+            verify(program).raise_if_bad()
+            self._programs[key] = program
+        return self._programs[key]
+
+    def _make_engine(self) -> Engine:
+        header = self.program.header
+        self._check_ranks(header.num_ranks)
+        ranks = [self._session.rank] if self._session.is_distributed else list(range(header.num_ranks))
+        ties = _tied_parameters(self.layers)
+        parts = split(self.layers, self.plan.partition, [header.stages_of(rank) for rank in ranks])
+        workers = [
+            Worker.create(rank, self._training, part, ties, self.device) for rank, part in zip(ranks, parts, strict=True)
+        ]
+        if self._session.is_distributed:
+            forget_others(self.layers, {layer.index for part in parts for own in part.values() for layer in own})
+        return Engine(workers, header.num_stages, self._session, self.device)
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's number; 0 when all ranks run in one process."""
+        return self._session.rank
+
+    def step(self, x: Any, y: Any) -> float:
+        """Trains on one batch and gives its mean loss, the same number on every rank.
+
+        Args:
+            x: the model's input, tensors whose first dimension counts samples; the same on every rank.
+            y: the target.
+
+        Raises:
+            ScheduleError: the schedule is asynchronous: it has no step to wait for; use `fit`.
+            DataError: the batch cannot be cut into micro-batches.
+            NonFiniteLossError: the loss is not a number.
+        """
+        if not self.schedule.is_synchronous:
+            raise ScheduleError(
+                f"{self.schedule.name} is asynchronous: its updates overlap, so there is no single step to run; use "
+                "fit(batches), which drains at its end"
+            )
+        return self._check(self._start_step(x, y).wait()[0], self.num_updates)
+
+    def _start_step(self, x: Any, y: Any) -> PendingLosses:
+        feed = feed_of([(x, y)], self.plan.num_microbatches, self._next_ordinal, "train", self._weigh)
+        result = self._run(self.program, feed)
+        self._advance(1)
+        return PendingLosses(self._engine, result, self.plan.num_microbatches, 1)
+
+    def _run(self, program: Program, feed: Any) -> PassResult:
+        for worker in self._engine.workers:
+            worker.train(True)
+        result = self._engine.run(program, feed)
+        self.history.add(program, result)
+        return result
+
+    def _advance(self, num_steps: int) -> None:
+        self.num_updates += num_steps
+        self._next_ordinal += num_steps * self.plan.num_microbatches
+
+    def _check(self, loss: float, update: int) -> float:
+        if loss != loss or loss in (float("inf"), float("-inf")):
+            raise NonFiniteLossError(
+                f"the loss of update {update} is {loss}; lower the learning rate, clip the gradients (clip_norm), or look "
+                "for bad data; the last checkpoint is from before it"
+            )
+        return loss
+
+    def fit(self, batches: Iterable[Any], steps: int | None = None, on_step: OnStep | None = None) -> list[float]:
+        """Trains on batches of (input, target), each one step's worth, and gives the loss of every step.
+
+        An asynchronous schedule runs all steps as one segment and drains at its end. A synchronous one never waits for a
+        loss: it is read while the next step runs.
+
+        Args:
+            batches: the same on every rank.
+            steps: how many batches to take; None: all.
+            on_step: called on every rank with the step's number (from 1) and loss.
+
+        Raises:
+            DataError: there is no data, or less than `steps`.
+            NonFiniteLossError: a loss is not a number.
+        """
+        if steps is not None and steps < 1:
+            raise DataError(f"steps: expected at least 1, got {steps}")
+        run = self._fit_synchronous if self.schedule.is_synchronous else self._fit_segment
+        losses = run(iter(batches), batches, steps, on_step or (lambda step, loss: None))
+        if not losses:
+            raise DataError("there is no data: the iterable of batches is empty")
+        return losses
+
+    def _fit_synchronous(
+        self, iterator: Iterator[Any], batches: Iterable[Any], steps: int | None, on_step: OnStep
+    ) -> list[float]:
+        losses: list[float] = []
+        first = self.num_updates
+        pending: PendingLosses | None = None
+
+        def settle() -> None:
+            if pending is not None:
+                losses.append(self._check(pending.wait()[0], first + len(losses) + 1))
+                on_step(len(losses), losses[-1])
+
+        while steps is None or self.num_updates - first < steps:
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            started = self._start_step(*_pair(batch))
+            settle()
+            pending = started
+        settle()
+        if steps is not None and 0 < len(losses) < steps:
+            raise DataError(f"the data ended after {len(losses)} of {steps} steps; give more, or fewer steps")
+        return losses
+
+    def _fit_segment(
+        self, iterator: Iterator[Any], batches: Iterable[Any], steps: int | None, on_step: OnStep
+    ) -> list[float]:
+        if steps is None:
+            try:
+                steps = len(batches)  # type: ignore[arg-type]
+            except TypeError:
+                raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)") from None
+            if not steps:
+                return []
+        feed = stream_feed(map(_pair, iterator), steps, self.plan.num_microbatches, self._next_ordinal, self._weigh)
+        first = self.num_updates
+        result = self._run(self._program(steps), feed)
+        self._advance(steps)
+        losses = list(PendingLosses(self._engine, result, self.plan.num_microbatches, steps).wait())
+        for step, loss in enumerate(losses, 1):
+            on_step(step, self._check(loss, first + step))
+        return losses
+
+    def evaluate(self, batches: Iterable[Any], metric: Callable[[Any, Any], float] | None = None) -> float | tuple[float, float]:
+        """The mean loss over some batches, in evaluation mode, on every rank; nothing is trained.
+
+        Args:
+            batches: of (input, target).
+            metric: from output and target to a number, averaged like the loss; then (loss, metric) is given.
+        """
+        total = loss = measured = 0.0
+        for batch in batches:
+            x, y = _pair(batch)
+            count = len(y) if isinstance(y, Tensor) else len(torch.utils._pytree.tree_leaves(y)[0])
+            num = min(self.plan.num_microbatches, count)
+            feed = feed_of([(x, y)], num, 0, "eval", self._weigh)
+            for worker in self._engine.workers:
+                worker.train(False)
+            with torch.no_grad():
+                result = self._engine.run(forward_only(self.program.header, num), feed, metric)
+            sums = PendingLosses(self._engine, result, num, 1, result.metric)
+            loss += sums.wait()[0] * count
+            measured += sums.extra[0] * count
+            total += count
+        if not total:
+            raise DataError("there is no data to evaluate: the iterable of batches is empty")
+        return loss / total if metric is None else (loss / total, measured / total)
+
+    # ---- what came of it -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All weights and buffers under the user's own names, on the CPU. Every rank of a run must ask together."""
+        return full_state(self._engine, self.layers, self.plan)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes weights and buffers by the user's names.
+
+        Raises:
+            ModelError: a name is missing or has another shape.
+        """
+        for worker in self._engine.workers:
+            for stage in worker.stages.values():
+                stage.load_state_dict(state)
+
+    def timeline(self, last: int = 3) -> Timeline:
+        """The last passes as they were measured, of all ranks. Every rank of a run must ask together."""
+        return self.history.timeline(self._engine, last)
+
+    def draw(self, **options: Any) -> Any:
+        """The picture of the schedule, under unit costs; it shows itself in a notebook."""
+        from pipefit.draw import draw_program
+
+        return draw_program(self.program, **options)
+
+    def close(self) -> None:
+        """Gives batch norms back their own class; the model can then be used without pipefit."""
+        for worker in self._engine.workers:
+            for stage in worker.stages.values():
+                stage.release()
+
+
+def _default_device() -> torch.device:
+    import os
+
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise DataError(f"a batch must be a pair (input, target), got {type(batch).__name__}")
+    return batch[0], batch[1]
+
+
+def _tied_parameters(layers: Sequence[NamedLayer]) -> dict[str, Tie]:
+    """Every name of a parameter that several layers share, with the first of its names."""
+    names: dict[int, list[tuple[str, nn.Parameter, int]]] = {}
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+            names.setdefault(id(parameter), []).append((name, parameter, layer.index))
+    return {
+        name: Tie(found[0][0], parameter.shape)
+        for found in names.values()
+        if len({layer for _, _, layer in found}) > 1
+        for name, parameter, _ in found
+    }
+
+

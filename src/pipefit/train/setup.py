@@ -1,0 +1,114 @@
+"""From a model and a user's wishes to a plan: how many stages, which layers, which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+from pipefit.errors import PlanError
+from pipefit.partition import minmax
+from pipefit.schedules import Shape, find
+from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
+from pipefit.stage.split import NamedLayer
+
+__all__ = ["make_plan", "shape_of", "stage_count"]
+
+
+def stage_count(schedule: str, num_ranks: int, num_chunks: int, replicas: Sequence[int]) -> int:
+    """How many stages a schedule makes of some ranks.
+
+    Raises:
+        PlanError: the replicas do not add up to the ranks.
+    """
+    if find(schedule).layout == "replicas":
+        return 1
+    return _depth(num_ranks, replicas) * num_chunks
+
+
+def _depth(num_ranks: int, replicas: Sequence[int]) -> int:
+    if not replicas:
+        return num_ranks
+    if len(replicas) == 1:
+        if num_ranks % replicas[0]:
+            raise PlanError(f"{replicas[0]} replicas of every stage do not divide {num_ranks} ranks")
+        return num_ranks // replicas[0]
+    if sum(replicas) != num_ranks:
+        raise PlanError(f"replicas {list(replicas)} need {sum(replicas)} ranks, there are {num_ranks}")
+    return len(replicas)
+
+
+def make_plan(
+    layers: Sequence[NamedLayer],
+    *,
+    num_ranks: int,
+    schedule: str,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    stages: Sequence[int] | None = None,
+    replicas: Sequence[int] = (),
+    recompute: bool = False,
+    options: dict[str, int] | None = None,
+    profile: Profile | None = None,
+    model: str = "",
+) -> Plan:
+    """A plan by hand: consecutive layers, balanced by measured time when there is a profile, by count otherwise.
+
+    Raises:
+        PlanError: more stages than layers, or layer counts that do not fit.
+    """
+    count = stage_count(schedule, num_ranks, num_chunks, replicas)
+    if stages is not None and len(stages) != count:
+        raise PlanError(
+            f"{schedule} on {num_ranks} ranks with {num_chunks} chunks has {count} stages, got layer counts for {len(stages)}"
+        )
+    if count > len(layers):
+        raise PlanError(
+            f"{count} stages need at least {count} layers, the model has {len(layers)}; use fewer ranks or chunks, "
+            "or split the model into more layers"
+        )
+    if stages is not None:
+        partition = Partition.from_counts(stages, len(layers))
+    else:
+        partition = minmax(profile, count) if profile is not None else _even(len(layers), count)
+    shape = Shape(_depth(num_ranks, replicas), num_microbatches, num_chunks, replicas=tuple(replicas))
+    header = shape.header(schedule, find(schedule).layout, find(schedule).weights)
+    copies = [len(ranks) for ranks in header.placement]
+    alike = copies[0] if len(set(copies)) == 1 else 1
+    specs = [
+        StageSpec(stage.layers, count // alike, recompute=recompute)
+        for stage, count in zip(partition.stages, copies, strict=True)
+    ]
+    return Plan(
+        Partition(tuple(specs)),
+        Placement(header.placement),
+        schedule,
+        num_microbatches,
+        num_chunks=num_chunks,
+        options=dict(options or {}),
+        data=alike,
+        model=model,
+    )
+
+
+def _even(num_layers: int, count: int) -> Partition:
+    size, more = divmod(num_layers, count)
+    return Partition.from_counts([size + (stage < more) for stage in range(count)])
+
+
+def shape_of(plan: Plan, *, num_steps: int = 1, ties: Any = (), clip: bool = False) -> Shape:
+    """The shape from which every rank derives a plan's program."""
+    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.recompute)
+    return Shape(
+        depth=max(len(plan.partition.stages) // plan.num_chunks, 1),
+        num_microbatches=plan.num_microbatches,
+        num_chunks=plan.num_chunks,
+        num_steps=num_steps,
+        placement=plan.placement.ranks,
+        recompute=recompute,
+        ties=ties,
+        clip=clip,
+        options=plan.options,
+    )
+
+
