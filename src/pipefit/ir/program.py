@@ -67,6 +67,12 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             )
         if any(not 0 <= stage < len(self.placement) for tie in self.ties for stage in tie):
             raise ScheduleError(f"ties: no such stage in {self.ties}")
+        if any(len(set(tie)) != len(tie) or len(tie) < 2 for tie in self.ties):
+            raise ScheduleError(f"ties: a group needs at least two distinct stages, got {self.ties}")
+        if len({tie[0] for tie in self.ties}) != len(self.ties):
+            raise ScheduleError(
+                f"ties: a group is known by its first stage, so no two may begin alike, got {self.ties}"
+            )
 
     @property
     def num_stages(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipefit.ir.blocking import Blocking
+from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, Kind, Op
 from pipefit.ir.program import Program
@@ -15,7 +17,8 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
     A send follows what made its value. A receive is posted `ahead` compute instructions before the one that needs it,
     so the message travels while the rank computes and the number of open buffers does not grow with the number of
     micro-batches; and never after a receive whose message the same sender sends later, so that each link is
-    first-in-first-out and works without tags.
+    first-in-first-out and works without tags. Where ranks would wait for each other because a send waits for its
+    receive, the receive is posted as much earlier as it takes.
     """
     sends = [_sends(program, rank) for rank in range(len(program.ranks))]
     links: dict[tuple[int, int], list[Instruction]] = {}
@@ -40,6 +43,40 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
             listed.append(i)
             listed += sends[rank].get(index, ())
         ranks.append(listed + posts[rank].get(len(instructions), []))
+    return _without_deadlock(program.with_ranks(ranks))
+
+
+def _without_deadlock(program: Program) -> Program:
+    """Posts receives earlier wherever the program would stand still if every send waited for its receive.
+
+    On each cycle of waiting one receive is posted where its rank stands. The sends of a link wait in order, so the order
+    of its receives stays. A cycle without a send is the schedule's own mistake and stays as it is.
+    """
+    graph = dependency_graph(program)
+    run = Blocking(graph)
+    while stuck := run.run():
+        sends = [
+            next((stuck[rank] for rank in cycle if graph.instructions[stuck[rank]].op is Op.SEND), None)
+            for cycle in run.cycles(stuck)
+        ]
+        if not any(send is not None for send in sends):
+            break
+        for send in sends:
+            if send is not None:
+                run.post(send)
+    if not run.posted_early:
+        return program
+    before: dict[int, list[Instruction]] = {}
+    for receive, number in run.posted_early.items():
+        before.setdefault(number, []).append(graph.instructions[receive])
+    ranks: list[list[Instruction]] = []
+    for rank in range(len(program.ranks)):
+        listed: list[Instruction] = []
+        for number in range(graph.starts[rank], graph.starts[rank + 1]):
+            listed += before.get(number, ())
+            if number not in run.posted_early:
+                listed.append(graph.instructions[number])
+        ranks.append(listed)
     return program.with_ranks(ranks)
 
 

@@ -14,8 +14,10 @@ __all__ = ["with_reductions"]
 def with_reductions(program: Program) -> Program:
     """Adds a reduction as soon as its gradients are complete on the rank, so that it overlaps with what follows.
 
-    Weights that stages share are summed over all ranks that hold one of them (replicas included), the rest over the
-    replicas of a stage. The norm for clipping needs all of these, so it comes just before the first step of its update.
+    Weights that stages share are summed over all stages and ranks that hold them (replicas included), the rest over the
+    replicas of a stage. The ranks of a tie come to its reduction at different times, so it waits until all backwards of
+    the update on the rank are done: no other rank then needs anything from one that waits there. The norm for clipping
+    needs all reductions, so it comes just before the first step of its update.
     """
     header = program.header
     ranks = []
@@ -48,10 +50,10 @@ def _reductions_after(program: Program, rank: int) -> dict[int, list[Instruction
     for tie in header.ties:
         reduce = Instruction(Op.REDUCE, tie[0], version=0, kind=Kind.TIED.value)
         own = tied_stages(header, tie[0], rank)
-        if not own or len(collective_members(header, reduce)) == 1:
+        if not own or (len(own) == 1 and len(collective_members(header, reduce)) == 1):
             continue
         for update in {update for stage, update in last if stage in own}:
-            ready = max(last[stage, update] for stage in own if (stage, update) in last)
+            ready = max(index for (_, of), index in last.items() if of == update)
             instruction = Instruction(Op.REDUCE, tie[0], version=update, kind=Kind.TIED.value)
             result.setdefault(ready, []).append(instruction)
     return result
