@@ -131,9 +131,7 @@ def programs(draw):
         replicas=replicas,
         recompute=draw(st.sampled_from([(), None])),
         clip=draw(st.booleans()),
-        ties=((0, p * chunks - 1),)
-        if p > 1 and name not in ("data-parallel", "pipedream") and draw(st.booleans())
-        else (),
+        ties=((0, p * chunks - 1),) if tieable and draw(st.booleans()) else (),
         ahead=draw(st.integers(0, 3)),
     )
     return generate(name, shape)
@@ -161,7 +159,8 @@ def costs(draw, header):
     return CostModel(
         each(), each(), each(), step_s=each(), loss_s=draw(whole), load_s=draw(whole), act_bytes=each(),
         weight_bytes=tuple(4 * 3 * size for size in each()), bandwidth_bytes_per_s=Fraction(1, 2),
-        latency_s=draw(whole), post_s=draw(whole), copy_s_per_byte=draw(st.integers(0, 2)), overhead_s=draw(st.integers(0, 1)),
+        latency_s=draw(whole), post_s=draw(whole), copy_s_per_byte=draw(st.integers(0, 2)),
+        overhead_s=draw(st.integers(0, 1)),
         speed=tuple(Fraction(1, draw(st.integers(1, 3))) for _ in range(header.num_ranks)),
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from pipefit.timeline import Timeline
 
 __all__ = ["metrics", "steady_period_s"]
 
-_ROUNDS = 5
+_ROUNDS = 4
 
 
 def metrics(
