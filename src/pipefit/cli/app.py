@@ -1,0 +1,126 @@
+"""The verbs by name, and what becomes of everything that can go wrong in one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+from cyclopts import App, Parameter
+from cyclopts.exceptions import CycloptsError
+
+import pipefit
+from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer
+from pipefit.cli.options import exact
+from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
+
+__all__ = ["VERBS", "make_app", "run"]
+
+VERBS: Final = (
+    "train", "run", "check", "compare", "profile", "plan", "draw", "verify", "simulate", "schedules", "study", "bench",
+    "report", "links", "doctor",
+)  # fmt: skip
+"""Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
+
+# A finding of a run, as opposed to input that cannot be used.
+_FINDINGS = (NonFiniteLossError, InfeasibleError, CommunicationError)
+
+
+def make_app(tokens: list[str]) -> App:
+    """The application for these arguments: with the one verb they name, or with all."""
+    app = App(
+        name="pipefit",
+        help="Fit a model to the hardware you have and train it: pipeline parallelism as programs that are proved, "
+        "simulated, drawn and run.\n\nStart with: pipefit draw 1f1b -p 4 -m 8",
+        version=pipefit.__version__,
+        help_format="plaintext",
+        verbose=False,
+        default_parameter=Parameter(converter=exact),
+        # Ctrl-C is handled below, for all verbs alike.
+        suppress_keyboard_interrupt=False,
+    )
+    there = [verb for verb in VERBS if find_spec(f"pipefit.cli.{verb}")]
+    for verb in tokens[:1] if tokens and tokens[0] in there else there:
+        module = import_module(f"pipefit.cli.{verb}")
+        app.command(module.command, name=verb, sort_key=VERBS.index(verb))
+    return app
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Parses, runs and prints; every way to fail becomes a message on stderr and an exit code."""
+    tokens = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(tokens)
+    except CycloptsError as problem:
+        verb = " ".join(problem.command_chain or ())
+        help_line = f"Try: {' '.join(filter(None, ('pipefit', verb, '--help')))}"
+        return _complain(verb, f"{_sentence(problem)}\n{help_line}", USAGE)
+    except PipefitError as problem:
+        return _complain(_verb(tokens), str(problem), FINDING if isinstance(problem, _FINDINGS) else USAGE)
+    except CommunicationError as problem:
+        return _complain(_verb(tokens), str(problem), FINDING)
+    except BrokenPipeError:
+        # The reader (head, less) has gone: no complaint, now or when Python flushes at exit.
+        _close_stdout()
+        return 128 + 13
+    except KeyboardInterrupt:
+        return _complain(_verb(tokens), "interrupted", 130)
+    except Exception as problem:  # what nobody foresaw: a mistake of pipefit, so say so and keep the evidence
+        from pipefit.cli.crash import keep_evidence
+
+        path = keep_evidence(problem, tokens)
+        told = f"{type(problem).__name__}: {problem}".rstrip(": ")
+        return _complain(
+            _verb(tokens),
+            f"this is a mistake of pipefit itself: {told}\nPlease report it with the file {path}",
+            INTERNAL_ERROR,
+        )
+
+
+def _dispatch(tokens: list[str]) -> int:
+    command, bound, _ = make_app(tokens).parse_args(tokens, print_error=False, exit_on_error=False)
+    wants_json = bool(bound.arguments.get("json"))
+    # Whatever a user's model or a library prints must not get between the lines of the JSON object.
+    with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
+        result: Any = command(*bound.args, **bound.kwargs)
+    if not isinstance(result, Answer):
+        return result if isinstance(result, int) else FINE
+    text = result.show(wants_json)
+    _write(text.rstrip("\n") + "\n" if text else "")
+    return result.code
+
+
+def _write(text: str) -> None:
+    """Writes to standard output, whole, or says why not."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as problem:
+        _close_stdout()
+        raise PipefitError(f"cannot write to standard output: {problem.strerror}") from None
+
+
+def _verb(tokens: list[str]) -> str:
+    return tokens[0] if tokens and tokens[0] in VERBS else ""
+
+
+def _sentence(problem: CycloptsError) -> str:
+    return str(problem).strip()
+
+
+def _complain(verb: str, message: str, code: int) -> int:
+    with contextlib.suppress(BrokenPipeError, OSError):
+        print(f"pipefit{' ' * bool(verb)}{verb}: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _close_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

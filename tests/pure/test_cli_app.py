@@ -1,0 +1,181 @@
+"""What every verb shares: exit codes, one clear message, JSON alone on stdout, a fast start."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipefit.cli import app as cli_app
+from pipefit.cli import main
+from pipefit.cli.answer import Answer, as_json
+from pipefit.errors import InfeasibleError, NonFiniteLossError, PipefitError
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+THERE = [verb for verb in cli_app.VERBS if (ROOT / f"src/pipefit/cli/{verb}.py").exists()]
+
+
+def pipefit(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "pipefit", *arguments], capture_output=True, text=True, env=ENV, timeout=60, **options
+    )
+
+
+@pytest.fixture
+def a_verb_that(monkeypatch):
+    """Replaces what `pipefit schedules` does."""
+
+    def replace(action):
+        from pipefit.cli import schedules
+
+        def command(*, json: bool = False) -> Answer:
+            return action()
+
+        monkeypatch.setattr(schedules, "command", command)
+
+    return replace
+
+
+def raising(problem):
+    def action():
+        raise problem
+
+    return action
+
+
+def test_without_arguments_the_help_names_every_verb(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f" {verb} " in out for verb in THERE)
+
+
+@pytest.mark.parametrize("verb", THERE)
+def test_the_help_of_every_verb_has_an_example_that_calls_it(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert f"Example: pipefit {verb}" in capsys.readouterr().out
+
+
+def test_the_version_is_the_package_s(capsys):
+    import pipefit as package
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == package.__version__
+
+
+def test_an_unknown_verb_gets_the_nearest_one_and_exit_2(capsys):
+    assert main(["drwa"]) == 2
+    shown = capsys.readouterr()
+    assert 'Did you mean "draw"' in shown.err and shown.out == ""
+
+
+def test_an_unknown_option_gets_the_nearest_one_and_exit_2(capsys):
+    assert main(["draw", "1f1b", "-p", "2", "-m", "2", "--latncy", "1"]) == 2
+    shown = capsys.readouterr()
+    assert "--latency" in shown.err and "pipefit draw --help" in shown.err and shown.out == ""
+
+
+def test_what_a_user_got_wrong_is_one_message_without_a_traceback_and_exit_2(a_verb_that, capsys):
+    a_verb_that(raising(PipefitError("expected this, got that")))
+    assert main(["schedules"]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "pipefit schedules: expected this, got that\n")
+
+
+@pytest.mark.parametrize("problem", [NonFiniteLossError("loss is nan"), InfeasibleError("too large")])
+def test_what_a_run_finds_out_is_exit_1(a_verb_that, capsys, problem):
+    a_verb_that(raising(problem))
+    assert main(["schedules"]) == 1
+    assert str(problem) in capsys.readouterr().err
+
+
+def test_an_interrupt_is_exit_130(a_verb_that, capsys):
+    a_verb_that(raising(KeyboardInterrupt()))
+    assert main(["schedules"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_mistake_of_ours_is_short_and_leaves_a_file_with_the_traceback(a_verb_that, capsys):
+    a_verb_that(raising(KeyError("lost")))
+    assert main(["schedules"]) == 70
+    err = capsys.readouterr().err
+    path = Path(err.split()[-1])
+    evidence = path.read_text()
+    path.unlink()
+    assert "KeyError: 'lost'" in err and "report" in err and "Traceback" not in err
+    assert "Traceback" in evidence and "KeyError" in evidence and "command: pipefit schedules" in evidence
+
+
+def test_with_json_nothing_else_is_on_stdout(a_verb_that, capsys):
+    def chatty():
+        print("a library says something")
+        return Answer({"a": 1}, "for people", 1)
+
+    a_verb_that(chatty)
+    assert main(["schedules", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"a": 1} and "a library says" in shown.err
+
+
+def test_json_has_no_infinities_or_nan():
+    assert json.loads(as_json({"a": float("inf"), "b": [float("nan"), 1.5], "c": None})) == {
+        "a": None,
+        "b": [None, 1.5],
+        "c": None,
+    }
+
+
+def test_the_text_is_not_made_when_json_is_wanted(a_verb_that, capsys):
+    a_verb_that(lambda: Answer({}, raising(AssertionError("text was made"))))
+    assert main(["schedules", "--json"]) == 0
+    assert capsys.readouterr().out == "{}\n"
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m pipefit draw gpipe -p 8 -m 2000 --json | head -c 5"],
+        capture_output=True,
+        text=True,
+        env=ENV,
+        timeout=60,
+    )
+    assert (len(done.stdout), done.stderr) == (5, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout_is_said_plainly():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipefit", "schedules"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENV,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "pipefit schedules: cannot write to standard output: No space left on device\n"
+
+
+def test_drawing_takes_less_than_half_a_second_in_a_fresh_process():
+    def cpu_seconds() -> float:
+        before = os.times()
+        assert pipefit("draw", "1f1b", "-p", "8", "-m", "64").returncode == 0
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    # Of the processor and the least of three: what the machine does beside it is not our cost.
+    assert min(cpu_seconds() for _ in range(3)) < 0.5
+
+
+def test_no_verb_loads_torch_before_it_runs():
+    code = f"""
+import sys; sys.modules["torch"] = None
+import importlib
+for verb in {THERE!r}:
+    importlib.import_module(f"pipefit.cli.{{verb}}")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,175 @@
+"""`pipefit draw` and `pipefit schedules`."""
+
+import json
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.ir import text
+from pipefit.schedules import names
+from pipefit.timeline import load_trace
+
+
+def drawn(capsys, *arguments: str) -> dict:
+    assert main(["draw", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main(["draw", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "Traceback" not in shown.err
+    return shown.err
+
+
+def test_the_json_object_has_every_promised_field(capsys):
+    data = drawn(capsys, "1f1b", "-p", "4", "-m", "8")
+    order = data.pop("order")
+    assert data == {
+        "schedule": "1f1b",
+        "num_stages": 4,
+        "num_ranks": 4,
+        "num_microbatches": 8,
+        "num_chunks": 1,
+        "makespan": 33.0,
+        "period": 33.0,
+        "bubble_fraction": pytest.approx(1 - 24 / 33),
+        "bubble_over_ideal": pytest.approx(9 / 24),
+        "peak_inflight": [4, 3, 2, 1],
+        "weight_versions": [1, 1, 1, 1],
+        "messages": 48,
+        "num_updates": 1,
+        "total_microbatches": 8,
+    }
+    assert order[3][:4] == ["F3.0", "B3.0", "F3.1", "B3.1"]
+
+
+def test_times_are_per_rank_so_chunks_shorten_the_bubble(capsys):
+    data = drawn(capsys, "interleaved", "-p", "4", "-m", "8", "-v", "2")
+    assert data["makespan"] == (8 + 3 / 2) * 3
+    assert (data["num_stages"], data["num_ranks"], data["num_chunks"]) == (8, 4, 2)
+
+
+def test_latency_enters_as_the_closed_form_says(capsys):
+    p, m, c = 4, 8, 0.25
+    data = drawn(capsys, "1f1b", "-p", str(p), "-m", str(m), "--latency", str(c))
+    assert data["makespan"] == pytest.approx((m + p - 1) * 3 + 2 * c * ((p - 1) * m / p + p - 2))
+
+
+def test_forward_input_and_weight_set_the_costs(capsys):
+    data = drawn(capsys, "gpipe", "-p", "2", "-m", "3", "--forward", "2", "--input", "3", "--weight", "5")
+    assert data["makespan"] == (3 + 1) * (2 + 8)
+
+
+def test_pipedream_s_microbatches_are_minibatches_with_an_update_each(capsys):
+    data = drawn(capsys, "pipedream", "-p", "4", "-m", "16")
+    assert (data["num_microbatches"], data["num_updates"], data["total_microbatches"]) == (16, 16, 16)
+    assert data["weight_versions"] == [4, 3, 2, 1]
+    assert data["period"] == 16 * 3  # no bubble in the steady state
+
+
+def test_vertical_sync_holds_as_many_versions_on_every_rank(capsys):
+    assert drawn(capsys, "pipedream-vertical-sync", "-p", "4", "-m", "16")["weight_versions"] == [4] * 4
+
+
+def test_2bw_never_holds_more_than_two_versions(capsys):
+    data = drawn(capsys, "pipedream-2bw", "-p", "4", "-m", "8")
+    assert data["weight_versions"] == [2] * 4
+    assert data["period"] == 8 * 3
+
+
+def test_steps_are_taken_literally(capsys):
+    data = drawn(capsys, "pipedream", "-p", "2", "-m", "3", "--steps", "2")
+    assert (data["num_microbatches"], data["num_updates"], data["total_microbatches"]) == (3, 2, 6)
+
+
+def test_replicas_lie_on_ranks_of_their_own(capsys):
+    assert drawn(capsys, "1f1b", "-p", "2", "-m", "4", "--replicas", "2,1")["num_ranks"] == 3
+
+
+def test_recompute_replays_every_forward(capsys):
+    order = drawn(capsys, "1f1b", "-p", "2", "-m", "2", "--recompute")["order"]
+    assert order[0] == ["F0.0", "F0.1", "R0.0", "B0.0", "R0.1", "B0.1"]
+
+
+def test_an_option_may_be_named_directly(capsys):
+    arguments = ("1f1b", "-p", "4", "-m", "8")
+    assert drawn(capsys, *arguments, "--warmup", "2") == drawn(capsys, *arguments, "--option", "warmup=2")
+    assert drawn(capsys, *arguments, "--warmup", "2")["peak_inflight"] == [7, 5, 3, 1]
+
+
+@pytest.mark.parametrize("schedule", names())
+def test_every_schedule_prints_a_grid_with_a_line_for_each_rank(schedule, capsys):
+    assert main(["draw", schedule, "-p", "4", "-m", "8"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"rank {rank} " in out for rank in range(4))
+
+
+def test_a_program_is_written_as_text(tmp_path, capsys):
+    path = tmp_path / "a.pipe"
+    assert main(["draw", "gpipe", "-p", "2", "-m", "3", "-o", str(path)]) == 0
+    assert str(path) in capsys.readouterr().out
+    assert text.load(path).header.schedule == "gpipe"
+
+
+def test_a_trace_is_written_and_loads_back(tmp_path):
+    path = tmp_path / "a.trace.json"
+    assert main(["draw", "gpipe", "-p", "2", "-m", "3", "-o", str(path)]) == 0
+    assert load_trace(path).makespan_s == 12
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".html", ".png"])
+def test_pictures_are_written(suffix, tmp_path, capsys):
+    path = tmp_path / f"a{suffix}"
+    assert main(["draw", "1f1b", "-p", "2", "-m", "3", "-o", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["output"] == str(path)
+    assert path.stat().st_size > 1000
+
+
+def test_a_mistyped_schedule_gets_the_nearest_one(capsys):
+    assert "did you mean 1f1b?" in refused(capsys, "1f1", "-p", "2", "-m", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["1f1b", "-p", "2", "-m", "0"], "-m: expected at least 1, got 0"),
+        (["1f1b", "-p", "0", "-m", "2"], "-p: expected at least 1, got 0"),
+        (["1f1b", "-p", "2", "-m", "2", "--steps", "0"], "--steps: expected at least 1"),
+        (["1f1b", "-p", "2", "-m", "two"], "-m: expected a whole number, got 'two'"),
+        (["1f1b", "-p", "2", "-m", "2.5"], "-m: expected a whole number, got '2.5'"),
+        (["1f1b", "-p", "2", "-m", "2", "--forward", "long"], "--forward: expected a number, got 'long'"),
+        (["1f1b", "-p", "2"], "--microbatches"),
+        (["1f1b", "-p", "2", "-m", "2", "-v", "2"], "use interleaved or breadth-first"),
+        (["1f1b", "-p", "2", "-m", "2", "--forward", "nan"], "--forward: expected a time"),
+        (["1f1b", "-p", "2", "-m", "2", "--latency", "-1"], "--latency: expected a time"),
+        (["1f1b", "-p", "2", "-m", "2", "--input", "1", "--weight", "2", "--backward", "4"], "input + weight"),
+        (["1f1b", "-p", "2", "-m", "2", "--option", "wramup=2"], "did you mean warmup?"),
+        (["1f1b", "-p", "2", "-m", "2", "--option", "warmup"], "expected NAME=INTEGER"),
+        (["1f1b", "-p", "2", "-m", "2", "--warmup", "-1"], "0 or more"),
+        (["1f1b", "-p", "2", "-m", "2", "--replicas", "2;1"], "like 2,1"),
+        (["pipedream-2bw", "-p", "8", "-m", "2"], "use 7 or more"),
+        (["1f1b", "-p", "9999", "-m", "9999"], "too many to draw"),
+    ],
+)
+def test_integers_and_times_without_a_meaning_are_refused_by_name(arguments, told, capsys):
+    assert told in refused(capsys, *arguments)
+
+
+def test_an_unknown_ending_is_refused_with_the_known_ones_and_nothing_is_written(tmp_path, capsys):
+    path = tmp_path / "a.pdf"
+    err = refused(capsys, "1f1b", "-p", "2", "-m", "2", "-o", str(path))
+    assert ".svg" in err and ".html" in err and not path.exists()
+
+
+def test_a_directory_cannot_be_drawn_into(tmp_path, capsys):
+    assert "got a directory" in refused(capsys, "1f1b", "-p", "2", "-m", "2", "-o", str(tmp_path))
+
+
+def test_the_list_of_schedules_is_complete(capsys):
+    assert main(["schedules", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)["schedules"]
+    assert [entry["name"] for entry in data] == names()
+    assert all(entry["summary"] for entry in data)
+    assert main(["schedules"]) == 0
+    assert all(name in capsys.readouterr().out for name in ["1f1b"])
