@@ -1,6 +1,39 @@
-"""Pictures of timelines, simulated or measured."""
+"""Pictures of timelines, simulated or measured: a grid, SVG, an interactive page, PNG; and plain charts.
 
+The package itself can be called, as short for `draw.draw`: `pf.draw("1f1b", num_stages=4, num_microbatches=8)`.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from pipefit.draw.chart import chart
 from pipefit.draw.grid import grid
+from pipefit.draw.page import html
+from pipefit.draw.png import png
+from pipefit.draw.save import SUFFIXES, save
 from pipefit.draw.svg import svg
 
-__all__ = ["grid", "svg"]
+if TYPE_CHECKING:
+    from pipefit.draw.drawing import Drawing
+
+__all__ = ["SUFFIXES", "chart", "draw", "grid", "html", "png", "save", "svg"]
+
+
+def draw(*args: Any, **options: Any) -> Drawing:
+    """Draws a schedule; see `pipefit.draw.drawing.draw` for the arguments."""
+    from pipefit.draw.drawing import draw as make
+
+    return make(*args, **options)
+
+
+class _Callable(ModuleType):
+    """Importing `pipefit.draw` makes `pipefit.draw` this module; calling it must still draw."""
+
+    def __call__(self, *args: Any, **options: Any) -> Drawing:
+        return draw(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -189,7 +189,7 @@
 
     // Pixels per second: the same in both panels, so that lengths compare.
     draw() {
-      const room = Math.max(this.scroll.clientWidth || 900, 200) - 2;
+      const room = Math.max(Math.min(...state.panels.map(panel => panel.scroll.clientWidth || 900)), 200) - 2;
       const longest = Math.max(...state.panels.map(panel => panel.entry.unit === this.entry.unit ? panel.entry.makespan : 0),
         this.entry.makespan) || 1;
       const scale = this.scale = room * state.zoom / longest;
@@ -226,7 +226,7 @@
       const made = [rect], label = String(box.mb), size = Math.min((width - 2) / (.6 * label.length), 11);
       if (size < 6.5) return made;
       const middle = (x + width / 2).toFixed(2), below = "w" + box.version;
-      const small = Math.min((width - 2) / (.62 * below.length), 8), two = this.entry.versioned && small >= 5.5;
+      const small = Math.min((width - 2) / (.62 * below.length), 8), two = this.entry.versioned && small >= 6.2;
       made.push(el("text", {class: "n t" + box.letter, x: middle, y: y + (two ? 10 : CELL / 2), "font-size": size.toFixed(1)}, svg, label));
       if (two)
         made.push(el("text", {class: "n t" + box.letter, x: middle, y: y + 21, "font-size": small.toFixed(1)}, svg, below));

@@ -1,0 +1,216 @@
+"""A schedule, drawn: the object that shows itself in a notebook, prints as a grid, and saves as any kind of picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipefit.cost import CostModel, unit
+from pipefit.draw.caption import title_of
+from pipefit.draw.grid import grid
+from pipefit.draw.page import html
+from pipefit.draw.save import save
+from pipefit.draw.svg import svg
+from pipefit.errors import ScheduleError
+from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.schedules import Schedule, Shape, find, names
+from pipefit.simulate import metrics, simulate
+from pipefit.timeline import Timeline
+
+__all__ = ["Drawing", "draw", "gallery"]
+
+_DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
+_RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is surely steady
+Pricing = Callable[[Header], CostModel]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A simulated schedule. Notebooks show it, `print` gives its grid.
+
+    Attributes:
+        timeline: what is drawn.
+        cost: what it was simulated with.
+        steady: the same schedule with updates enough for a rhythm, where one pass does not tell its period.
+        forward: time of a micro-batch's forward on a rank.
+        backward: likewise of its backward.
+        pricing: the costs for other programs, for the page's choices.
+    """
+
+    timeline: Timeline
+    cost: CostModel
+    forward: float
+    backward: float
+    pricing: Pricing
+    steady: Program | None = None
+
+    @property
+    def program(self) -> Program:
+        """What was simulated."""
+        return self.timeline.program
+
+    @cached_property
+    def metrics(self) -> dict[str, Any]:
+        """The figures of the drawing, as `pipefit draw --json` answers them."""
+        return metrics(self.program, self.timeline, self.forward, self.backward, cost=self.cost, steady=self.steady)
+
+    def grid(self, width: int | None = None, color: bool | None = None) -> str:
+        """The grid for a terminal; see `pipefit.draw.grid`."""
+        return grid(self.timeline, width, color)
+
+    def svg(self, **options: Any) -> str:
+        """The vector picture; options as for `pipefit.draw.svg`."""
+        return svg(self.timeline, **options)
+
+    def html(self, *, choices: bool = True, **options: Any) -> str:
+        """The interactive page; with `choices`, other schedules and shapes under the same costs are in it too."""
+        own = (title_of(self.program.header.schedule), self.timeline)
+        others = gallery(self.pricing) if choices else []
+        shape = _shape_key(self.timeline)
+        kept = [(name, timeline) for name, timeline in others if _shape_key(timeline) != shape]
+        options.setdefault("compare", False)
+        return html([own, *kept], **options)
+
+    def save(self, path: str | Path, **options: Any) -> Path:
+        """Writes the drawing; its kind is the suffix of the path, as for `pipefit.draw.save`."""
+        if str(path).endswith(".html"):
+            from pipefit.spec.files import write_atomically
+
+            return write_atomically(path, self.html(**options))
+        return save(self.timeline, path, **options)
+
+    def __str__(self) -> str:
+        return self.grid().rstrip("\n")
+
+    def __repr__(self) -> str:
+        header = self.program.header
+        return f"<Drawing of {header.schedule}: {header.num_ranks} ranks, {header.total_microbatches} micro-batches>"
+
+    def _repr_svg_(self) -> str:
+        return self.svg()
+
+    def _repr_html_(self) -> str:
+        return f'<div style="overflow-x:auto">{self.svg()}</div>'
+
+
+def draw(
+    schedule: str | Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    forward: float = 1,
+    backward: float | None = None,
+    input: float | None = None,
+    weight: float | None = None,
+    latency: float = 0,
+    num_steps: int | None = None,
+    *,
+    replicas: Sequence[int] = (),
+    recompute: bool | Sequence[int] = False,
+    **options: int,
+) -> Drawing:
+    """Draws a schedule under the lectures' costs: what a rank spends on a micro-batch, whatever its chunks.
+
+    >>> drawing = draw("1f1b", num_stages=4, num_microbatches=8)
+    >>> drawing.metrics["makespan"], drawing.metrics["peak_inflight"]
+    (33.0, [4.0, 3.0, 2.0, 1.0])
+
+    Args:
+        schedule: its name, or the schedule itself.
+        num_stages: p, the ranks of the pipeline.
+        num_microbatches: m, per weight update. PipeDream's are mini-batches with an update each, unless `num_steps` is
+            given.
+        num_chunks: v, stages of each rank.
+        forward: time of a forward.
+        backward: time of a whole backward; None: input + weight, or 2.
+        input: time of its half for the gradient of the input.
+        weight: time of its other half.
+        latency: time of a message.
+        num_steps: weight updates; None: as many as show what the schedule does.
+        replicas: copies of each stage.
+        recompute: replay forwards before backwards: of all stages, or of these.
+        options: integers of the schedule, such as `warmup=2`.
+
+    Raises:
+        ScheduleError: no such schedule, or a shape it has no meaning for.
+        PlanError: the costs contradict each other.
+    """
+    made = find(schedule) if isinstance(schedule, str) else schedule
+    per_update, steps = _updates(made, num_microbatches, num_steps)
+    shape = Shape(
+        depth=num_stages,
+        num_microbatches=per_update,
+        num_chunks=num_chunks,
+        num_steps=steps,
+        replicas=tuple(replicas),
+        recompute=(None if recompute else ()) if isinstance(recompute, bool) else tuple(recompute),
+        options=options,
+    )
+
+    def pricing(header: Header) -> CostModel:
+        return unit(header, forward, backward, input=input, weight=weight, latency=latency)
+
+    program = made(shape)
+    cost = pricing(program.header)
+    share = program.header.num_stages / program.header.num_ranks
+    both = cost.backward_input_s[0] + cost.backward_weight_s[0]
+    return Drawing(
+        timeline=_simulated(program, cost, memory=True),
+        cost=cost,
+        forward=forward,
+        backward=float(both * share),
+        pricing=pricing,
+        steady=None if made.is_synchronous else made(_long(shape)),
+    )
+
+
+def gallery(
+    pricing: Pricing,
+    *,
+    schedules: Iterable[str] | None = None,
+    stages: Iterable[int] = (2, 4, 8),
+    microbatches: Iterable[int] = (4, 8, 16, 32),
+    chunks: Iterable[int] = (1, 2),
+) -> list[tuple[str, Timeline]]:
+    """Schedules of a modest range of shapes, simulated, for the choices of a page; what has no meaning is left out."""
+    stages, microbatches, chunks = list(stages), list(microbatches), list(chunks)
+    found = []
+    for name in names() if schedules is None else schedules:
+        made = find(name)
+        for depth, count, several in ((p, m, v) for p in stages for m in microbatches for v in chunks):
+            per_update, steps = _updates(made, count, None)
+            try:
+                program = made(Shape(depth, per_update, several, steps))
+            except ScheduleError:
+                continue
+            found.append((title_of(name), _simulated(program, pricing(program.header), memory=False)))
+    return found
+
+
+def _simulated(program: Program, cost: CostModel, memory: bool) -> Timeline:
+    # The papers' pictures: a message leaves when it is sent, however late its receive is posted.
+    return simulate(program, cost, rendezvous=False, memory=memory)
+
+
+def _updates(schedule: Schedule, num_microbatches: int, num_steps: int | None) -> tuple[int, int]:
+    """Micro-batches per update, and updates: within one update no asynchronous schedule would show its versions."""
+    if num_steps is not None:
+        return num_microbatches, num_steps
+    if schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL):
+        return 1, num_microbatches
+    return num_microbatches, _DOUBLE_UPDATES if schedule.weights is WeightRule.DOUBLE else 1
+
+
+def _long(shape: Shape) -> Shape:
+    needed = -(-_RHYTHM * shape.depth // shape.num_microbatches)
+    return msgspec.structs.replace(shape, num_steps=max(shape.num_steps, needed, _RHYTHM))
+
+
+def _shape_key(timeline: Timeline) -> tuple[object, ...]:
+    header = timeline.program.header
+    return header.schedule, header.placement, header.num_microbatches, header.num_steps
