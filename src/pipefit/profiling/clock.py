@@ -1,28 +1,34 @@
-"""Time stamps of a device: the wall clock on a CPU, events of the stream on CUDA."""
+"""Time stamps of a device: processor time or the wall clock on a CPU, events of the stream on CUDA."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 
-__all__ = ["Clock", "half_interquartile_range", "median_of"]
+__all__ = ["Clock", "half_interquartile_range", "median_of", "works_alone"]
 
 
 class Clock:
-    """Marks moments on a device; on CUDA they are events, so that marking never waits for the device."""
+    """Marks moments on a device.
 
-    def __init__(self, device: torch.device) -> None:
+    On CUDA they are events, so that marking never waits for the device. On a CPU they are the wall clock or, with
+    `own`, the processor time of the calling thread: the same on a quiet machine, and on a busy one without the time
+    in which somebody else had the processor.
+    """
+
+    def __init__(self, device: torch.device, own: bool = False) -> None:
         self.cuda = device.type == "cuda"
         self.device = device
+        self._now = time.thread_time if own else time.perf_counter
 
     def mark(self) -> Any:
         """A time stamp of now, in the order of the device's work."""
         if not self.cuda:
-            return time.perf_counter()
+            return self._now()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -35,6 +41,14 @@ class Clock:
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another; `settle` first."""
         return start.elapsed_time(end) * 1e-3 if self.cuda else end - start
+
+
+def works_alone(work: Callable[[], object]) -> bool:
+    """Whether the calling thread does all of the work: then its processor time is the time of the work."""
+    process, thread = time.process_time(), time.thread_time()
+    work()
+    process, thread = time.process_time() - process, time.thread_time() - thread
+    return process - thread < 0.05 * thread
 
 
 def median_of(samples: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import DataError, ProfileError
-from pipefit.profiling.clock import Clock, half_interquartile_range, median_of
+from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.layers import Chain, as_chain
 from pipefit.profiling.passes import Loss, Marked, Step
 from pipefit.profiling.payload import batch_of, describe, placed, take
@@ -49,7 +49,8 @@ def profile_layers(
     Each repeat runs three passes through the whole model, so a slow moment of the machine hits all layers alike: one
     without marks (`step_s`), one with a mark at every layer (forward and full backward), and one whose backward pass
     makes input gradients only. The weight gradient is the full backward minus the input gradient; layers that nothing
-    trainable precedes have no input gradient, frozen layers no weight gradient. All figures are medians. The layers
+    trainable precedes have no input gradient, frozen layers no weight gradient. All figures are medians. A CPU with one
+    thread is timed by the processor time of that thread, so that other programs on the machine do not show. The layers
     run in train mode; weights, gradients, buffers, modes and random numbers are afterwards as before.
 
     Args:
@@ -88,15 +89,19 @@ def profile_layers(
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
         weights, _ = survey(chain, payload)
-        samples = _samples(Step(chain, payload, loss, goal, Clock(place)), repeats, warmup, limit_s)
-        optimizer_s = _optimizer_s(chain, optimizer, Clock(place), repeats) if optimizer else 0.0
+        step = Step(chain, payload, loss, goal, Clock(place))
+        alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
+        clock = Clock(place, own=alone)
+        samples = _samples(replace(step, clock=clock), repeats, warmup, limit_s)
+        optimizer_s = _optimizer_s(chain, optimizer, clock, repeats) if optimizer else 0.0
         where = _description(place, dtype)
+    turns = f"medians of {len(samples.plain)} turns after {warmup}{', processor time' if alone else ''}"
     return Profile(
         model=model,
         microbatch_size=size,
         layers=tuple(_layer(index, chain[index][0], weights[index], samples) for index in range(len(chain))),
         device=where,
-        source=f"measured: medians of {len(samples.plain)} turns after {warmup}; torch {torch.__version__}",
+        source=f"measured: {turns}; torch {torch.__version__}",
         step_s=median_of(samples.plain),
         loss_s=median_of([turn.loss_s for turn in samples.marked]) if loss else 0.0,
         optimizer_s=optimizer_s,
