@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
 import math
 
@@ -122,7 +122,6 @@ def test_an_endless_stream_has_no_length():
 
 
 def test_digits_are_standardised_images_split_without_overlap():
-    pytest.importorskip("sklearn")
     data = digits()
     assert data.train_x.shape[1:] == (1, 8, 8) and data.train_x.dtype == torch.float32
     assert len(data.train_x) + len(data.test_x) == 1797 and len(data.test_x) == 359
@@ -133,10 +132,7 @@ def test_digits_are_standardised_images_split_without_overlap():
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    def absent(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", absent)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"pip install 'pipefit\[data\]'"):
         digits()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,15 +38,9 @@ def digits(test: float = 0.2, seed: int = 0) -> Digits:
     Raises:
         DataError: scikit-learn is not installed, or `test` leaves one side empty.
     """
-    try:
-        datasets = importlib.import_module("sklearn.datasets")
-    except ImportError as error:
-        raise DataError(
-            "data: digits come with scikit-learn, which is not here: pip install 'pipefit[data]'"
-        ) from error
-    pixels, labels = datasets.load_digits(return_X_y=True)
-    x = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
-    y = torch.tensor(labels, dtype=torch.int64)
+    table = _digits_table()
+    x = torch.tensor(table[:, :-1], dtype=torch.float32).view(-1, 1, 8, 8)
+    y = torch.tensor(table[:, -1], dtype=torch.int64)
     num_test = round(len(x) * test)
     if not 0 < num_test < len(x):
         raise DataError(f"data: a test share of {test} leaves no image on one side; choose one between 0 and 1")
@@ -53,6 +49,14 @@ def digits(test: float = 0.2, seed: int = 0) -> Digits:
     mean, deviation = x[kept].mean(), x[kept].std()
     x = (x - mean) / deviation
     return Digits(x[kept], y[kept], x[held], y[held])
+
+
+def _digits_table() -> np.ndarray:
+    """One row per image: 64 pixels and the label. Read from scikit-learn's file; importing the library takes seconds."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise DataError("data: digits come with scikit-learn, which is not here: pip install 'pipefit[data]'")
+    return np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
 class ArrayBatches:

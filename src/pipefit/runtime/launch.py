@@ -97,7 +97,7 @@ def _server() -> Any:
     global _context
     if _context is None:
         _context = mp.get_context("forkserver")
-        _context.set_forkserver_preload(["pipefit.runtime.preload"])
+        _context.set_forkserver_preload(["pipefit.train.preload"])
     return _context
 
 

@@ -6,7 +6,12 @@ import torch.optim
 
 import pipefit.runtime.distributed
 import pipefit.runtime.engine
-import pipefit.runtime.handlers  # noqa: F401
+import pipefit.runtime.handlers
+import pipefit.train.pipeline
+import pipefit.train.profiled  # noqa: F401
 
 # Forked ranks must not inherit a thread pool: its threads do not survive the fork.
 torch.set_num_threads(1)
+
+# The first optimizer of a process imports torch's compiler, which takes seconds.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
