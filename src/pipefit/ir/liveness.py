@@ -41,8 +41,16 @@ def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
 def lifetimes(program: Program, rank: int) -> list[Lifetime]:
     """Every value of a rank, by birth.
 
-    A step in place makes no second copy: its new version is born after the drop.
+    A step in place makes no second copy: its new version is born after the drop. They are found once and kept with
+    the program.
     """
+    kept: dict[int, list[Lifetime]] = program.__dict__.setdefault("_lifetimes", {})
+    if rank not in kept:
+        kept[rank] = _find_lifetimes(program, rank)
+    return kept[rank]
+
+
+def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
     born: dict[Value, int] = {Value(WEIGHTS, stage, 0): -1 for stage in program.header.stages_of(rank)}
     dies: dict[Value, int] = {}

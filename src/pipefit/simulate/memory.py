@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipefit.cost.model import CostModel
-from pipefit.ir.liveness import Lifetime, lifetimes
+from pipefit.ir.liveness import lifetimes
 from pipefit.ir.op import OP_SPEC, Kind, Lane
 from pipefit.ir.program import Program
 
@@ -26,17 +26,10 @@ def memory_over_time(program: Program, cost: CostModel, engine: Engine) -> tuple
     return tuple(_rank_memory(program, cost, engine, rank) for rank in range(len(program.ranks)))
 
 
-def _lives(program: Program, rank: int) -> list[Lifetime]:
-    kept: dict[int, list[Lifetime]] = program.__dict__.setdefault("_lifetimes", {})
-    if rank not in kept:
-        kept[rank] = lifetimes(program, rank)
-    return kept[rank]
-
-
 def _rank_memory(program: Program, cost: CostModel, engine: Engine, rank: int) -> Samples:
     starts = engine.layout.graph.starts
     first, size, count = starts[rank], starts[-1], starts[rank + 1] - starts[rank]
-    sized = [(life.born, life.dies, cost.size_bytes(life.value)) for life in _lives(program, rank)]
+    sized = [(life.born, life.dies, cost.size_bytes(life.value)) for life in lifetimes(program, rank)]
     sized = [item for item in sized if item[2]]
     computes = [OP_SPEC[i.op].lane is Lane.COMPUTE for i in program.ranks[rank]]
     last = max((index for index in range(count) if computes[index]), default=-1)

@@ -8,7 +8,7 @@ from pipefit.cost.model import CostModel
 from pipefit.ir.liveness import peak_inflight, weight_versions
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program, WeightRule
-from pipefit.simulate.simulate import simulate
+from pipefit.simulate.simulate import collector_paused, simulate
 from pipefit.timeline import Timeline
 
 __all__ = ["metrics", "steady_period_s"]
@@ -40,6 +40,9 @@ def metrics(
     ideal = header.total_microbatches * timeline.num_repeats * (forward + backward)
     makespan = timeline.makespan_s
     cost = cost or CostModel.unit(header, forward, backward)
+    with collector_paused():
+        peaks = [peak_inflight(program, rank) for rank in ranks]
+        versions = [weight_versions(program, rank) for rank in ranks]
     return {
         "schedule": header.schedule,
         "num_stages": header.num_stages,
@@ -50,8 +53,8 @@ def metrics(
         "period": float(steady_period_s(steady or program, cost)),
         "bubble_fraction": float(1 - ideal / makespan) if makespan else 0.0,
         "bubble_over_ideal": float((makespan - ideal) / ideal) if ideal else 0.0,
-        "peak_inflight": [peak_inflight(program, rank) for rank in ranks],
-        "weight_versions": [weight_versions(program, rank) for rank in ranks],
+        "peak_inflight": peaks,
+        "weight_versions": versions,
         "messages": sum(i.op is Op.SEND for _, _, i in program),
         "order": [list(order) for order in program.order],
     }

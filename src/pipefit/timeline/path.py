@@ -42,7 +42,7 @@ def critical_path(timeline: Timeline) -> list[Event]:
     It goes back from the work that ends last, through what each event waited for. A message appears as its receive,
     and as its send where it was the sender that came last.
     """
-    work = [event for event in timeline.events if timeline.lane(event) is Lane.COMPUTE]
+    work = (event for event in timeline.events if timeline.lane(event) is Lane.COMPUTE)
     current: Event | None = max(work, key=lambda event: event.end_s, default=None)
     path: list[Event] = []
     # No path is longer than there are events; a measured timeline with broken clocks must not run for ever.

@@ -88,14 +88,20 @@ class Timeline:
     # ------------------------------------------------------------------------------------------------------- figures
 
     @cached_property
+    def _work(self) -> list[Event]:
+        """The events of the compute lane."""
+        works = [[OP_SPEC[i.op].lane is Lane.COMPUTE for i in instructions] for instructions in self.program.ranks]
+        return [event for event in self.events if works[event[0]][event[1]]]
+
+    @cached_property
     def start_s(self) -> float:
         """When the first instruction of the compute lane starts."""
-        return min((event.start_s for event in self.events if self.lane(event) is Lane.COMPUTE), default=0)
+        return min((event.start_s for event in self._work), default=0)
 
     @cached_property
     def end_s(self) -> float:
         """When the last instruction of the compute lane ends."""
-        return max((event.end_s for event in self.events if self.lane(event) is Lane.COMPUTE), default=0)
+        return max((event.end_s for event in self._work), default=0)
 
     @property
     def makespan_s(self) -> float:
@@ -111,17 +117,18 @@ class Timeline:
         header = self.program.header
         size, total = header.num_microbatches, header.total_microbatches
         ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
-        for event in self.events:
-            i = self.instruction(event)
-            if i.mb >= 0 and OP_SPEC[i.op].lane is Lane.COMPUTE:
+        ranks = self.program.ranks
+        for rank, position, repeat, _, end in self._work:
+            i = ranks[rank][position]
+            if i.mb >= 0:
                 step = i.mb // size
             elif i.op is Op.STEP:
                 step = (min((i.version + 1) * header.updates[i.stage], total) - 1) // size
             else:
                 continue
-            step += event.repeat * header.num_steps
-            if event.end_s > ends[step]:
-                ends[step] = event.end_s
+            step += repeat * header.num_steps
+            if end > ends[step]:
+                ends[step] = end
         return tuple(ends)
 
     @cached_property
@@ -148,8 +155,8 @@ class Timeline:
 
     def _steady_steps(self) -> int:
         last_forward: dict[int, float] = {}
-        for event, i in self.compute():
-            if i.op is Op.FWD:
+        for event in self._work:
+            if self.program.ranks[event.rank][event.position].op is Op.FWD:
                 last_forward[event.rank] = max(event.end_s, last_forward.get(event.rank, event.end_s))
         drain = min(last_forward.values(), default=0)
         return sum(end <= drain for end in self.step_ends_s)
