@@ -157,9 +157,8 @@ def pipedream(
         found,
         flat_s=dict(zip(searches, times, strict=True)).get("flat"),
         hierarchical_s=dict(zip(searches, times, strict=True)).get("hierarchical"),
-        straight_s=times[best]
-        if straight
-        else min(_fastest(replace(one, straight=True, bases={})) for one in problems),
+        # By levels a straight pipeline has the faster links inside, so the flat one need not be looked at beside it.
+        straight_s=times[best] if straight else _fastest(replace(problems[-1], straight=True, bases={})),
         data_parallel_s=min(
             data_parallel_s(rule, found.single_device_s, _total(profile, "weight_bytes"), one.levels)
             for one in problems

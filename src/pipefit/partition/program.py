@@ -31,8 +31,8 @@ __all__ = ["Run", "all_pairs", "best_time", "runs"]
 # Times closer than this, relatively, are a tie: sums in another order differ by as much.
 _TIE = 1e-12
 
-# Rows of `_join` looked at together: few enough to leave columns out, enough for numpy.
-_BLOCK = 64
+# States of `_join` looked at together: few enough to leave most of the others out, enough for numpy.
+_TILE = 16
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,17 @@ def all_pairs(problem: Problem, level: int, beyond: Fraction) -> Array:
     at_most = not problem.rule.exact and not problem.memory.is_limited
     rest: dict[int, Array] = {}
     for left in range(1, width):
-        found = np.full_like(problem.compute_s, np.inf)
-        for replicas in problem.replica_counts(left):
+        found = rest[left - 1].copy() if at_most and left > 1 else np.full_like(problem.compute_s, np.inf)
+        # The stage that is not split comes first: a good time found early spares looking at the rest.
+        for replicas in reversed(problem.replica_counts(left)):
             if replicas == left:
                 np.minimum(found, stage(replicas, left, first=False, last=True), out=found)
             else:
                 _join(found, stage(replicas, left, first=False, last=False), rest[left - replicas], inside)
-        rest[left] = np.minimum(found, rest[left - 1]) if at_most and left > 1 else found
+        rest[left] = found
     result = np.full_like(problem.compute_s, np.inf)
     for total in [width] if at_most else problem.totals(level):
-        for replicas in problem.replica_counts(total):
+        for replicas in reversed(problem.replica_counts(total)):
             if replicas == total or at_most:
                 np.minimum(result, stage(replicas, total, first=True, last=True), out=result)
             if replicas < total:
@@ -117,36 +118,32 @@ def all_pairs(problem: Problem, level: int, beyond: Fraction) -> Array:
 def _join(best: Array, left: Array, right: Array, inside: NDArray[np.bool_]) -> None:
     """best[t, j] = min(best[t, j], min over u of max(left[t, u], right[u, j])) for t < u < j, in place.
 
-    For each pair only a few u lie near the balance of both sides. So a first pass over every sixteenth u brings `best`
-    near its value, and the second looks, for a block of rows, only at the columns where neither side is worse than it.
+    For each pair only a few u lie near the balance of both sides. So a first pass over one u in a tile brings `best`
+    near its value, and the second looks, tile by tile of t and u, only at the j where neither side is worse than it.
     """
     import numpy as np
 
     num_states = len(best)
-    if num_states <= 2 * _BLOCK:
-        _join_rows(best, left, right, 0, num_states, [(u, u + 1, num_states) for u in range(1, num_states - 1)])
+    small = num_states <= 8 * _TILE
+    for u in range(1, num_states - 1) if small else range(_TILE // 2, num_states - 1, _TILE):
+        target = best[:u, u + 1 :]
+        np.minimum(target, np.maximum(left[:u, u, None], right[u, u + 1 :]), out=target)
+    if small:
         return
-    _join_rows(best, left, right, 0, num_states, [(u, u + 1, num_states) for u in range(8, num_states - 1, 16)])
-    for start in range(0, num_states, _BLOCK):
-        stop = min(start + _BLOCK, num_states)
-        worst = np.where(inside[start:stop], best[start:stop], -1.0).max(axis=0)
-        useful = np.asarray(np.maximum(right, left[start:stop].min(axis=0)[:, None]) <= worst, dtype=np.bool_)
-        useful[: start + 1] = False
-        first, end = _ends(useful)
-        rows = np.flatnonzero(useful.any(axis=1)).tolist()
-        _join_rows(best, left, right, start, stop, [(u, first[u], end[u]) for u in rows])
-
-
-def _join_rows(
-    best: Array, left: Array, right: Array, start: int, stop: int, middles: list[tuple[int, int, int]]
-) -> None:
-    """The rows start…stop of `_join`, for each given u over its columns low…high."""
-    import numpy as np
-
-    for middle, low, high in middles:
-        rows = slice(start, min(middle, stop))
-        target = best[rows, low:high]
-        np.minimum(target, np.maximum(left[rows, middle, None], right[middle, low:high]), out=target)
+    tiles = list(range(0, num_states, _TILE))
+    right_least = np.minimum.reduceat(right, tiles, axis=0)
+    left_least = np.minimum.reduceat(np.minimum.reduceat(left, tiles, axis=0), tiles, axis=1)
+    worst = np.maximum.reduceat(np.where(inside, best, -1.0), tiles, axis=0)
+    for row, start in enumerate(tiles):
+        useful = np.asarray(np.maximum(left_least[row][:, None], right_least) <= worst[row], dtype=np.bool_)
+        low, high = _ends(useful)
+        rows = slice(start, start + _TILE)
+        for column in np.flatnonzero(useful.any(axis=1)).tolist():
+            if column < row:
+                continue
+            middles, ends = slice(tiles[column], tiles[column] + _TILE), slice(low[column], high[column])
+            target = best[rows, ends]
+            np.minimum(target, np.maximum(left[rows, middles, None], right[middles, ends]).min(axis=1), out=target)
 
 
 # ------------------------------------------------------------------------------------------------- one pair of states
