@@ -77,8 +77,10 @@ def simulate(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses Python's search for cycles: it would walk over all the small tuples made here, again and again, and find
-    none; without it this takes half the time.
+    """Pauses Python's search for cycles.
+
+    It would walk over all the small tuples made here, again and again, and find none; without it this takes half the
+    time.
     """
     was_on = gc.isenabled()
     gc.disable()
