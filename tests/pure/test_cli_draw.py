@@ -5,6 +5,8 @@ import json
 import pytest
 
 from pipefit.cli import main
+from pipefit.cli.options import PICTURES
+from pipefit.draw import SUFFIXES
 from pipefit.ir import text
 from pipefit.schedules import names
 from pipefit.timeline import load_trace
@@ -146,6 +148,7 @@ def test_a_mistyped_schedule_gets_the_nearest_one(capsys):
         (["1f1b", "-p", "2", "-m", "2", "--input", "1", "--weight", "2", "--backward", "4"], "input + weight"),
         (["1f1b", "-p", "2", "-m", "2", "--option", "wramup=2"], "did you mean warmup?"),
         (["1f1b", "-p", "2", "-m", "2", "--option", "warmup"], "expected NAME=INTEGER"),
+        (["naive", "-p", "2", "-m", "2", "--option", "forward=2"], "naive has no option 'forward'"),
         (["1f1b", "-p", "2", "-m", "2", "--warmup", "-1"], "0 or more"),
         (["1f1b", "-p", "2", "-m", "2", "--replicas", "2;1"], "like 2,1"),
         (["pipedream-2bw", "-p", "8", "-m", "2"], "use 7 or more"),
@@ -154,6 +157,10 @@ def test_a_mistyped_schedule_gets_the_nearest_one(capsys):
 )
 def test_integers_and_times_without_a_meaning_are_refused_by_name(arguments, told, capsys):
     assert told in refused(capsys, *arguments)
+
+
+def test_the_endings_are_those_that_drawings_can_be_saved_as():
+    assert set(PICTURES) == set(SUFFIXES)
 
 
 def test_an_unknown_ending_is_refused_with_the_known_ones_and_nothing_is_written(tmp_path, capsys):

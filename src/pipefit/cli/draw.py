@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import (
+    PICTURES,
     Backward,
     Forward,
     InputGradient,
@@ -21,9 +22,10 @@ from pipefit.cli.options import (
     pairs,
     whole_numbers,
 )
-from pipefit.cli.pictures import PICTURES, grid_of, save_picture
-from pipefit.cli.programs import figures, updates_to_draw, with_rhythm
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, ScheduleError, nearest
+
+if TYPE_CHECKING:
+    from pipefit.draw.drawing import Drawing
 
 __all__ = ["command"]
 
@@ -68,46 +70,58 @@ def command(
 
     Without -o the grid is printed.
     """
-    from pipefit.cost import unit
-    from pipefit.schedules import Shape, find
-    from pipefit.simulate import simulate
+    from pipefit.draw.drawing import draw
 
     check_suffix(output, PICTURES)
     check_times(forward=forward, backward=backward, input=input_gradient, weight=weight_gradient, latency=latency)
-    generator = find(schedule)
-    _check_size(
-        count("-p", stages)
-        * count("-m", microbatches)
-        * count("-v", chunks)
-        * count("--steps", 1 if steps is None else steps)
-    )
-    per_update, num_steps = updates_to_draw(schedule, microbatches, steps)
-    options = [*(option or []), *_shorthands(warmup=warmup, group=group)]
-    shape = Shape(
-        depth=stages,
-        num_microbatches=per_update,
-        num_chunks=chunks,
-        num_steps=num_steps,
+    options = _options(schedule, pairs("--option", [*(option or []), *_shorthands(warmup=warmup, group=group)]))
+    _check_size(count("-p", stages) * count("-m", microbatches) * count("-v", chunks) * _at_least_one("--steps", steps))
+    drawing = draw(
+        schedule,
+        stages,
+        microbatches,
+        chunks,
+        forward,
+        backward,
+        input_gradient,
+        weight_gradient,
+        latency,
+        steps,
         replicas=whole_numbers("--replicas", replicas),
-        recompute=None if recompute else (),
-        options=pairs("--option", options),
+        recompute=recompute,
+        **options,
     )
-    program = generator(shape)
-    cost = unit(program.header, forward, backward, input=input_gradient, weight=weight_gradient, latency=latency)
-    # The papers' pictures: a message leaves when it is sent, however late its receive is posted.
-    timeline = simulate(program, cost, rendezvous=False, memory=output is not None)
-    data: dict[str, Any] = {}
-    if json:
-        steady = None if generator.is_synchronous else generator(with_rhythm(shape))
-        data = figures(program, timeline, cost, steady)
-        data |= {"num_updates": num_steps, "total_microbatches": program.header.total_microbatches}
-        if per_update != microbatches:
-            # One number for what the user asked for: m mini-batches, and the time they take in the steady state.
-            data |= {"num_microbatches": microbatches, "period": data["period"] * num_steps}
+    data = _figures(drawing, microbatches) if json else {}
     if output:
-        save_picture(timeline, output)
+        drawing.save(output)
         return Answer(data | {"output": str(output)}, f"wrote {output}")
-    return Answer(data, lambda: grid_of(timeline))
+    return Answer(data, drawing.grid)
+
+
+def _figures(drawing: Drawing, num_microbatches: int) -> dict[str, Any]:
+    """The figures of a drawing, for the micro-batches that the user asked for."""
+    header = drawing.program.header
+    data = drawing.metrics | {"num_updates": header.num_steps, "total_microbatches": header.total_microbatches}
+    if header.num_microbatches != num_microbatches:
+        # Mini-batches with an update each: their number, and the time all of them take in the steady state.
+        data |= {"num_microbatches": num_microbatches, "period": data["period"] * header.num_steps}
+    return data
+
+
+def _options(schedule: str, given: dict[str, int]) -> dict[str, int]:
+    """Options that the schedule has: any other would be taken for an argument of the drawing."""
+    from pipefit.schedules import find
+
+    known = find(schedule).options
+    for name in given:
+        if name not in known:
+            hint = nearest(name, known) if known else "it has no options"
+            raise ScheduleError(f"{schedule} has no option {name!r}; {hint}")
+    return given
+
+
+def _at_least_one(name: str, value: int | None) -> int:
+    return 1 if value is None else count(name, value)
 
 
 def _shorthands(**given: int | None) -> list[str]:

@@ -12,6 +12,7 @@ from cyclopts import CoercionError, Parameter, Token, convert
 from pipefit.errors import PipefitError
 
 __all__ = [
+    "PICTURES",
     "Backward",
     "Forward",
     "InputGradient",
@@ -28,6 +29,9 @@ __all__ = [
     "pairs",
     "whole_numbers",
 ]
+
+PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
+"""The endings that `-o` of a picture takes; a test holds them to `pipefit.draw.SUFFIXES`."""
 
 Number = int | float
 """A whole number stays whole, so that whole costs give whole times."""

@@ -1,7 +1,8 @@
-"""From what a user names to a program and its costs: a schedule with its integers, a `.pipe` file, a plan."""
+"""From the files a user names to a program and its costs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,119 +11,111 @@ from pipefit.errors import PipefitError
 if TYPE_CHECKING:
     from pipefit.cost import CostModel
     from pipefit.ir import Program
-    from pipefit.schedules import Shape
-    from pipefit.spec import Plan, Profile, Topology
+    from pipefit.spec import Partition, Plan, Profile, Topology
+    from pipefit.timeline import Timeline
 
-__all__ = ["figures", "load", "profiled_cost", "program_of", "rank_times", "updates_to_draw", "with_rhythm"]
-
-_DRAWN_UPDATES = 3
+__all__ = ["Source", "figures", "read_source", "save_timeline"]
 
 
-def updates_to_draw(schedule: str, num_microbatches: int, num_steps: int | None) -> tuple[int, int]:
-    """Micro-batches per update and updates of a picture.
+@dataclass(frozen=True)
+class Source:
+    """What a user named: a program, and what is known of its costs.
 
-    Unless the user says how many steps, PipeDream's m micro-batches are m mini-batches with an update each, and 2BW is
-    shown over a few updates: within one, neither would show its versions.
+    Attributes:
+        program: of the file.
+        plan: where the file is one.
+        profile: seconds and bytes of the layers.
+        topology: links and devices.
+        layers: of each stage, where there is no plan.
     """
-    from pipefit.ir import WeightRule
-    from pipefit.schedules import find
 
-    rule = find(schedule).weights
-    if num_steps is not None:
-        return num_microbatches, num_steps
-    if rule in (WeightRule.STASH, WeightRule.VERTICAL):
-        return 1, num_microbatches
-    return num_microbatches, _DRAWN_UPDATES if rule is WeightRule.DOUBLE else 1
+    program: Program
+    plan: Plan | None
+    profile: Profile | None
+    topology: Topology | None
+    layers: tuple[int, ...]
+
+    def cost(self, forward: float = 1, backward: float | None = None, **rest: float | None) -> CostModel:
+        """Costs from the profile, or unit costs where there is none, on the links of the topology.
+
+        Raises:
+            PipefitError: nothing says which layers make a stage, or they do not belong to the profile.
+        """
+        from pipefit.cost import from_profile, unit
+        from pipefit.spec import Topology
+
+        if self.profile is None:
+            cost = unit(self.program.header, forward, backward, **rest)  # type: ignore[arg-type]
+            return replace(cost, topology=self.topology) if self.topology else cost
+        figures = (
+            self.profile.at(self.plan.microbatch_size) if self.plan and self.plan.microbatch_size else self.profile
+        )
+        return from_profile(
+            figures,
+            self._partition(),
+            self.topology or Topology.local(self.program.header.num_ranks),
+            placement=self.plan.placement if self.plan else None,
+            loss_s=figures.loss_s,
+        )
+
+    def _partition(self) -> Partition:
+        from pipefit.spec import Partition
+
+        if self.plan:
+            return self.plan.partition
+        if len(self.layers) != self.program.header.num_stages:
+            raise PipefitError(
+                "a .pipe file does not say which layers make a stage; give --layers with a count for each of its "
+                f"{self.program.header.num_stages} stages, got {','.join(map(str, self.layers)) or 'none'}"
+            )
+        assert self.profile is not None
+        return Partition.from_counts(self.layers, len(self.profile))
 
 
-def with_rhythm(shape: Shape) -> Shape:
-    """A shape with enough updates for a steady state to show, for schedules without a flush."""
-    import msgspec
-
-    needed = -(-8 * shape.depth // shape.num_microbatches)
-    return msgspec.structs.replace(shape, num_steps=max(shape.num_steps, needed, 8))
-
-
-def load(path: Path, num_steps: int = 1) -> tuple[Program, Plan | None]:
-    """The program of a `.pipe` file or of a plan (then with the plan).
+def read_source(
+    path: Path, num_steps: int, profile: Path | None, topology: str | None, layers: tuple[int, ...]
+) -> Source:
+    """Reads the program of a `.pipe` file or of a plan, and what goes with it.
 
     Raises:
         PipefitError: with the file and the place in it.
     """
     from pipefit.ir import text
-    from pipefit.spec import Plan
+    from pipefit.schedules.planned import program_of
+    from pipefit.spec import Plan, Profile, Topology
 
-    if path.suffix == ".json":
-        plan = Plan.load(path)
-        return program_of(plan, num_steps), plan
-    if path.suffix == ".pipe" or path.is_dir() or not path.exists():
-        return text.load(path), None
-    raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
-
-
-def program_of(plan: Plan, num_steps: int = 1) -> Program:
-    """The program of a plan."""
-    from pipefit.schedules import generate
-
-    return generate(plan.schedule, _shape(plan, num_steps))
-
-
-def _shape(plan: Plan, num_steps: int) -> Shape:
-    from pipefit.schedules import Shape
-
-    stages = plan.partition.stages
-    return Shape(
-        depth=max(len(stages) // plan.num_chunks, 1),
-        num_microbatches=plan.num_microbatches,
-        num_chunks=plan.num_chunks,
-        num_steps=num_steps,
-        placement=plan.placement.ranks,
-        recompute=tuple(index for index, stage in enumerate(stages) if stage.recompute),
-        options=plan.options,
-    )
-
-
-def profiled_cost(plan: Plan | None, profile: Path, topology: Topology | None, layers: tuple[int, ...]) -> CostModel:
-    """Costs of a plan's partition, or of one given by layer counts, from a profile.
-
-    Raises:
-        PipefitError: neither says which layers make a stage, or they do not belong to the profile.
-    """
-    from pipefit.cost import from_profile
-    from pipefit.spec import Partition, Topology
-
-    figures_of = _profile(profile)
-    if plan is None and not layers:
+    plan = Plan.load(path) if path.suffix == ".json" else None
+    if plan is None and path.is_file() and path.suffix != ".pipe":
+        raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
+    program = program_of(plan, num_steps=num_steps) if plan else text.load(path)
+    links = Topology.load(topology) if topology else None
+    if links and links.num_devices < program.header.num_ranks:
         raise PipefitError(
-            "a .pipe file does not say which layers make a stage; add --layers with their counts, like 3,3"
+            f"{topology} has {links.num_devices} devices, but {path} needs {program.header.num_ranks} ranks"
         )
-    partition = plan.partition if plan else Partition.from_counts(layers, len(figures_of))
-    num_ranks = plan.placement.num_ranks if plan else len(layers)
-    if plan and plan.microbatch_size:
-        figures_of = figures_of.at(plan.microbatch_size)
-    return from_profile(
-        figures_of,
-        partition,
-        topology or Topology.local(num_ranks),
-        placement=plan.placement if plan else None,
-        loss_s=figures_of.loss_s,
-    )
+    return Source(program, plan, Profile.load(profile) if profile else None, links, layers)
 
 
-def _profile(path: Path) -> Profile:
-    from pipefit.spec import Profile
-
-    return Profile.load(path)
-
-
-def rank_times(cost: CostModel, num_ranks: int) -> tuple[float, float]:
-    """Forward and backward, f and b, of one micro-batch on a rank, on average over the ranks."""
-    backward = sum(cost.backward_input_s) + sum(cost.backward_weight_s)
-    return sum(cost.forward_s) / num_ranks, backward / num_ranks
-
-
-def figures(program: Program, timeline: Any, cost: CostModel, steady: Program | None = None) -> dict[str, Any]:
+def figures(program: Program, timeline: Timeline, cost: CostModel) -> dict[str, Any]:
     """The figures of a program under a cost model; see `pipefit.simulate.metrics`."""
     from pipefit.simulate import metrics
 
-    return metrics(program, timeline, *rank_times(cost, program.header.num_ranks), cost=cost, steady=steady)
+    num_ranks = program.header.num_ranks
+    # Of one micro-batch on a rank, on average over the ranks: then the bubble is their average idleness.
+    forward = sum(cost.forward_s) / num_ranks
+    backward = (sum(cost.backward_input_s) + sum(cost.backward_weight_s)) / num_ranks
+    return metrics(program, timeline, forward, backward, cost=cost)
+
+
+def save_timeline(timeline: Timeline, path: Path, *, seconds: bool) -> None:
+    """Writes a timeline as the ending of the path says.
+
+    Args:
+        timeline: simulated.
+        path: ends in one of the suffixes of `pipefit.draw`.
+        seconds: whether its times are real seconds.
+    """
+    from pipefit.draw import save
+
+    is_picture = path.suffix in (".svg", ".html", ".png", ".txt")
+    save(timeline, path, **({"seconds": seconds} if is_picture else {}))

@@ -1,0 +1,67 @@
+"""`pipefit verify`: is a program right, and if not, everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.options import Json, count, help_of, whole_numbers
+from pipefit.cli.programs import Source, read_source
+from pipefit.errors import PipefitError
+
+__all__ = ["command"]
+
+
+def command(
+    path: Annotated[Path, help_of("A program (.pipe) or a plan (.json).")],
+    /,
+    *,
+    capacity: Annotated[str | None, help_of("Memory of each rank, like 8GiB; needs --profile.")] = None,
+    profile: Annotated[Path | None, help_of("Profile of the model, for the bytes of its values.")] = None,
+    layers: Annotated[str | None, help_of("Layers of each stage, like 3,3: a .pipe file does not say them.")] = None,
+    topology: Annotated[str | None, help_of("Topology whose device memory is the capacity.")] = None,
+    max_versions: Annotated[int | None, help_of("Versions of one stage's weights that may be alive at once.")] = None,
+    steps: Annotated[int, help_of("Weight updates of a plan's program.")] = 1,
+    json: Json = False,
+) -> Answer:
+    """Prove a program right, or list everything that is wrong with it.
+
+    Example: pipefit verify program.pipe
+
+    Checks that every micro-batch is complete, that dependencies, messages and weight versions are right, that nothing
+    hangs even when sends block, and with --capacity that it fits. Exit code 1: there are violations.
+    """
+    from pipefit.verify import verify
+
+    if max_versions is not None:
+        count("--max-versions", max_versions)
+    source = read_source(path, steps, profile, topology, whole_numbers("--layers", layers))
+    limits = _capacities(capacity, source)
+    report = verify(
+        source.program,
+        capacity_bytes=limits,
+        size=source.cost().size_bytes if limits is not None else None,
+        max_versions=max_versions,
+    )
+    data = {
+        "ok": report.ok,
+        "schedule": report.schedule,
+        "num_ranks": source.program.header.num_ranks,
+        "num_instructions": report.num_instructions,
+        "violations": report.violations,
+    }
+    return Answer(data, str(report), FINE if report.ok else FINDING)
+
+
+def _capacities(capacity: str | None, source: Source) -> float | Sequence[float] | None:
+    from pipefit.units import parse_quantity
+
+    if (capacity or source.topology) and source.profile is None:
+        raise PipefitError("a program does not say how many bytes its values have: a capacity needs --profile")
+    if capacity:
+        return parse_quantity(capacity, "bytes", "--capacity")
+    if source.topology:
+        return [source.topology.device_of(rank).memory_bytes for rank in range(source.program.header.num_ranks)]
+    return None

@@ -1,0 +1,42 @@
+"""From a plan to the program that every rank of it derives."""
+
+from __future__ import annotations
+
+from pipefit.ir.program import Program
+from pipefit.schedules.registry import generate
+from pipefit.schedules.shape import Shape
+from pipefit.spec.plan import Plan
+
+__all__ = ["program_of", "shape_of"]
+
+
+def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...] = (), clip: bool = False) -> Shape:
+    """The shape from which a plan's program is generated.
+
+    Args:
+        plan: what the run follows.
+        num_steps: weight updates in the program.
+        ties: groups of stages that share a weight; a property of the model, not of the plan.
+        clip: gradients are clipped by their global norm.
+    """
+    stages = plan.partition.stages
+    return Shape(
+        depth=max(len(stages) // plan.num_chunks, 1),
+        num_microbatches=plan.num_microbatches,
+        num_chunks=plan.num_chunks,
+        num_steps=num_steps,
+        placement=plan.placement.ranks,
+        recompute=tuple(index for index, stage in enumerate(stages) if stage.recompute),
+        ties=ties,
+        clip=clip,
+        options=plan.options,
+    )
+
+
+def program_of(plan: Plan, *, num_steps: int = 1) -> Program:
+    """The program of a plan whose model has no tied weights.
+
+    Raises:
+        ScheduleError: an unknown schedule, or a shape it has no meaning for.
+    """
+    return generate(plan.schedule, shape_of(plan, num_steps=num_steps))
