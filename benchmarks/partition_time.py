@@ -1,4 +1,7 @@
-"""How long PipeDream's partitioner takes, and how that grows: `OMP_NUM_THREADS=1 python benchmarks/partition_time.py`."""
+"""How long PipeDream's partitioner takes, and how that grows.
+
+Run as `OMP_NUM_THREADS=1 python benchmarks/partition_time.py`.
+"""
 
 from __future__ import annotations
 
