@@ -93,21 +93,23 @@ def _steps(s: Subject) -> Iterator[Finding]:
                     yield Finding("complete", rank, -1, f"step s{stage} w{update} is missing")
                 for number in own[1:]:
                     yield s.at("complete", number, f"this update is already stepped: {s.where(own[0])}")
-    for number, step in _late_gradients(s):
-        yield s.at("complete", number, f"adds to gradients that are already stepped: {s.where(step)}")
+    yield from _gathered(s)
 
 
-def _late_gradients(s: Subject) -> Iterator[tuple[int, int]]:
-    """Backwards after the step of their own update, and that step."""
-    header, ranks = s.header, s.graph.ranks
-    stepped: dict[tuple[int, int, int], int] = {}
-    for (stage, update), numbers in s.by_version[Op.STEP].items():
-        for number in numbers:
-            stepped.setdefault((ranks[number], stage, update), number)
-    for op in (Op.BWD, Op.BWD_WEIGHT):
-        for (stage, mb), numbers in s.by_microbatch[op].items():
-            update = header.update_of(stage, mb)
-            for number in numbers:
-                step = stepped.get((ranks[number], stage, update))
-                if step is not None and number > step:
-                    yield number, step
+def _gathered(s: Subject) -> Iterator[Finding]:
+    """Gradients of a stage gather for one update at a time, each between the step before and its own step."""
+    header, graph = s.header, s.graph
+    for rank, instructions in enumerate(s.program.ranks):
+        steps: dict[int, list[int]] = {}
+        for number, i in enumerate(instructions, graph.starts[rank]):
+            if i.op is Op.STEP:
+                steps.setdefault(i.stage, []).append(number)
+            elif i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
+                update = header.update_of(i.stage, i.mb)
+                done = steps.get(i.stage, [])
+                if update < len(done):
+                    late = s.where(done[update])
+                    yield s.at("complete", number, f"its gradient belongs to update {update}, which is done: {late}")
+                elif update > len(done):
+                    why = f"step s{i.stage} w{len(done)} has not used the gradients before"
+                    yield s.at("complete", number, f"its gradient belongs to update {update}, but {why}")
