@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import DataError, ModelError, ProfileError, TopologyError
 from pipefit.models import build
@@ -205,6 +206,22 @@ def test_a_layer_that_works_in_place_is_measured_as_it_stands():
     assert by_name(analytic_profile(model, torch.randn(5, 6), DEVICE))["1"].forward_s > 0
 
 
+class Recomputed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = nn.Linear(6, 6), reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def test_a_layer_that_recomputes_itself_is_measured_and_refused_in_the_old_form():
+    model = [nn.Linear(6, 6), Recomputed(False)]
+    assert profile_layers(model, torch.randn(5, 6), **QUICK).layers[1].backward_weight_s >= 0
+    with pytest.raises(ModelError, match="use_reentrant=False"):
+        profile_layers([nn.Linear(6, 6), Recomputed(True)], torch.randn(5, 6), **QUICK)
+
+
 def test_a_layer_that_only_hands_on_costs_no_backward_pass():
     model = nn.Sequential(nn.Linear(6, 8), nn.Identity(), nn.Linear(8, 3))
     assert by_name(profile_layers(model, torch.randn(5, 6), **QUICK))["1"].backward_s == 0
@@ -324,6 +341,8 @@ def test_wrong_requests_are_refused():
         profile_sizes(mlp(), torch.randn(8, 6), microbatch_sizes=(2, 2))
     with pytest.raises(ModelError, match=r"one number to differentiate, got a tensor of shape \(8, 3\)"):
         profile_layers(mlp(), torch.randn(8, 6), lambda y, t: y, **QUICK)
+    with pytest.raises(ModelError, match=r"the loss raised .* on float32 \(8, 3\) and target int64 \(5\,\)"):
+        profile_layers(mlp(), torch.randn(8, 6), F.cross_entropy, torch.zeros(5).long(), **QUICK)
     with pytest.raises(DataError, match="batch dimension"):
         profile_layers(mlp(), torch.tensor(3.0), **QUICK)
     with pytest.raises(ProfileError, match="flops"):

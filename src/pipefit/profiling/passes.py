@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.layers import Chain
-from pipefit.profiling.payload import tensors_of
+from pipefit.profiling.payload import describe, tensors_of
 
 __all__ = ["Marked", "Step"]
 
@@ -71,7 +71,11 @@ class Step:
         if self.loss is None:
             roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
             return roots, [torch.ones_like(root) for root in roots]
-        value = self.loss(output, self.target)
+        try:
+            value = self.loss(output, self.target)
+        except Exception as error:
+            given = f"{describe(output)} and target {describe(self.target)}"
+            raise ModelError(f"the loss raised {type(error).__name__} on {given}: {error}") from error
         if not isinstance(value, Tensor) or value.numel() != 1:
             kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ModelError(f"the loss must give one number to differentiate, got {kind}")
@@ -125,5 +129,12 @@ def _hook(index: int, reached: list[tuple[int, Any]], clock: Clock) -> Callable[
 
 
 def _input_gradients(roots: list[Tensor], seeds: list[Tensor | None], boundaries: list[GradientEdge]) -> None:
-    if boundaries:
+    if not boundaries:
+        return
+    try:
         torch.autograd.grad(roots, boundaries, seeds, allow_unused=True)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the input gradients alone cannot be taken: {error} "
+            "(a layer that recomputes itself needs checkpoint(..., use_reentrant=False))"
+        ) from error
