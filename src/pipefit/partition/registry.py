@@ -15,7 +15,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from pipefit.errors import PlanError, nearest
+from pipefit.errors import InfeasibleError, PlanError, nearest
 from pipefit.partition.balance import by_hand, gpipe, minmax, uniform
 from pipefit.partition.capacity import hydra
 from pipefit.partition.pipedream import pipedream
@@ -35,7 +35,7 @@ def _pipedream(profile: Profile, num_stages: int | None, topology: Topology | No
         options.setdefault("straight", True)
     result = pipedream(profile, topology, **options)
     if result.partition is None:
-        raise PlanError(f"pipedream: {result.why}")
+        raise InfeasibleError(f"pipedream: {result.why}")
     if num_stages is not None and len(result.partition.stages) > num_stages:
         raise PlanError(
             f"pipedream: expected at most {num_stages} stages, its best partition has {len(result.partition.stages)}; "

@@ -10,7 +10,7 @@ from pipefit.errors import PlanError
 from pipefit.partition import pipedream
 
 # These cases take milliseconds each, and the rules differ in rare ones.
-MANY = settings(max_examples=max(settings().max_examples, 300))
+MANY = settings(max_examples=max(settings().max_examples, 150))
 
 
 def search(profile, levels, convention, **options):
