@@ -54,7 +54,8 @@ class WeightStore:
             if not in_place:
                 master.data = tensor
             master.grad = parameter.grad
-        if in_place:
+        if in_place and self._current == version:
+            # While draining, the live parameters may still point at an older version: then they stay there.
             self._current = version + 1
 
     def end_step(self) -> None:

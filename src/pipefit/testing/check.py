@@ -1,0 +1,273 @@
+"""The user's first question: does a pipeline compute the same as one process?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
+
+from pipefit.errors import ModelError, PipefitError, PlanError
+from pipefit.runtime.launch import launch
+from pipefit.schedules import find
+from pipefit.stage.split import named_layers
+from pipefit.testing.delayed import delayed_reference
+from pipefit.testing.pipeline import run_pipeline
+from pipefit.testing.reference import reference
+from pipefit.testing.task import Outcome, Task, descend, mean_cross_entropy
+
+__all__ = ["CheckResult", "check", "compare", "expected", "layer_counts", "run", "tolerance_of"]
+
+Loss = Callable[[Any, Any], Tensor]
+Example = Callable[[int, int], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Whether a pipeline and one process agree.
+
+    Differences are relative: the largest difference inside a tensor, over the largest number in the reference's tensor
+    (or a hundredth of the largest among all of them, where a tensor holds nothing but rounding).
+
+    Attributes:
+        equal: every difference is within the tolerance.
+        loss_diff: the largest among the losses of all steps.
+        grad_diff: the largest among the gradients of the first update.
+        weight_diff: the largest among weights and buffers at the end.
+        first_difference: the first parameter or buffer, in the model's order, that differs: by its gradient of the
+            first update, else by its value at the end; a loss where only that differs; None when all are equal.
+        tolerance: the largest difference that counts as equal.
+    """
+
+    equal: bool
+    loss_diff: float
+    grad_diff: float
+    weight_diff: float
+    first_difference: str | None
+    tolerance: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def check(
+    model: Any,
+    *,
+    num_ranks: int,
+    schedule: str = "1f1b",
+    num_microbatches: int = 4,
+    num_chunks: int = 1,
+    replicas: Sequence[int] = (),
+    stages: Sequence[int] | None = None,
+    steps: int = 3,
+    batch_size: int | Sequence[int] | None = None,
+    loss: Loss | None = None,
+    example: Example | None = None,
+    dtype: torch.dtype = torch.float64,
+    transport: str = "local",
+    recompute: bool = False,
+    clip_norm: float | None = None,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] = descend,
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    weigh: Callable[[Any], float] | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    options: Mapping[str, int] | None = None,
+) -> CheckResult:
+    """Trains a model by a pipeline and by one process on the same random data, and compares all numbers.
+
+    A synchronous schedule is held against ordinary training; an asynchronous one against its formulas of delayed
+    gradients. The model stays as it is.
+
+    Args:
+        model: an `nn.Sequential`, a list of layers, or anything with `layers`, `loss` and `example` (a model bundle).
+        num_ranks: of the pipeline.
+        schedule: its name.
+        num_microbatches: per step.
+        num_chunks: stages per rank.
+        replicas: copies of each stage.
+        stages: layers of each stage; None: as even as can be.
+        steps: how many updates.
+        batch_size: samples per step, one number or one for each step; None: two for each micro-batch, and one more so
+            that micro-batches differ in size.
+        loss: from output and target to their mean; None: the bundle's, else cross entropy.
+        example: (batch, seed) -> random (input, target); None: the bundle's.
+        dtype: what model and data are converted to.
+        transport: "local" (all ranks in this process) or "distributed" (processes of their own).
+        recompute: whether the pipeline replays its forwards.
+        clip_norm: largest global norm of an update's gradients.
+        optimizer: from parameters to an optimizer; SGD, not Adam, which hides a wrongly scaled gradient.
+        scheduler: from an optimizer to its learning-rate schedule.
+        weigh: how much a micro-batch counts, from its target.
+        seed: of data and dropout.
+        device: where both sides compute.
+        options: integers particular to the schedule.
+
+    Raises:
+        PipefitError: what was given does not fit together.
+    """
+    layers, loss, example = _parts(model, loss, example)
+    sizes = _sizes(batch_size, steps, num_microbatches)
+    task = Task(
+        model=_converted(layers, dtype),
+        batches=[_cast(example(size, seed + 1 + step), dtype) for step, size in enumerate(sizes)],
+        num_ranks=num_ranks,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        counts=layer_counts(len(named_layers(layers)), num_ranks, schedule, num_chunks, replicas, stages),
+        num_chunks=num_chunks,
+        replicas=tuple(replicas),
+        recompute=recompute,
+        loss=loss,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        clip_norm=clip_norm,
+        weigh=weigh,
+        seed=seed,
+        device=device,
+        options=dict(options or {}),
+    )
+    return compare(run(task, transport), expected(task), tolerance_of(dtype))
+
+
+def run(task: Task, transport: str = "local") -> Outcome:
+    """The pipeline's outcome over all ranks, in this process or in processes of their own."""
+    if transport == "local":
+        return run_pipeline(task)
+    if transport == "distributed":
+        return Outcome.joined(launch(run_pipeline, task.num_ranks, task, quiet=True))
+    raise PipefitError(f'transport: expected "local" or "distributed", got {transport!r}')
+
+
+def expected(task: Task) -> Outcome:
+    """What the schedule of a task must compute, by the reference."""
+    return reference(task) if find(task.schedule).is_synchronous else delayed_reference(task)
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest relative difference that rounding explains."""
+    return {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, torch.finfo(dtype).eps ** 0.5)
+
+
+def compare(got: Outcome, wanted: Outcome, tolerance: float) -> CheckResult:
+    """Holds every rank's numbers against the reference's."""
+    loss_diff = _loss_difference(got.losses, wanted.losses)
+    gradients = dict(_differences(got.gradients, wanted.gradients[0], wanted.names))
+    weights = dict(_differences(got.weights, wanted.weights[0], tuple(wanted.weights[0])))
+    names = [
+        name for table in (gradients, weights) for name, difference in table.items() if not difference <= tolerance
+    ]
+    losses_differ = not loss_diff <= tolerance
+    return CheckResult(
+        equal=not names and not losses_differ,
+        loss_diff=loss_diff,
+        grad_diff=max(gradients.values(), default=0.0),
+        weight_diff=max(weights.values(), default=0.0),
+        first_difference=names[0] if names else "the loss" if losses_differ else None,
+        tolerance=tolerance,
+    )
+
+
+def _loss_difference(got: Sequence[float], wanted: Sequence[float]) -> float:
+    if len(got) != len(wanted):
+        return float("inf")
+    scale = max(map(abs, wanted), default=0.0) or 1.0
+    return max((abs(a - b) / scale for a, b in zip(got, wanted, strict=True)), default=0.0)
+
+
+def _differences(
+    got: Mapping[int, Mapping[str, Tensor]], wanted: Mapping[str, Tensor], names: Sequence[str]
+) -> Iterator[tuple[str, float]]:
+    """For each tensor of each rank, in the reference's order: how far it is off; infinitely where none or too many are.
+
+    Args:
+        got: of each rank.
+        wanted: under every name; tied weights have several.
+        names: that some rank must have.
+    """
+    floor = max((_largest(tensor) for tensor in wanted.values()), default=0.0) / 100
+    for name, tensor in wanted.items():
+        holders = [rank for rank in sorted(got) if name in got[rank]]
+        if not holders and name in names:
+            yield name, float("inf")
+        for rank in holders:
+            label = name if rank == holders[0] else f"{name} (rank {rank})"
+            yield label, _difference(got[rank][name], tensor.cpu(), floor)
+    for rank, table in got.items():
+        for name in table:
+            if name not in wanted:
+                yield f"{name} (rank {rank})", float("inf")
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() and tensor.is_floating_point() else 0.0
+
+
+def _difference(got: Tensor, wanted: Tensor, floor: float) -> float:
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return float("inf")
+    if not wanted.numel() or torch.equal(got, wanted):
+        return 0.0
+    if not wanted.is_floating_point():
+        return float("inf")
+    difference = float((got.double() - wanted.double()).abs().max()) / (max(_largest(wanted), floor) or 1.0)
+    return difference if difference == difference else float("inf")
+
+
+def _parts(model: Any, loss: Loss | None, example: Example | None) -> tuple[Any, Loss, Example]:
+    if not isinstance(model, nn.Module | list | tuple):
+        loss, example, model = loss or model.loss, example or model.example, model.layers
+    if example is None:
+        raise ModelError(
+            "a check needs random data of the model's shapes: give example=function(batch, seed) -> (input, target)"
+        )
+    return model, loss or mean_cross_entropy, example
+
+
+def layer_counts(
+    num_layers: int,
+    num_ranks: int,
+    schedule: str,
+    num_chunks: int = 1,
+    replicas: Sequence[int] = (),
+    stages: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """Layers of each stage: as given, else as even as can be, the first stages taking one more."""
+    if stages is not None:
+        return tuple(stages)
+    depth = len(replicas) if len(replicas) > 1 else num_ranks // (replicas[0] if replicas else 1)
+    count = 1 if find(schedule).layout == "replicas" else depth * num_chunks
+    if not 1 <= count <= num_layers:
+        raise PlanError(
+            f"{schedule} on {num_ranks} ranks makes {count} stages of {num_layers} layers; use fewer ranks or chunks, "
+            "or split the model into more layers"
+        )
+    size, more = divmod(num_layers, count)
+    return tuple(size + (stage < more) for stage in range(count))
+
+
+def _sizes(batch_size: int | Sequence[int] | None, steps: int, num_microbatches: int) -> list[int]:
+    if batch_size is None:
+        batch_size = 2 * num_microbatches + 1
+    sizes = [batch_size] * steps if isinstance(batch_size, int) else list(batch_size)
+    if steps < 1 or len(sizes) != steps:
+        raise PipefitError(f"a check of {steps} steps needs as many batch sizes and at least one, got {len(sizes)}")
+    return sizes
+
+
+def _converted(layers: Any, dtype: torch.dtype) -> Any:
+    copied = copy.deepcopy(layers)
+    for layer in named_layers(copied):
+        layer.module.to(dtype)
+    return copied
+
+
+def _cast(payload: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, payload)

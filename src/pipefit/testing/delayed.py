@@ -1,0 +1,196 @@
+"""The asynchronous schedules by their formulas: gradients of old weights, applied to new ones.
+
+Mini-batch k computes all its gradients at the weights w_s^{(version(s, k))} of every stage s, and stage s adds them to
+its newest version. `version` is the whole difference between the schedules; it is written here from the papers, and no
+program is read.
+
+    pipedream        version(s, k) = ⌊max(⌊k/R_s⌋ − W_s, 0) / m⌋      W_s = ⌊(N − 1 − Σ_{t<s} R_t) / R_s⌋
+    vertical sync    version(s, k) = version(0, k) of pipedream
+    2BW              version(s, k) = max(⌊k/m⌋ − 1, 0)
+
+R_s replicas of stage s, N workers, m micro-batches per mini-batch, k counts micro-batches. Replica k mod R_s runs W_s
+forwards before its first backward and then one of each in turn, so when it begins its j-th forward (j = ⌊k/R_s⌋) it has
+finished max(j − W_s, 0) backwards, of which every m make a version. With R_s = 1, m = 1 and n stages that is
+k − min(k, n−1−s).
+
+Source: PipeDream (SOSP 2019) §3.2–3.4; PipeDream-2BW (ICML 2021) §3.1.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipefit.stage.batchnorm import deferred
+from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.stage import Stage
+from pipefit.testing.reference import aliases, micro_batches, on_device, shares_of
+from pipefit.testing.task import Outcome, Task
+
+__all__ = ["delayed_reference", "version_rule"]
+
+Rule = Callable[[int, int], int]
+
+
+def version_rule(schedule: str, replicas: Sequence[int], num_microbatches: int, warmup: int = 1) -> Rule:
+    """The function version(stage, micro-batch) of an asynchronous schedule."""
+    workers, m = sum(replicas), num_microbatches
+
+    def stashed(stage: int, mb: int) -> int:
+        copies = replicas[stage]
+        ahead = warmup * ((workers - 1 - sum(replicas[:stage])) // copies)
+        return max(mb // copies - ahead, 0) // m
+
+    rules: dict[str, Rule] = {
+        "pipedream": stashed,
+        "pipedream-vertical-sync": lambda stage, mb: stashed(0, mb),
+        "pipedream-2bw": lambda stage, mb: max(mb // m - 1, 0),
+    }
+    return rules[schedule]
+
+
+@dataclass
+class _Part:
+    """One stage: its layers with their live parameters, all versions of their weights, and its optimizer.
+
+    `names` are those of the parameters that train; `masters` are what the optimizer steps; `size` counts micro-batches
+    per update; `sums` are the gradients of each update so far.
+    """
+
+    stage: Stage
+    parameters: list[nn.Parameter]
+    names: list[list[str]]
+    masters: list[nn.Parameter]
+    versions: list[list[Tensor]]
+    optimizer: Optimizer | None
+    scheduler: LRScheduler | None
+    size: int
+    sums: dict[int, list[Tensor]]
+
+    def accumulate(self, update: int) -> None:
+        """Adds the gradients of the micro-batch that has just run to those of its update."""
+        zeros = [torch.zeros_like(parameter) for parameter in self.parameters]
+        gradients = [zero if p.grad is None else p.grad for p, zero in zip(self.parameters, zeros, strict=True)]
+        sums = self.sums.setdefault(update, zeros)
+        self.sums[update] = [old + new for old, new in zip(sums, gradients, strict=True)]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def delayed_reference(task: Task) -> Outcome:
+    """Trains in this process with the delays of an asynchronous schedule."""
+    m, depth = task.num_microbatches, len(task.counts)
+    replicas = task.replicas * depth if len(task.replicas) == 1 else task.replicas or (1,) * depth
+    version = version_rule(task.schedule, replicas, m, task.options.get("warmup", 1))
+    whole = task.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is shared out among the replicas
+    parts = [_part(task, s, m if whole else m * replicas[s]) for s in range(depth)]
+    owners = {name: names[0] for _, names in aliases(named_layers(task.model)) for name in names}
+    first: dict[str, Tensor] = {}
+    losses = [0.0] * len(task.batches)
+    data = list(_stream(task))
+    for k, (x, y, share) in enumerate(data):
+        losses[k // m] += _run(task, parts, version, k, x, y, share)
+        done = {s: k // part.size for s, part in enumerate(parts) if (k + 1) % part.size == 0 or k + 1 == len(data)}
+        # A weight that several stages hold is stepped on all of them by the sum of their gradients.
+        gradients = _summed(parts, done, owners, m, len(data))
+        _clip(gradients, parts, owners, task.clip_norm)
+        for s, update in done.items():
+            if update == 0:
+                first.update({name: gradients[s][i] for i, names in enumerate(parts[s].names) for name in names})
+            _step(parts[s], gradients[s], update)
+    weights: dict[str, Tensor] = {}
+    for part in parts:
+        _point(part, -1)
+        weights.update({name: value.detach().clone() for name, value in part.stage.state_dict().items()})
+    names = dict.fromkeys(owners[n] for part in parts for names in part.names for n in names)
+    return Outcome(losses, {0: first}, {0: weights}, tuple(names))
+
+
+def _part(task: Task, index: int, size: int) -> _Part:
+    """A stage on a copy of its own, so that two stages that share a weight can hold different versions of it."""
+    layers = named_layers(copy.deepcopy(task.model))
+    start = sum(task.counts[:index])
+    mine: list[NamedLayer] = layers[start : start + task.counts[index]]
+    stage = Stage(index, mine, torch.device(task.device), task.seed)
+    trained = [(p, names) for p, names in aliases(mine) if p.requires_grad]
+    parameters = [p for p, _ in trained]
+    masters = [nn.Parameter(p.detach().clone()) for p in parameters]
+    optimizer = task.optimizer(masters) if masters else None
+    scheduler = task.scheduler(optimizer) if task.scheduler and optimizer else None
+    versions = [[p.detach().clone() for p in parameters]]
+    return _Part(stage, parameters, [names for _, names in trained], masters, versions, optimizer, scheduler, size, {})
+
+
+def _stream(task: Task) -> Any:
+    for x, y in task.batches:
+        targets = micro_batches(y, task.num_microbatches)
+        yield from zip(micro_batches(x, task.num_microbatches), targets, shares_of(targets, task.weigh), strict=True)
+
+
+def _run(task: Task, parts: Sequence[_Part], version: Rule, k: int, x: Any, y: Any, share: float) -> float:
+    """Forward and backward of micro-batch k at the versions of the rule; its weighted loss."""
+    payload = on_device(x, task.device)
+    for s, part in enumerate(parts):
+        _point(part, version(s, k))
+        payload = part.stage.forward(payload, k, update=k // part.size)
+    loss = task.loss(payload, on_device(y, task.device)) * share
+    if loss.requires_grad:
+        loss.backward()
+    for part in parts:
+        part.accumulate(k // part.size)
+    return float(loss.detach().double())
+
+
+@torch.no_grad()
+def _point(part: _Part, version: int) -> None:
+    for parameter, tensor in zip(part.parameters, part.versions[version], strict=True):
+        parameter.copy_(tensor)
+
+
+def _summed(
+    parts: Sequence[_Part], done: dict[int, int], owners: dict[str, str], m: int, total: int
+) -> dict[int, list[Tensor]]:
+    """The gradients of the complete updates: the mean over their mini-batches, tied ones summed over stages."""
+    tied: dict[str, Tensor] = {}
+    result: dict[int, list[Tensor]] = {}
+    for s, update in done.items():
+        size = parts[s].size
+        mini_batches = -(-min(size, total - update * size) // m)
+        result[s] = [total / mini_batches for total in parts[s].sums.pop(update)]
+        for names, gradient in zip(parts[s].names, result[s], strict=True):
+            owner = owners[names[0]]
+            tied[owner] = tied[owner] + gradient if owner in tied else gradient
+    return {s: [tied[owners[names[0]]].clone() for names in parts[s].names] for s in done}
+
+
+def _clip(
+    gradients: dict[int, list[Tensor]], parts: Sequence[_Part], owners: dict[str, str], clip_norm: float | None
+) -> None:
+    """Scales all gradients of an update to a global norm of at most `clip_norm`; a tied weight counts once."""
+    if clip_norm is None or not gradients:
+        return
+    once = {owners[names[0]]: g for s in gradients for names, g in zip(parts[s].names, gradients[s], strict=True)}
+    norm = sum(float(gradient.double().square().sum()) for gradient in once.values()) ** 0.5
+    factor = min(1.0, clip_norm / (norm + 1e-6))
+    for s in gradients:
+        gradients[s] = [gradient * factor for gradient in gradients[s]]
+
+
+def _step(part: _Part, gradients: list[Tensor], update: int) -> None:
+    """w(t+1) = optimizer(w(t), gradient), whatever version the gradient was taken at."""
+    for master, gradient in zip(part.masters, gradients, strict=True):
+        master.grad = gradient.clone()
+    if part.optimizer is not None:
+        part.optimizer.step()
+    if part.scheduler is not None:
+        part.scheduler.step()
+    part.versions.append([master.detach().clone() for master in part.masters])
+    for norm in deferred(layer.module for layer in part.stage.layers):
+        norm.commit(update)

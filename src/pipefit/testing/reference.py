@@ -1,0 +1,104 @@
+"""One process, one model, no pipeline: what a synchronous schedule must compute.
+
+Nothing here comes from the executor. Only what the *definition* of the numbers needs is shared with it: the seeds of a
+layer's random numbers and the running averages of batch norm (`pipefit.stage`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.stage.batchnorm import deferred
+from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.stage import Stage
+from pipefit.testing.task import Outcome, Task
+
+__all__ = ["aliases", "micro_batches", "on_device", "reference", "shares_of"]
+
+
+def reference(task: Task) -> Outcome:
+    """Trains the whole model in this process: forward and backward of each micro-batch, then one optimizer step."""
+    layers = named_layers(copy.deepcopy(task.model))
+    model = Stage(0, layers, torch.device(task.device), task.seed)
+    parameters = model.parameters()
+    optimizer = task.optimizer(parameters) if parameters else None
+    scheduler = task.scheduler(optimizer) if task.scheduler and optimizer else None
+    norms = list(deferred(layer.module for layer in layers))
+    first: dict[str, Tensor] = {}
+    losses = []
+    for step, batch in enumerate(task.batches):
+        losses.append(_accumulate(model, batch, task, step * task.num_microbatches))
+        if task.clip_norm is not None and parameters:
+            torch.nn.utils.clip_grad_norm_(parameters, task.clip_norm)
+        if step == 0:
+            first = _gradients(layers)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        for norm in norms:
+            norm.commit(step)
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return Outcome(losses, {0: first}, {0: weights}, names)
+
+
+def _accumulate(model: Stage, batch: tuple[Any, Any], task: Task, first: int) -> float:
+    """Adds up the gradients of a batch, micro-batch by micro-batch; returns its loss."""
+    total = 0.0
+    targets = micro_batches(batch[1], task.num_microbatches)
+    inputs = micro_batches(batch[0], task.num_microbatches)
+    for index, (x, y, share) in enumerate(zip(inputs, targets, shares_of(targets, task.weigh), strict=True)):
+        output = model.forward(on_device(x, task.device), first + index, update=first // task.num_microbatches)
+        loss = task.loss(output, on_device(y, task.device)) * share
+        if loss.requires_grad:
+            loss.backward()
+        total += float(loss.detach().double())
+    return total
+
+
+def micro_batches(batch: Any, count: int) -> list[Any]:
+    """A pytree of tensors cut along the first dimension: sizes differ by at most one, the larger ones first."""
+    size = int(pytree.tree_leaves(batch)[0].shape[0])
+    ends = [0]
+    for index in range(count):
+        ends.append(ends[-1] + size // count + (index < size % count))
+    return [pytree.tree_map(lambda leaf, a=start, b=end: leaf[a:b], batch) for start, end in itertools.pairwise(ends)]
+
+
+def shares_of(targets: Sequence[Any], weigh: Callable[[Any], float] | None) -> list[float]:
+    """The share of each micro-batch in the mean loss of its batch."""
+    counts = [float(weigh(target)) if weigh else float(len(pytree.tree_leaves(target)[0])) for target in targets]
+    return [count / sum(counts) for count in counts]
+
+
+def on_device(payload: Any, device: str) -> Any:
+    """The payload with its tensors on a device."""
+    return pytree.tree_map(lambda leaf: leaf.to(device), payload)
+
+
+def aliases(layers: Sequence[NamedLayer]) -> list[tuple[nn.Parameter, list[str]]]:
+    """Every parameter once, with all the names under which the user knows it."""
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
+            found.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return list(found.values())
+
+
+def _gradients(layers: Sequence[NamedLayer]) -> dict[str, Tensor]:
+    """A copy of every gradient under every name; zeros where none arrived."""
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for parameter, names in aliases(layers)
+        if parameter.requires_grad
+        for name in names
+    }
