@@ -86,7 +86,8 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
     inputs = [leaf for leaf, flag in zip(leaves, given.flags, strict=True) if flag]
     stage = run.worker.stages[i.stage]
     run.worker.stores[i.stage].at(i.version)
-    output = stage.forward(unflatten(leaves, given.structure), run.feed.ordinals[i.mb], replay)
+    update = run.compiled.program.header.update_of(i.stage, i.mb)
+    output = stage.forward(unflatten(leaves, given.structure), run.feed.ordinals[i.mb], replay, update)
     outputs, structure = flatten(output, f"the output of stage {i.stage}")
     flags = [carries_gradient(leaf) for leaf in outputs]
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
@@ -181,7 +182,7 @@ def _reduce(run: Execution, i: Instruction) -> None:
         tensors = worker.tied_gradients(tied_stages(program.header, i.stage, worker.rank))
     else:
         tensors = worker.own_gradients(i.stage) + [
-            sums for module in worker.stages[i.stage].batchnorms if (sums := module.gathered()) is not None
+            sums for module in worker.stages[i.stage].batchnorms if (sums := module.gathered(i.version)) is not None
         ]
     run.values["reducing", i.stage, i.version, i.kind] = tensors  # type: ignore[index]
     run.handles[run.index] = run.transport.all_reduce(members, (i.kind, i.stage, i.version), tensors)
@@ -202,7 +203,7 @@ def _step(run: Execution, i: Instruction) -> None:
     store, optimizer = worker.stores[i.stage], worker.optimizers.get(i.stage)
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
     for module in worker.stages[i.stage].batchnorms:
-        module.commit()
+        module.commit(i.version)
     if optimizer is None:
         return
     gradients = [master.grad for master in store.masters if master.grad is not None]

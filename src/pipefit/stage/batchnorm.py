@@ -16,14 +16,15 @@ class DeferredBatchNorm(_BatchNorm):
     """A batch norm whose running averages move once per update, by the statistics of all its micro-batches together.
 
     A module becomes one by `DeferredBatchNorm.adopt`, which keeps its parameters, buffers and names; `release` gives it
-    back its own class. A replay (recompute) counts nothing.
+    back its own class. `update` says which update the next forward's statistics belong to (several are in flight under
+    an asynchronous schedule); None: to none, as in a replay.
 
     Source: GPipe (NeurIPS 2019) §2.1.
     """
 
     _own_class: type[nn.Module]
-    _gathered: Tensor | None
-    replaying: bool
+    _gathered: dict[int, Tensor]
+    update: int | None
 
     @staticmethod
     def adopt(module: _BatchNorm) -> None:
@@ -33,13 +34,13 @@ class DeferredBatchNorm(_BatchNorm):
         own = type(module)
         module.__class__ = _deferred_class(own)
         module._own_class = own  # type: ignore[assignment]
-        module._gathered = None  # type: ignore[assignment]
-        module.replaying = False  # type: ignore[assignment]
+        module._gathered = {}  # type: ignore[assignment]
+        module.update = 0  # type: ignore[assignment]
 
     def release(self) -> None:
         """Gives the module back its own class."""
         own = self._own_class
-        del self._own_class, self._gathered, self.replaying
+        del self._own_class, self._gathered, self.update
         self.__class__ = own  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -48,29 +49,28 @@ class DeferredBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         normal, mean, invstd = torch.native_batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps)
-        if not self.replaying:
-            self._gather(mean.detach(), invstd.detach(), input.numel() / input.shape[1])
+        if self.update is not None:
+            self._gather(self.update, mean.detach(), invstd.detach(), input.numel() / input.shape[1])
         return normal
 
-    def _gather(self, mean: Tensor, invstd: Tensor, count: float) -> None:
+    def _gather(self, update: int, mean: Tensor, invstd: Tensor, count: float) -> None:
         """Adds a micro-batch's count, sum and sum of squares, per channel."""
         variance = invstd.double().pow(-2) - self.eps
         mean = mean.double()
         ones = torch.ones_like(mean)
         sums = torch.stack([ones, mean, variance + mean * mean]) * count
-        self._gathered = sums if self._gathered is None else self._gathered + sums
+        self._gathered[update] = self._gathered[update] + sums if update in self._gathered else sums
 
-    def gathered(self) -> Tensor | None:
-        """Count, sum and sum of squares (3 × channels) since the last commit; what replicas add up."""
-        return self._gathered
+    def gathered(self, update: int) -> Tensor | None:
+        """Count, sum and sum of squares (3 × channels) of an update so far; what replicas add up."""
+        return self._gathered.get(update)
 
     @torch.no_grad()
-    def commit(self) -> None:
-        """Moves the running averages by the gathered mini-batch, once."""
-        if self._gathered is None:
+    def commit(self, update: int) -> None:
+        """Moves the running averages by the mini-batch of an update, once."""
+        if update not in self._gathered:
             return
-        count, total, squares = self._gathered
-        self._gathered = None
+        count, total, squares = self._gathered.pop(update)
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum

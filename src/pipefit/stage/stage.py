@@ -70,16 +70,17 @@ class Stage:
             for layer in self.layers:
                 layer.module.train(mode)
 
-    def forward(self, payload: Any, ordinal: int, replay: bool = False) -> Any:
+    def forward(self, payload: Any, ordinal: int, replay: bool = False, update: int = 0) -> Any:
         """Runs the layers on one micro-batch.
 
         Args:
             payload: the output of the stage before, or the model's input.
             ordinal: the micro-batch's number since training began, which seeds its random numbers.
             replay: whether this is a recompute, which must count nothing twice.
+            update: that batch norms count the micro-batch for.
         """
-        if replay:
-            self._replaying(True)
+        for module in self.batchnorms:
+            module.update = None if replay else update
         state = self._generator.get_state()
         try:
             for layer in self.layers:
@@ -87,8 +88,6 @@ class Stage:
                 payload = self._run(layer, payload)
         finally:
             self._generator.set_state(state)
-            if replay:
-                self._replaying(False)
         return payload
 
     def _run(self, layer: NamedLayer, payload: Any) -> Any:
@@ -103,10 +102,6 @@ class Stage:
                 f"stage {self.index}: layer {layer.prefix} ({type(layer.module).__name__}) failed in its forward: "
                 f"{kind}: {problem}{hint}"
             ) from problem
-
-    def _replaying(self, value: bool) -> None:
-        for module in self.batchnorms:
-            module.replaying = value
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that train, each once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import DataError, NonFiniteLossError, PlanError, ScheduleError
-from pipefit.ir.program import Program
+from pipefit.ir.program import Program, WeightRule
 from pipefit.runtime.engine import Engine, PassResult
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Tie, Training, Worker
@@ -110,7 +111,9 @@ class Pipeline:
         self._training = Training(loss, optimizer, scheduler, clip_norm, seed)
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
-        self.program = self._program(1)
+        # Replicas of a stage that share out whole mini-batches need one each, so a round of them is the least to run.
+        in_turn = self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL)
+        self.program = self._program(math.lcm(*map(len, self.plan.placement.ranks)) if in_turn else 1)
         self._engine = self._make_engine()
         self.num_updates = 0
         self._next_ordinal = 0

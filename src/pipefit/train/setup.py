@@ -8,7 +8,7 @@ from typing import Any
 
 from pipefit.errors import PlanError
 from pipefit.partition import minmax
-from pipefit.schedules import Shape, find
+from pipefit.schedules import Shape, find, placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
 from pipefit.stage.split import NamedLayer
 
@@ -71,9 +71,8 @@ def make_plan(
         partition = Partition.from_counts(stages, len(layers))
     else:
         partition = minmax(profile, count) if profile is not None else _even(len(layers), count)
-    shape = Shape(_depth(num_ranks, replicas), num_microbatches, num_chunks, replicas=tuple(replicas))
-    header = shape.header(schedule, find(schedule).layout, find(schedule).weights)
-    copies = [len(ranks) for ranks in header.placement]
+    placement = placement_of(_depth(num_ranks, replicas), num_chunks, find(schedule).layout, tuple(replicas))
+    copies = [len(ranks) for ranks in placement]
     alike = copies[0] if len(set(copies)) == 1 else 1
     specs = [
         StageSpec(stage.layers, count // alike, recompute=recompute)
@@ -81,7 +80,7 @@ def make_plan(
     ]
     return Plan(
         Partition(tuple(specs)),
-        Placement(header.placement),
+        Placement(placement),
         schedule,
         num_microbatches,
         num_chunks=num_chunks,
