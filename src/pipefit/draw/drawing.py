@@ -15,6 +15,7 @@ from pipefit.draw.caption import title_of
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
 from pipefit.draw.save import save
+from pipefit.draw.scene import scene_of
 from pipefit.draw.svg import svg
 from pipefit.errors import ScheduleError
 from pipefit.ir.program import Header, Program, WeightRule
@@ -25,6 +26,7 @@ from pipefit.timeline import Timeline
 __all__ = ["Drawing", "draw", "gallery"]
 
 _DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
+_MOST_FOR_ALL = 512  # ranks times micro-batches of a drawing that the page offers for all schedules
 _RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is surely steady
 Pricing = Callable[[Header], CostModel]
 
@@ -67,14 +69,28 @@ class Drawing:
         """The vector picture; options as for `pipefit.draw.svg`."""
         return svg(self.timeline, **options)
 
-    def html(self, *, choices: bool = True, **options: Any) -> str:
-        """The interactive page; with `choices`, other schedules and shapes under the same costs are in it too."""
+    def html(self, *, choices: bool | Sequence[tuple[str, Timeline]] = True, **options: Any) -> str:
+        """The interactive page, with other drawings to choose from.
+
+        Args:
+            choices: the others, such as `gallery` makes; True: schedules and shapes around this one, at the same costs.
+            options: as for `pipefit.draw.html`.
+        """
         own = (title_of(self.program.header.schedule), self.timeline)
-        others = gallery(self.pricing) if choices else []
+        others = (self._others() if choices else []) if isinstance(choices, bool) else choices
         shape = _shape_key(self.timeline)
         kept = [(name, timeline) for name, timeline in others if _shape_key(timeline) != shape]
         options.setdefault("compare", False)
         return html([own, *kept], **options)
+
+    def _others(self) -> list[tuple[str, Timeline]]:
+        """What the page offers beside the drawing: among it, the other schedules in the drawing's own shape."""
+        facts = scene_of(self.timeline).facts
+        stages, microbatches = {2, 4, 8}, {4, 8, 16, 32}
+        if facts.num_ranks * facts.num_microbatches <= _MOST_FOR_ALL:
+            stages, microbatches = stages | {facts.num_ranks}, microbatches | {facts.num_microbatches}
+        chunks = {1, 2, facts.num_chunks}
+        return gallery(self.pricing, stages=sorted(stages), microbatches=sorted(microbatches), chunks=sorted(chunks))
 
     def save(self, path: str | Path, **options: Any) -> Path:
         """Writes the drawing; its kind is the suffix of the path, as for `pipefit.draw.save`."""
@@ -180,7 +196,9 @@ def gallery(
     """Schedules of a modest range of shapes, simulated, for the choices of a page; what has no meaning is left out."""
     stages, microbatches, chunks = list(stages), list(microbatches), list(chunks)
     found = []
-    for name in names() if schedules is None else schedules:
+    # The two that pipelines are measured against come last.
+    house = sorted(names(), key=lambda name: name in ("naive", "data-parallel"))
+    for name in house if schedules is None else schedules:
         made = find(name)
         for depth, count, several in ((p, m, v) for p in stages for m in microbatches for v in chunks):
             per_update, steps = _updates(made, count, None)

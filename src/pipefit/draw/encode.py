@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
 from pipefit.draw.scene import Box, Scene
+from pipefit.ir.op import Op
+from pipefit.units import format_bytes
 
 __all__ = ["LETTERS", "Entry", "decode_boxes", "encode_scene", "to_script"]
 
@@ -34,7 +36,7 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     tick = _tick(scene)
     return {
         "name": name,
-        "p": facts.depth,
+        "p": facts.num_ranks,
         "m": facts.num_microbatches,
         "v": facts.num_chunks,
         "steps": facts.num_steps,
@@ -45,9 +47,10 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
         "makespan": facts.makespan_s,
         "bubble": facts.bubble_fraction,
         "over": facts.bubble_over_ideal,
-        "messages": sum(1 for bar in scene.thin if bar.kind in ("act", "grad")),
+        "messages": sum(i.op is Op.SEND for _, _, i in scene.timeline.program),
         "peak": list(facts.peak_inflight),
         "weights": list(facts.weight_versions),
+        "bytes": [format_bytes(size) for size in facts.peak_bytes],
         "stages": [list(own) for own in scene.stages],
         "ranks": [_row(scene, rank, found, tick) for rank in range(scene.num_ranks)],
     }

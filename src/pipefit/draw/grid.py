@@ -80,15 +80,7 @@ def _scale(scene: Scene, room: int) -> tuple[float, bool, bool]:
 
 
 def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool, exact: bool, paint: Paint) -> str:
-    owners: list[Box | None] = [None] * length
-    share = [0.5] * length  # a cell owns a column when it fills more than any other, idleness included
-    boxes = [box for box in scene.of(rank) if box.letter != "S"]
-    for box in boxes:
-        start, end = box.start_s * per_second, box.end_s * per_second
-        for column in range(int(start + 1e-9), min(int(end - 1e-9) + 1, length)):
-            covered = min(end, column + 1) - max(start, column)
-            if covered > share[column] - 1e-9:
-                owners[column], share[column] = box, covered
+    owners = _owners([box for box in scene.of(rank) if box.letter != "S"], per_second, length)
     out, column = [], 0
     while column < length:
         owner, run = owners[column], 1
@@ -97,6 +89,24 @@ def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool
         out.append(paint(owner, _IDLE * run if owner is None else _text(owner, run, scene, labelled, exact)))
         column += run
     return "".join(out)
+
+
+def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None]:
+    """The box that each column shows: one of the kind that fills most of it; None where the rank is mostly idle."""
+    filled: list[dict[str, float]] = [{} for _ in range(length)]
+    shown: list[dict[str, tuple[float, Box]]] = [{} for _ in range(length)]
+    for box in boxes:
+        start, end = box.start_s * per_second, box.end_s * per_second
+        for column in range(int(start + 1e-9), min(int(end - 1e-9) + 1, length)):
+            covered = min(end, column + 1) - max(start, column)
+            filled[column][box.letter] = filled[column].get(box.letter, 0.0) + covered
+            if covered > shown[column].get(box.letter, (0.0, box))[0]:
+                shown[column][box.letter] = covered, box
+    owners: list[Box | None] = []
+    for kinds, best in zip(filled, shown, strict=True):
+        busy = sum(kinds.values()) >= 0.5 - 1e-9 and best
+        owners.append(best[max(kinds, key=kinds.__getitem__)][1] if busy else None)
+    return owners
 
 
 def _label(box: Box, several: bool) -> str:

@@ -51,6 +51,7 @@ class Layout:
     memory_width: float
     bar_width: int
     weights_offset: float
+    bytes_offset: float
     legend: tuple[Item, ...]
 
     def x(self, time_s: float) -> float:
@@ -95,7 +96,8 @@ def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, v
     """The layout of a scene: wide enough for its numbers, where that is possible."""
     margin, several = 24, max(scene.facts.weight_versions, default=1) > 1
     left = margin + (62 if all(len(own) <= 1 for own in scene.stages) else 80)
-    memory_width = (28.0 + 72 + 8 + 30 + (68 if several else 0)) if memory else 0.0
+    sized = bool(scene.facts.peak_bytes)
+    memory_width = (28.0 + 72 + 8 + 30 + 68 * several + 68 * sized) if memory else 0.0
     span = scene.facts.makespan_s or 1.0
     typical, digits = _typical_cell(scene)
     if width is None:
@@ -126,6 +128,7 @@ def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, v
         memory_width=memory_width,
         bar_width=72,
         weights_offset=72 + 8 + 34.0,
+        bytes_offset=72 + 8 + 34.0 + 72 * several,
         legend=_placed(_legend_items(scene, lanes, versions, size >= 6.0), plot + memory_width),
     )
 

@@ -90,7 +90,7 @@
         event.preventDefault();
         zoom(state.zoom * (event.deltaY < 0 ? 1.2 : 1 / 1.2), event.clientX - this.scroll.getBoundingClientRect().left);
       }, {passive: false});
-      this.show(entries[Math.min(index, entries.length - 1)]);
+      this.show(index ? besides(state.panels[0].entry) : entries[0]);
     }
 
     // Of all entries, the one nearest to the choices; what was chosen last weighs most.
@@ -160,7 +160,7 @@
         if (!plain) item.append(tag("small", "", `stage${own.length > 1 ? "s" : ""} ${own.join(", ")}`));
         return item;
       }));
-      this.memory.dataset.head = several ? "peak in flight, weights" : "peak in flight";
+      this.memory.dataset.head = "peak in flight" + (several ? ", weights" : "") + (entry.bytes.length ? ", memory" : "");
       this.memory.replaceChildren(...entry.peak.map((peak, rank) => {
         const item = tag("div"), track = tag("i"), bar = tag("b");
         bar.style.width = 100 * peak / highest + "%";
@@ -168,6 +168,7 @@
         item.append(track, tag("span", "", number(peak)));
         const held = entry.weights[rank];
         if (several) item.append(tag("em", "", held + (held > 1 ? " versions" : " version")));
+        if (entry.bytes.length) item.append(tag("em", "", entry.bytes[rank]));
         return item;
       }));
     }
@@ -178,9 +179,9 @@
       this.legend.className = "legend chunks-" + this.entry.v;
       this.legend.replaceChildren(...[...items, ["lane", "idle"]].map(([letter, words]) => {
         const many = letter === "lane" || letter === "S" ? 1 : this.entry.v, item = tag("span");
-        const swatch = el("svg", {width: 14 + 8 * (many - 1), height: 12});
+        const wide = many > 1 ? 10 : 14, swatch = el("svg", {width: (wide + 1) * many - 1, height: 12});
         for (let chunk = 0; chunk < many; chunk++)
-          el("rect", {class: letter === "lane" ? "lane" : letter + chunk, x: chunk * (14 / many + 7), width: 14 / many + 5, height: 12, rx: 2}, swatch);
+          el("rect", {class: letter === "lane" ? "lane" : letter + chunk, x: chunk * (wide + 1), width: wide, height: 12, rx: 2}, swatch);
         item.append(swatch, words + (many > 1 ? `, chunk 0 to ${many - 1}` : ""));
         return item;
       }));
@@ -339,7 +340,9 @@
   function zoom(wanted, anchor) {
     const before = state.zoom, view = state.panels[0].scroll;
     state.zoom = Math.min(Math.max(wanted, 1), 64);
-    const at = anchor === undefined ? view.clientWidth / 2 : anchor;
+    const panel = state.panels.find(panel => panel.selected >= 0), box = panel && panel.boxes[panel.selected];
+    const middle = box ? box.start * panel.scale - view.scrollLeft : view.clientWidth / 2;
+    const at = anchor === undefined ? middle : anchor;
     const left = (view.scrollLeft + at) * state.zoom / before - at;
     drawAll();
     for (const panel of state.panels) panel.scroll.scrollLeft = left;
@@ -350,6 +353,13 @@
     while (state.panels.length > (two ? 2 : 1)) state.panels.pop().node.remove();
     while (state.panels.length < (two ? 2 : 1)) addPanel(state.panels.length);
     drawAll();
+  }
+
+  // What to set beside a drawing: another schedule of the same shape, or the nearest there is.
+  function besides(entry) {
+    const far = other => (other === entry ? 1e6 : 0) + (other.name === entry.name ? 1e3 : 0)
+      + ["p", "m", "v"].reduce((sum, key) => sum + Math.abs(Math.log2(other[key] / entry[key])), 0);
+    return entries.reduce((best, other) => far(other) < far(best) ? other : best);
   }
 
   function addPanel(index) {

@@ -39,7 +39,7 @@ def html(
         raise PipefitError("a page needs at least one timeline, got none")
     chunks = sorted({entry.scene.facts.num_chunks for entry in entries})
     first = entries[0]
-    heading = title or title_of(first.scene.facts.schedule)
+    heading = title or (first.name if len({entry.name for entry in entries}) == 1 else "Pipeline schedules")
     context = {
         "title": heading,
         "style": _asset("page.css") + _colours(chunks),

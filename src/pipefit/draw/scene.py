@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import peak_inflight, weight_versions
 from pipefit.ir.op import OP_SPEC, Lane, Op
-from pipefit.ir.program import Program, WeightRule
+from pipefit.ir.program import WeightRule
 from pipefit.timeline import Event, Timeline
 
 __all__ = ["Box", "Facts", "Scene", "Thin", "scene_of"]
@@ -57,7 +57,10 @@ class Thin(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline."""
+    """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline.
+
+    `peak_bytes` of each rank is known where memory was followed and times are real.
+    """
 
     schedule: str
     depth: int
@@ -73,6 +76,7 @@ class Facts:
     bubble_over_ideal: float
     peak_inflight: tuple[float, ...]
     weight_versions: tuple[int, ...]
+    peak_bytes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,6 @@ class Scene:
         timeline: what is drawn.
         boxes: by rank, then in time; a box's number is its place here.
         first: number of each rank's first box, and at the end how many there are.
-        thin: messages, reductions and copies.
         stages: of each rank.
         facts: the caption.
         unit: "s" when times are seconds, "" when they are units of a forward or the like.
@@ -92,11 +95,15 @@ class Scene:
     timeline: Timeline
     boxes: tuple[Box, ...]
     first: tuple[int, ...]
-    thin: tuple[Thin, ...]
     stages: tuple[tuple[int, ...], ...]
     facts: Facts
     unit: str
-    letters: tuple[str, ...] = field(default=())
+    letters: tuple[str, ...]
+
+    @cached_property
+    def thin(self) -> tuple[Thin, ...]:
+        """Messages, reductions and copies."""
+        return _thin(self.timeline)
 
     @property
     def num_ranks(self) -> int:
@@ -147,23 +154,21 @@ def scene_of(timeline: Timeline, seconds: bool | None = None) -> Scene:
     used = {box.letter for box in boxes}
     letters = tuple(spec.letter for spec in OP_SPEC.values() if spec.letter in used)
     return Scene(
-        timeline, boxes, tuple(first), _thin(timeline, zero), stages, _facts(timeline), "s" if seconds else "", letters
+        timeline,
+        boxes,
+        tuple(first),
+        stages,
+        _facts(timeline, seconds),
+        "s" if seconds else "",
+        letters,
     )
 
 
-@lru_cache(maxsize=64)
-def _counts(program: Program) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    ranks = range(len(program.ranks))
-    return tuple(peak_inflight(program, rank) for rank in ranks), tuple(
-        weight_versions(program, rank) for rank in ranks
-    )
-
-
-def _facts(timeline: Timeline) -> Facts:
+def _facts(timeline: Timeline, seconds: bool) -> Facts:
     header = timeline.program.header
     makespan, bubble = timeline.makespan_s, timeline.bubble_fraction
     ideal = makespan * (1 - bubble)
-    peaks, versions = _counts(timeline.program)
+    program, ranks = timeline.program, range(len(timeline.program.ranks))
     chunks = max(header.num_chunks, 1)
     own_updates = header.weights in (WeightRule.STASH, WeightRule.VERTICAL) and header.num_microbatches == 1
     return Facts(
@@ -179,12 +184,19 @@ def _facts(timeline: Timeline) -> Facts:
         makespan_s=makespan,
         bubble_fraction=bubble,
         bubble_over_ideal=(makespan - ideal) / ideal if ideal else 0.0,
-        peak_inflight=peaks,
-        weight_versions=versions,
+        peak_inflight=tuple(peak_inflight(program, rank) for rank in ranks),
+        weight_versions=tuple(weight_versions(program, rank) for rank in ranks),
+        peak_bytes=_peak_bytes(timeline) if seconds else (),
     )
 
 
-def _thin(timeline: Timeline, zero: float) -> tuple[Thin, ...]:
+def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
+    followed = len(timeline.memory) == len(timeline.program.ranks) and all(timeline.memory)
+    return tuple(max(size for _, size in samples) for samples in timeline.memory) if followed else ()
+
+
+def _thin(timeline: Timeline) -> tuple[Thin, ...]:
+    zero = timeline.start_s
     graph = dependency_graph(timeline.program)
     at = {(graph.starts[e.rank] + e.position, e.repeat): e for e in timeline.events}
     found = []

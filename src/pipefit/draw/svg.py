@@ -11,6 +11,7 @@ from pipefit.draw.layout import Layout, layout_of
 from pipefit.draw.look import cell_rules
 from pipefit.draw.scene import Box, Scene, scene_of
 from pipefit.timeline import Timeline
+from pipefit.units import format_bytes
 
 __all__ = ["Theme", "draw_scene", "style", "svg"]
 
@@ -208,6 +209,9 @@ def _memory(scene: Scene, plan: Layout) -> list[str]:
         parts.append(
             f'<text class="soft small" x="{x + plan.weights_offset:.1f}" y="{plan.top - 12:.1f}">weights</text>'
         )
+    sizes = [format_bytes(float(f"{size:.3g}")) for size in scene.facts.peak_bytes]
+    if sizes:
+        parts.append(f'<text class="soft small" x="{x + plan.bytes_offset:.1f}" y="{plan.top - 12:.1f}">memory</text>')
     for rank, peak in enumerate(peaks):
         y, middle = plan.y(rank) + plan.cell_height / 2 - 5, plan.y(rank) + plan.cell_height / 2 + 4
         length = plan.bar_width * peak / highest
@@ -217,6 +221,8 @@ def _memory(scene: Scene, plan: Layout) -> list[str]:
         if several:
             words = f"{versions[rank]} version{'s' if versions[rank] > 1 else ''}"
             parts.append(f'<text class="ink" x="{x + plan.weights_offset:.1f}" y="{middle:.1f}">{words}</text>')
+        if sizes:
+            parts.append(f'<text class="ink" x="{x + plan.bytes_offset:.1f}" y="{middle:.1f}">{sizes[rank]}</text>')
     return parts
 
 

@@ -1,0 +1,333 @@
+"""Grids, pages, drawings and files."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+import pipefit.draw
+from pipefit.cost import CostModel
+from pipefit.draw import chart, grid, html, save
+from pipefit.draw.caption import TITLES
+from pipefit.draw.drawing import draw, gallery
+from pipefit.draw.encode import Entry, decode_boxes, encode_scene, to_script
+from pipefit.draw.reasons import Why, critical_path, reasons
+from pipefit.draw.scene import scene_of
+from pipefit.errors import PipefitError, ScheduleError
+from pipefit.ir import bwd, fwd
+from pipefit.ir.text import load
+from pipefit.schedules import Shape, generate, names, registry, schedule
+from pipefit.simulate import simulate
+from pipefit.timeline import Timeline, load_trace
+
+
+def timeline_of(name: str, shape: Shape, **cost: float) -> Timeline:
+    program = generate(name, shape)
+    return simulate(program, CostModel.unit(program.header, 1, 2, **cost), rendezvous=False)
+
+
+# ------------------------------------------------------------------------------------------------------------- the grid
+
+
+def rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if re.match(r"rank \d", line)]
+
+
+def test_a_small_grid_is_the_picture_of_the_papers():
+    text = grid(timeline_of("1f1b", Shape(2, 3)), width=80, color=False)
+    assert (
+        text
+        == """\
+1F1B  p = 2 · m = 3  (simulated)
+
+                                              peak
+rank 0  F0 F1 ······B0─── F2 B1─── ···B2───      2
+rank 1  ···F0 B0─── F1 B1─── F2 B2─── ······     1
+        0              5              10
+
+F forward  B backward  · idle
+bubble 25.0 % · over ideal 33.3 % · makespan 12 · peak in flight 2 1
+"""
+    )
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+@pytest.mark.parametrize("color", [False, True])
+def test_no_line_of_a_grid_is_wider_than_asked(width, color):
+    text = grid(timeline_of("interleaved", Shape(8, 32, 2)), width=width, color=color)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
+    assert max(len(line) for line in rows(plain)) <= width
+    assert ("\x1b[" in text) is color
+
+
+def test_a_grid_at_one_column_per_unit_shows_each_rank_busy_as_long_as_it_is():
+    timeline = timeline_of("gpipe", Shape(4, 6))
+    text = grid(timeline, width=50, color=False)
+    for rank, row in enumerate(rows(text)):
+        cells = row[8 : 8 + int(timeline.makespan_s)]
+        assert len(cells) - cells.count("·") == timeline.busy_s(rank)
+
+
+def test_a_scaled_grid_keeps_the_order_of_the_phases():
+    first = rows(grid(timeline_of("gpipe", Shape(8, 64)), width=70, color=False))[0]
+    assert re.fullmatch(r"rank 0  F+·+B+\s+64", first)
+
+
+# ------------------------------------------------------------------------------------------------- why, critical path
+
+
+def test_a_box_waits_for_the_message_that_came_last_and_else_for_its_rank():
+    scene = scene_of(timeline_of("1f1b", Shape(2, 3)))
+    found = {box.short: reason for box, reason in zip(scene.boxes, reasons(scene), strict=True)}
+    by = {name: scene.boxes[reason.box].short for name, reason in found.items() if reason.box >= 0}
+    assert found["F0.0"].why is Why.START
+    assert (found["B0.0"].why, by["B0.0"]) == (Why.MESSAGE, "B1.0")
+    assert (found["F1.0"].why, by["F1.0"]) == (Why.MESSAGE, "F0.0")
+    assert (found["B1.0"].why, by["B1.0"]) == (Why.RANK, "F1.0")
+
+
+@pytest.mark.parametrize(("name", "shape"), [("1f1b", Shape(4, 8)), ("interleaved", Shape(2, 4, 2))])
+def test_the_boxes_of_the_critical_path_fill_the_makespan_when_messages_take_no_time(name, shape):
+    scene = scene_of(timeline_of(name, shape))
+    path = critical_path(scene)
+    assert sum(scene.boxes[number].duration_s for number in path) == pytest.approx(scene.facts.makespan_s)
+    assert scene.boxes[path[0]].start_s == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+class Collector(HTMLParser):
+    """The texts of elements by id, and every attribute that could load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: dict[str, str] = {}
+        self.links: list[tuple[str, str | None]] = []
+        self.current = ""
+
+    def handle_starttag(self, tag, attributes):
+        self.current = dict(attributes).get("id") or tag
+        self.links += [
+            (name, value) for name, value in attributes if name in ("src", "href", "srcset", "data", "action")
+        ]
+
+    def handle_data(self, data):
+        self.texts[self.current] = self.texts.get(self.current, "") + data
+
+
+def collect(page: str) -> Collector:
+    parser = Collector()
+    parser.feed(page)
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("gpipe", Shape(4, 8)), ("interleaved", Shape(2, 4, 2)), ("pipedream", Shape(3, 1, num_steps=5))],
+)
+def test_the_data_in_the_page_comes_back_as_the_boxes_it_was_made_from(name, shape):
+    timeline = timeline_of(name, shape, latency=0.25)
+    (data,) = json.loads(collect(html(timeline)).texts["data"])
+    scene = scene_of(timeline)
+    decoded = decode_boxes(data)
+    assert [reason for _, reason in decoded] == reasons(scene)
+    for (box, _), own in zip(decoded, scene.boxes, strict=True):
+        assert box._replace(position=own.position, start_s=0, end_s=0) == own._replace(start_s=0, end_s=0)
+        assert (box.start_s, box.end_s) == pytest.approx((own.start_s, own.end_s))
+
+
+def test_times_that_are_no_simple_fractions_come_back_to_a_millionth_of_the_makespan():
+    program = generate("1f1b", Shape(3, 5))
+    timeline = simulate(program, CostModel.unit(program.header, 0.00123457, 0.00271828), rendezvous=False)
+    scene = scene_of(timeline, seconds=True)
+    for (box, _), own in zip(decode_boxes(encode_scene("x", scene)), scene.boxes, strict=True):
+        assert abs(box.start_s - own.start_s) <= 1e-6 * scene.facts.makespan_s
+
+
+def test_names_in_a_page_are_escaped_everywhere():
+    timeline = timeline_of("gpipe", Shape(2, 2))
+    evil = "</script><img src=x onerror=alert(1)>"
+    page = html({evil: timeline, "other": timeline}, title=evil)
+    assert "<img" not in page
+    assert page.count("</script>") == 3
+    assert json.loads(collect(page).texts["data"])[0]["name"] == evil
+
+
+def test_a_page_refers_to_nothing_outside():
+    parser = collect(html(timeline_of("1f1b", Shape(2, 4))))
+    assert parser.links == []
+    page = html(timeline_of("1f1b", Shape(2, 4)))
+    assert set(re.findall(r"https?://[^\"' ;)]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in page
+
+
+def test_a_page_without_timelines_is_refused():
+    with pytest.raises(PipefitError, match="at least one timeline"):
+        html([])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+def test_a_browser_draws_every_instruction_of_the_page_and_tells_why_one_waited(tmp_path):
+    timeline = timeline_of("1f1b", Shape(4, 8))
+    press = "for (const key of ['ArrowRight', 'ArrowDown']) document.querySelector('.scroll').dispatchEvent("
+    press += "new KeyboardEvent('keydown', {key, bubbles: true}));"
+    path = tmp_path / "page.html"
+    path.write_text(html(timeline).replace("</body>", f"<script>{press}</script></body>"), encoding="utf-8")
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--no-first-run",
+    ]
+    command += ["--disable-sync", "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=60)
+    boxes = scene_of(timeline).boxes
+    assert len(re.findall(r'<rect class="cell ', done.stdout)) == len(boxes)
+    assert "it waited for the message of F0.0 on rank 0" in done.stdout
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_each_suffix_writes_its_kind(tmp_path):
+    timeline = timeline_of("1f1b", Shape(2, 4))
+    paths = {suffix: save(timeline, tmp_path / f"a{suffix}") for suffix in pipefit.draw.SUFFIXES if suffix != ".png"}
+    starts = {".svg": "<svg ", ".html": "<!doctype html>", ".pipe": "format pipefit.program/1", ".txt": "1F1B  p = 2"}
+    for suffix, start in starts.items():
+        assert paths[suffix].read_text(encoding="utf-8").startswith(start)
+    assert load(paths[".pipe"]) == timeline.program
+    assert load_trace(paths[".trace.json"]).program == timeline.program
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a", "a.json", "a.svg.gz"])
+def test_an_unknown_suffix_is_refused_with_the_known_ones(tmp_path, name):
+    with pytest.raises(PipefitError, match=r"\.svg, \.html, \.png, \.trace\.json, \.pipe, \.txt"):
+        save(timeline_of("gpipe", Shape(2, 2)), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_png_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = save(timeline_of("pipedream", Shape(2, 1, num_steps=4)), tmp_path / "a.png", title="a $ & b")
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_png_without_matplotlib_is_refused_with_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(PipefitError, match=r"pip install 'pipefit\[plot\]'"):
+        save(timeline_of("gpipe", Shape(2, 2)), tmp_path / "a.png")
+
+
+# ------------------------------------------------------------------------------------------------------------- drawings
+
+
+def test_the_package_can_be_called_although_it_is_a_module():
+    drawing = pipefit.draw("1f1b", num_stages=4, num_microbatches=8)
+    assert drawing.metrics["makespan"] == 33
+    assert drawing.metrics["peak_inflight"] == [4, 3, 2, 1]
+
+
+def test_a_drawing_shows_itself_in_notebooks_and_in_print():
+    drawing = draw("gpipe", 2, 3)
+    assert drawing._repr_html_().startswith("<div")
+    assert "<svg " in drawing._repr_html_()
+    assert drawing._repr_svg_().startswith("<svg ")
+    assert "rank 1" in str(drawing)
+
+
+def test_pipedream_draws_each_microbatch_as_an_update_of_its_own():
+    assert draw("pipedream", 4, 8).metrics["weight_versions"] == [4, 3, 2, 1]
+    assert draw("pipedream-2bw", 4, 8).metrics["weight_versions"] == [2, 2, 2, 2]
+
+
+def test_costs_and_options_reach_the_simulator():
+    assert draw("1f1b", 4, 8, forward=2, backward=3).metrics["makespan"] == (8 + 3) * 5
+    assert draw("1f1b", 4, 8, input=1, weight=2).metrics["makespan"] == (8 + 3) * 4
+    assert draw("1f1b", 4, 8, warmup=2).metrics["peak_inflight"] == [7, 5, 3, 1]
+    assert draw("interleaved", 4, 8, 2).metrics["makespan"] == (8 + 3 / 2) * 3
+
+
+def test_an_unknown_schedule_is_refused_with_the_nearest():
+    with pytest.raises(ScheduleError, match="1f1b"):
+        draw("1f1c", 2, 2)
+
+
+def test_a_users_own_schedule_is_drawn_like_any_other(monkeypatch):
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # other tests go through all schedules
+
+    @schedule(name="one-by-one-drawn")
+    def own(task):
+        """Every micro-batch alone."""
+        for rank in range(task.num_ranks):
+            yield [op(rank, mb) for mb in task.span for op in (fwd, bwd)]
+
+    assert "one-by-one-drawn" in draw(own, 2, 2).svg()
+
+
+def test_the_page_of_a_drawing_begins_with_it_and_offers_every_schedule_in_its_shape():
+    drawing = draw("1f1b", 3, 6)
+    others = gallery(drawing.pricing, stages=[2, 3], microbatches=[6], chunks=[1, 2])
+    data = json.loads(collect(drawing.html(choices=others)).texts["data"])
+    assert (data[0]["name"], data[0]["p"], data[0]["m"]) == ("1F1B", 3, 6)
+    same = {entry["name"] for entry in data if (entry["p"], entry["m"]) == (3, 6)}
+    assert {TITLES[name] for name in names() if name in TITLES} <= same
+    shapes = [(entry["name"], entry["p"], entry["m"], entry["v"]) for entry in data]
+    assert len(set(shapes)) == len(shapes)
+
+
+def test_a_grid_of_eight_ranks_and_sixty_four_microbatches_costs_half_a_second_imports_included():
+    code = "import pipefit.draw; pipefit.draw('1f1b', 8, 64).grid(200)\nimport sys, json\n"
+    code += "print(json.dumps(sorted({'torch', 'jinja2', 'matplotlib', 'rich', 'numpy'} & set(sys.modules))))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env)
+        after = os.times()
+        # Of the processor, not of the clock: what else the machine does is not our cost.
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        assert json.loads(done.stdout) == [], done.stderr
+    assert min(seconds) < 0.5
+
+
+# --------------------------------------------------------------------------------------------------------------- charts
+
+
+def heights(picture: str) -> list[float]:
+    return [float(value) for value in re.findall(r'height="([\d.]+)" rx="1.5"', picture)]
+
+
+def test_bars_are_as_high_as_their_values():
+    made = heights(chart({"a": [("x", 10.0), ("y", 20.0)]}, kind="bar"))
+    assert made[1] == pytest.approx(2 * made[0], abs=0.11)
+
+
+def test_points_of_a_logarithmic_axis_are_evenly_spaced_when_they_double():
+    points = re.findall(r'cx="([\d.]+)"', chart({"a": [(1, 1.0), (2, 2.0), (4, 3.0)]}, log_x=True))
+    first, second, third = map(float, points)
+    assert third - second == pytest.approx(second - first, abs=0.11)
+
+
+def test_names_in_charts_are_escaped():
+    picture = chart({"<b>": [(1, 1.0)]}, title="<i>", x_label="<u>", y_label="&")
+    assert not re.search(r"<[biu]>", picture)
+
+
+@pytest.mark.parametrize("series", [{}, {"a": []}, {"a": [(1, float("nan"))]}, {"a": [(1, -1.0)]}])
+def test_a_chart_of_nothing_or_of_no_numbers_is_refused(series):
+    with pytest.raises(PipefitError, match="chart"):
+        chart(series)
+
+
+def test_the_script_data_never_holds_a_tag():
+    text = to_script([Entry("<a>&</a>", scene_of(timeline_of("gpipe", Shape(2, 2))))])
+    assert not set("<>&") & set(text)
