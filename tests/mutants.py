@@ -31,16 +31,16 @@ def relabelled(program: Program, rank: int, index: int) -> Iterator[tuple[str, o
 
 
 def mutants(program: Program) -> Iterator[tuple[str, Program]]:
-    """Every deletion, swap of neighbours, duplication (there and at the end), move to another place, and relabelling."""
+    """Every deletion, duplication (there and at the end), move (swaps of neighbours among them) and relabelling."""
     for rank, own in enumerate(program.ranks):
         for index, i in enumerate(own):
             name = f"rank {rank}[{index}] {i}"
             rest = own[:index] + own[index + 1 :]
             yield f"delete: {name}", with_rank(program, rank, rest)
-            yield f"double: {name}", with_rank(program, rank, own[:index] + (i,) + own[index:])
+            yield f"double: {name}", with_rank(program, rank, (*own[:index], i, *own[index:]))
             yield f"again at the end: {name}", with_rank(program, rank, (*own, i))
             for to in {index + 1, index + 2, index - 3, index + 5, 0, len(rest)}:
                 if 0 <= to <= len(rest) and to != index:
-                    yield f"move: {name} to {to}", with_rank(program, rank, rest[:to] + (i,) + rest[to:])
+                    yield f"move: {name} to {to}", with_rank(program, rank, (*rest[:to], i, *rest[to:]))
             for what, other in relabelled(program, rank, index):
-                yield f"relabel: {name} {what}", with_rank(program, rank, own[:index] + (other,) + own[index + 1 :])
+                yield f"relabel: {name} {what}", with_rank(program, rank, (*own[:index], other, *own[index + 1 :]))

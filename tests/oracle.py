@@ -1,7 +1,7 @@
 """A second opinion on programs: runs one on all ranks at once, with symbols for numbers.
 
-It shares nothing with the verifier and nothing with the laws of `pipefit.ir` but the instructions themselves. Ranks take
-turns in a random order; a send waits until its receive is posted (or not at all, if `eager`); messages find their
+It shares nothing with the verifier and nothing with the laws of `pipefit.ir` but the instructions themselves. Ranks
+take turns in a random order; a send waits until its receive is posted (or not at all, if `eager`); messages find their
 receives by tag, or by their order on the link. What comes out are the weights of every stage on every rank, as terms:
 two programs with equal terms train the same model.
 """
@@ -14,7 +14,7 @@ from pipefit.ir import Op, Program
 WAIT = object()
 
 
-class Broken(Exception):
+class BrokenProgramError(Exception):
     """The program crashes, hangs or leaves something behind."""
 
 
@@ -53,7 +53,7 @@ class Machine:
         return {"own": Counter(), **{tie[0]: Counter() for tie in self.header.ties if stage in tie}}
 
     def run(self):
-        """The result; raises Broken."""
+        """The result; raises BrokenProgramError."""
         ranks = list(range(len(self.lists)))
         going = True
         while going:
@@ -65,14 +65,14 @@ class Machine:
                         break
                     going = True
         if any(self.at[rank] < len(self.lists[rank]) for rank in ranks):
-            raise Broken("hang")
+            raise BrokenProgramError("hang")
         if any(self.open.values()) or any(self.sent.values()):
-            raise Broken("messages left over")
+            raise BrokenProgramError("messages left over")
         left = [[c for part in g.values() for c in part.items()] for rank in self.grads for g in rank.values()]
         if any(left):
-            raise Broken("gradients left over")
+            raise BrokenProgramError("gradients left over")
         if not all(versions for rank in self.weights for versions in rank.values()):
-            raise Broken("no weights left")
+            raise BrokenProgramError("no weights left")
         newest = [{s: self.spell(versions[max(versions)]) for s, versions in rank.items()} for rank in self.weights]
         return newest, sorted((self.spell(term), count) for term, count in self.losses.items())
 
@@ -102,7 +102,7 @@ class Machine:
             if getattr(self, f"_{i.op.value}")(rank, i) is WAIT:
                 return False
         except (KeyError, IndexError) as problem:
-            raise Broken(f"rank {rank}: {i}: {problem!r}") from None
+            raise BrokenProgramError(f"rank {rank}: {i}: {problem!r}") from None
         self.at[rank] += 1
         return True
 
@@ -131,7 +131,7 @@ class Machine:
         if taken is None:
             return WAIT
         if (i.stage, i.mb) not in self.drawn[rank]:
-            raise Broken("a replay before its forward")
+            raise BrokenProgramError("a replay before its forward")
         self.values[rank]["saved", i.stage, i.mb] = self.term("saved", f"{i.stage}.{i.mb}", weights, taken[0])
 
     def _loss(self, rank, i):
@@ -221,13 +221,13 @@ class Machine:
     def _collective(self, rank, i):
         members = self._members(i)
         if rank not in members:
-            raise Broken(f"rank {rank} is no member of {i}")
+            raise BrokenProgramError(f"rank {rank} is no member of {i}")
         came = self.came.setdefault(members, {})
         came[rank] = i
         if len(came) < len(members):
             return False
         if len(set(came.values())) > 1:
-            raise Broken("members come to different collectives")
+            raise BrokenProgramError("members come to different collectives")
         self.came[members] = {}
         self._reduce(members, i)
         for member in members:
@@ -238,9 +238,7 @@ class Machine:
         if i.op is Op.BARRIER:
             return
         if i.kind == "norm":
-            everything = frozenset(
-                (str((r, s)), self._frozen(g)) for r in members for s, g in self.grads[r].items()
-            )
+            everything = frozenset((str((r, s)), self._frozen(g)) for r in members for s, g in self.grads[r].items())
             for rank in members:
                 self.norms[rank][i.version] = self.term("norm", str(i.version), everything)
             return
@@ -255,6 +253,6 @@ def outcome(program: Program, seed: int = 0, tags: bool = True, eager: bool = Fa
     """The weights a program trains, as terms.
 
     Raises:
-        Broken: it crashes, hangs or leaves something behind.
+        BrokenProgramError: it crashes, hangs or leaves something behind.
     """
     return Machine(program, seed, tags, eager).run()

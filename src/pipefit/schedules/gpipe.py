@@ -14,9 +14,11 @@ __all__: list[str] = []
 def _naive(task: Task) -> Iterator[list[Instruction]]:
     """Naive model parallelism: one micro-batch at a time, one rank at a time.
 
-        F0 .  B0 F1 .  B1      rank 0
-        .  FB .  .  FB .       rank 1       F forward, B backward, digits micro-batches
+        F0 .  .  .  .  B0 F1 .  .  .  .  B1   rank 0
+        .  F0 .  .  B0 .  .  F1 .  .  B1 .    rank 1
+        .  .  F0 B0 .  .  .  .  F1 B1 .  .    rank 2
 
+    F forward, B backward, digits micro-batches; drawn for f = b.
     Time m·[p(f+b) + 2(p−1)c]; utilisation 1/p; one micro-batch of activations.
     """
     for rank in range(task.num_ranks):
@@ -28,8 +30,11 @@ def _naive(task: Task) -> Iterator[list[Instruction]]:
 def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
     """Data parallelism: the whole model on every rank, micro-batches in turn, gradients averaged.
 
-    F0 B0 F2 B2      rank 0
-    F1 B1 F3 B3      rank 1       F forward, B backward of the whole model
+        F0 B0 F3 B3   rank 0
+        F1 B1 F4 B4   rank 1
+        F2 B2 F5 B5   rank 2
+
+    F forward, B backward of the whole model, digits micro-batches; drawn for f = b.
     """
     for rank in range(task.num_ranks):
         yield [op(0, mb) for mb in task.microbatches_of(0, rank) for op in (fwd, bwd)]
@@ -39,9 +44,11 @@ def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
 def _gpipe(task: Task) -> Iterator[list[Instruction]]:
     """GPipe: all forwards, then all backwards in reverse.
 
-        F0 F1 F2 .  .  B2 B1 B0      rank 0
-        .  F0 F1 F2 B2 B1 B0 .       rank 1       (f = b)
+        F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0   rank 0
+        .  F0 F1 F2 F3 .  .  B3 B2 B1 B0 .    rank 1
+        .  .  F0 F1 F2 F3 B3 B2 B1 B0 .  .    rank 2
 
+    F forward, B backward, digits micro-batches; drawn for f = b.
     Time (m+p−1)(f+b) + 2(p−1)c; bubble (p−1)/(m+p−1); m micro-batches of activations.
     Source: GPipe (NeurIPS 2019) §2.2, figure 2c.
     """

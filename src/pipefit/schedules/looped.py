@@ -20,8 +20,8 @@ def _interleavable(shape: Shape) -> None:
         least = shape.depth
         wanted = f"{least}" if least == most else f"{least} to {most}"
         raise ScheduleError(
-            f"interleaved: group: expected {wanted} micro-batches (from the {shape.depth} ranks of the pipeline, below which "
-            f"ranks would wait in a circle, to all micro-batches), or 0 for {least}; got {group}"
+            f"interleaved: group: expected {wanted} micro-batches (with fewer than the "
+            f"{shape.depth} ranks of the pipeline they would wait in a circle), or 0 for {least}; got {group}"
         )
     if len(set(shape.replicas)) > 1:
         raise ScheduleError(
@@ -33,11 +33,12 @@ def _interleavable(shape: Shape) -> None:
 def _interleaved(task: Task) -> Iterator[list[Instruction]]:
     """Interleaved 1F1B: groups of p micro-batches go through a rank's chunks in turn; the bubble shrinks by v.
 
-        F0.0 F0.1 F2.0 F2.1 .    B2.0 …      rank 0 holds stages 0 and 2
-        .    F1.0 F1.1 F3.0 B3.0 F3.1 …      rank 1 holds stages 1 and 3
+        F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 .    B2.2 .    B2.3 B0.2 B0.3   rank 0
+        .    F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3 .      rank 1
 
-    Time (m+(p−1)/v)(f+b). Option `group` sets the micro-batches of a group (0: p). A last group that is not full works too;
-    counts that p divides have the shortest bubble.
+    F2.0: forward of stage 2 on micro-batch 0; rank 0 holds stages 0 and 2, rank 1 stages 1 and 3; drawn for f = b.
+    Time (m+(p−1)/v)(f+b). Option `group` sets the micro-batches of a group (0: p). A last group that is not full works
+    too; counts that p divides have the shortest bubble.
     Source: Megatron-LM (SC 2021) §2.2.2, figure 4.
     """
     size = task.options["group"] or task.depth
@@ -59,6 +60,10 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
 def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
     """Breadth-first: all micro-batches through one chunk, then through the next; backwards likewise.
 
+        F0.0 F0.1 F0.2 F0.3 F2.0 F2.1 F2.2 F2.3 .    .    B2.0 B2.1 B2.2 B2.3 B0.0 B0.1 B0.2 B0.3   rank 0
+        .    F1.0 F1.1 F1.2 F1.3 F3.0 F3.1 F3.2 F3.3 B3.0 B3.1 B3.2 B3.3 B1.0 B1.1 B1.2 B1.3 .      rank 1
+
+    F2.0: forward of stage 2 on micro-batch 0; rank 0 holds stages 0 and 2, rank 1 stages 1 and 3; drawn for f = b.
     Time (m+(p−1)/v)(f+b) for m ≥ p; m micro-batches of activations. Each chunk's gradients are complete early, so their
     reduction overlaps with the rest.
     Source: Breadth-First Pipeline Parallelism (MLSys 2023) §3.

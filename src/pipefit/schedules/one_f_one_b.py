@@ -52,11 +52,13 @@ def _one_f_one_b(task: Task) -> Iterator[list[Instruction]]:
 def _flush(task: Task) -> Iterator[list[Instruction]]:
     """1F1B, also called PipeDream-Flush: as little as possible in flight, a flush at the end.
 
-        F0 F1 .  B0 F2 B1 .  B2      rank 0
-        .  F0 B0 F1 B1 F2 B2 .       rank 1       (f = b)
+        F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3   rank 0
+        .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .    rank 1
+        .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .    rank 2
 
-    Time (m+p−1)(f+b) as GPipe, with only min(p−r, m) micro-batches of activations on rank r. Option `warmup` = 2 doubles
-    the depth of the warm-up, which hides a latency of up to (f+b)/2.
+    F forward, B backward, digits micro-batches; drawn for f = b.
+    Time (m+p−1)(f+b) as GPipe, with only min(p−r, m) micro-batches of activations on rank r. Option `warmup` = 2
+    doubles the depth of the warm-up, which hides a latency of up to (f+b)/2.
     Source: PipeDream-2BW (ICML 2021) §3.2; Megatron-LM (SC 2021) §2.2.1.
     """
     return _one_f_one_b(task)
@@ -66,10 +68,13 @@ def _flush(task: Task) -> Iterator[list[Instruction]]:
 def _pipedream(task: Task) -> Iterator[list[Instruction]]:
     """PipeDream: 1F1B without flush; every mini-batch steps, its backward uses the weights its forward used.
 
-        F0 F1 .  B0 F2 B1 F3 B2 …      rank 0: two versions of its weights
-        .  F0 B0 F1 B1 F2 B2 F3 …      rank 1: one version
+        F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4   rank 0: three versions of its weights
+        .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .    rank 1: two
+        .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .    rank 2: one
 
-    No bubble beyond the first fill and last drain; stage s of n keeps n−s versions; gradients are up to n−1−s steps old.
+    F forward, B backward and step, digits mini-batches; drawn for f = b. On rank 0, F3 and so B3 use the weights
+    that B0 made, which at B3 are two steps old. No bubble beyond the first fill and last drain; stage s of n keeps n−s
+    versions; gradients are up to n−1−s steps old.
     Source: PipeDream (SOSP 2019) §3.2–3.3.
     """
     return _one_f_one_b(task)
@@ -79,7 +84,12 @@ def _pipedream(task: Task) -> Iterator[list[Instruction]]:
 def _vertical_sync(task: Task) -> Iterator[list[Instruction]]:
     """PipeDream with vertical sync: a mini-batch uses the same version at every stage, the one it met at stage 0.
 
-    The order is PipeDream's; every stage keeps n versions.
+        F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4   rank 0: F3 and B3 use version 1
+        .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .    rank 1: F3 and B3 use version 1
+        .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .    rank 2: F3 and B3 use version 1
+
+    F forward, B backward and step, digits mini-batches; drawn for f = b. The order is PipeDream's; every stage keeps n
+    versions.
     Source: PipeDream (SOSP 2019) §3.3.
     """
     return _one_f_one_b(task)
@@ -102,6 +112,12 @@ def _enough_for_double_buffering(shape: Shape) -> None:
 def _double_buffered(task: Task) -> Iterator[list[Instruction]]:
     """PipeDream-2BW: 1F1B without flush, gradients coalesced over m micro-batches, two versions of the weights.
 
+        F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5   rank 0
+        .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .    rank 1
+        .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .    rank 2
+
+    F forward, B backward, digits micro-batches; drawn for f = b and m = 2: updates end with B1, B3 and B5; micro-batches
+    0 to 3 use version 0, then 4 and 5 version 1.
     W(t+1) = W(t) − ν·∇f(W(t−1)): every gradient is exactly one update old, at every stage.
     Source: PipeDream-2BW (ICML 2021) §3.1.
     """

@@ -121,7 +121,8 @@ class Schedule:
             if not stages or (len(stages) > 1 and not self.chunks):
                 expected = "at least one stage" if self.chunks else "one stage"
                 raise ScheduleError(
-                    f"{self.name}: placement: expected {expected} on every rank from 0 on, rank {rank} has {list(stages)}"
+                    f"{self.name}: placement: expected {expected} on every rank from 0 on, "
+                    f"rank {rank} has {list(stages)}"
                 )
 
 

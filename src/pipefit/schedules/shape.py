@@ -85,8 +85,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         if header.weights in (WeightRule.FLUSH, WeightRule.DOUBLE):
             if self.num_microbatches < most:
                 raise ScheduleError(
-                    f"{header.schedule}: {self.num_microbatches} micro-batches cannot reach {most} replicas of a stage; "
-                    f"use at least {most} micro-batches, or fewer replicas"
+                    f"{header.schedule}: {self.num_microbatches} micro-batches cannot reach {most} replicas of a stage; use "
+                    f"at least {most} micro-batches, or fewer replicas"
                 )
             return
 
@@ -98,8 +98,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             below = next((steps for steps in range(self.num_steps, 0, -1) if works(steps)), None)
             above = next(steps for steps in count_from(self.num_steps) if works(steps))
             raise ScheduleError(
-                f"{header.schedule}: {self.num_steps} steps of {self.num_microbatches} micro-batches leave replicas of a "
-                f"stage without one in the last update; use {f'{below} or ' if below else ''}{above} steps"
+                f"{header.schedule}: {self.num_steps} steps of {self.num_microbatches} micro-batches leave replicas of "
+                f"a stage without one in the last update; use {f'{below} or ' if below else ''}{above} steps"
             )
 
     def _refuse_updates_that_differ(self, header: Header) -> None:
