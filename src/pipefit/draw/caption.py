@@ -7,7 +7,7 @@ from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import Box, Facts, Scene
 from pipefit.units import format_seconds
 
-__all__ = ["TITLES", "counts", "describe", "duration", "measures", "percent", "title_of"]
+__all__ = ["TITLES", "counts", "describe", "duration", "measures", "percent", "stages_words", "title_of"]
 
 TITLES = {
     "naive": "Naive model parallelism",
@@ -25,6 +25,16 @@ TITLES = {
 def title_of(schedule: str) -> str:
     """A schedule's name as its paper writes it."""
     return TITLES.get(schedule, schedule)
+
+
+def stages_words(stages: tuple[int, ...]) -> str:
+    """The stages of a rank, for the edge of a picture.
+
+    >>> stages_words((0, 4)), stages_words((0, 4, 8, 12, 16))
+    ('stages 0, 4', 'stages 0, 4 … 16')
+    """
+    held = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
+    return f"stage{'s' if len(stages) > 1 else ''} {held}"
 
 
 def percent(share: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipefit.draw.caption import stages_words
 from pipefit.draw.look import FAMILIES, THIN
 from pipefit.draw.scene import Scene
 
@@ -95,7 +96,8 @@ class Layout:
 def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, versions: bool) -> Layout:
     """The layout of a scene: wide enough for its numbers, where that is possible."""
     margin, several = 24, max(scene.facts.weight_versions, default=1) > 1
-    left = margin + (62 if all(len(own) <= 1 for own in scene.stages) else 80)
+    longest = 0 if scene.is_plain else max(len(stages_words(own)) for own in scene.stages)
+    left = margin + max(62, int(5.7 * longest) + 16)
     sized = bool(scene.facts.peak_bytes)
     memory_width = (28.0 + 72 + 8 + 30 + 68 * several + 68 * sized) if memory else 0.0
     span = scene.facts.makespan_s or 1.0

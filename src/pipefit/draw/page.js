@@ -138,7 +138,11 @@
 
     fillFacts() {
       const entry = this.entry, peak = Math.max(...entry.peak), weights = Math.max(...entry.weights);
-      const facts = [["bubble", percent(entry.bubble)], ["over ideal", percent(entry.over)],
+      // With nothing to choose, the shape is a fact among the others.
+      this.choices.hidden = entries.length < 2;
+      const shape = entries.length < 2 ? [["ranks", String(entry.p)], ["micro-batches", String(entry.m)]] : [];
+      if (shape.length && entry.v > 1) shape.push(["chunks", String(entry.v)]);
+      const facts = [...shape, ["bubble", percent(entry.bubble)], ["over ideal", percent(entry.over)],
         ["makespan", time(entry, entry.makespan)], ["peak in flight", number(peak)],
         ["weight versions", String(weights)], ["messages", number(entry.messages)]];
       if (entry.steps > 1) facts.push(["updates", String(entry.steps)]);

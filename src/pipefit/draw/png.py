@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.draw.axes import label_number, time_scale
-from pipefit.draw.caption import counts, measures, title_of
+from pipefit.draw.caption import counts, measures, stages_words, title_of
 from pipefit.draw.layout import Layout, layout_of
 from pipefit.draw.look import FAMILIES, INKS, chunk_colour
 from pipefit.draw.scene import Scene, scene_of
@@ -96,8 +96,7 @@ def _frame(axes: Any, scene: Scene, plan: Layout, ink: dict[str, str]) -> None:
     axes.set_yticks([rank * plan.pitch + plan.cell_height / 2 for rank in range(scene.num_ranks)])
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
     if not scene.is_plain:
-        held = [", ".join(map(str, own[:4])) + (" …" if len(own) > 4 else "") for own in scene.stages]
-        names = [f"{name}\nstages {own}" for name, own in zip(names, held, strict=True)]
+        names = [f"{name}\n{stages_words(own)}" for name, own in zip(names, scene.stages, strict=True)]
     axes.set_yticklabels(names, color=ink["ink"], fontsize=8 if scene.is_plain else 7)
     axes.tick_params(length=0, pad=6, axis="y")
     axes.tick_params(length=3, color=ink["line"], labelcolor=ink["soft"], labelsize=7.5, axis="x")

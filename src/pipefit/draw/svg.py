@@ -6,7 +6,7 @@ from html import escape
 from typing import Literal
 
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
-from pipefit.draw.caption import counts, describe, measures, percent, title_of
+from pipefit.draw.caption import counts, describe, measures, percent, stages_words, title_of
 from pipefit.draw.layout import Layout, layout_of
 from pipefit.draw.look import cell_rules
 from pipefit.draw.scene import Box, Scene, scene_of
@@ -143,8 +143,7 @@ def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
     if scene.is_plain:
         parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle + 4:.1f}">rank {rank}</text>')
     else:
-        held = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
-        words = f"stage{'s' if len(stages) > 1 else ''} {held}"
+        words = stages_words(stages)
         parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle - 2:.1f}">rank {rank}</text>')
         parts.append(f'<text class="soft end" font-size="10" x="{plan.left - 14}" y="{middle + 10:.1f}">{words}</text>')
     for box in scene.of(rank):
