@@ -370,3 +370,14 @@ def test_an_asynchronous_program_too_short_for_a_rhythm_gets_the_load_of_its_bus
     assert steady_period_s(short, CostModel.unit(short.header, 1, 2)) == 12
     longer = generate("pipedream-2bw", Shape(4, 4, num_steps=8))
     assert metrics(short, simulate(short, CostModel.unit(short.header)), 1, 2, steady=longer)["period"] == 12
+
+
+def test_the_period_is_simulated_the_way_the_timeline_was():
+    # With its receives posted too late for a rendezvous, a step takes longer, and so does its rhythm.
+    program = generate("gpipe", Shape(3, 4, ahead=0))
+    cost = CostModel.unit(program.header, 1, 2, latency=1)
+    for rendezvous in (True, False):
+        timeline = simulate(program, cost, rendezvous=rendezvous)
+        answer = metrics(program, timeline, 1, 2, cost=cost)
+        assert answer["period"] == answer["makespan"] == timeline.makespan_s
+    assert timeline.makespan_s == (4 + 3 - 1) * 3 + 2 * 2

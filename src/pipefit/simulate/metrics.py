@@ -40,6 +40,8 @@ def metrics(
     ideal = header.total_microbatches * timeline.num_repeats * (forward + backward)
     makespan = timeline.makespan_s
     cost = cost or CostModel.unit(header, forward, backward)
+    alike = {"contention": "contention" in timeline.notes, "rendezvous": "no_rendezvous" not in timeline.notes}
+    period = steady_period_s(steady or program, cost, **alike)
     with collector_paused():
         peaks = [peak_inflight(program, rank) for rank in ranks]
         versions = [weight_versions(program, rank) for rank in ranks]
@@ -50,7 +52,7 @@ def metrics(
         "num_microbatches": header.num_microbatches,
         "num_chunks": header.num_chunks,
         "makespan": float(makespan),
-        "period": float(steady_period_s(steady or program, cost)),
+        "period": float(period),
         "bubble_fraction": float(1 - ideal / makespan) if makespan else 0.0,
         "bubble_over_ideal": float((makespan - ideal) / ideal) if ideal else 0.0,
         "peak_inflight": peaks,
@@ -60,16 +62,15 @@ def metrics(
     }
 
 
-def steady_period_s(program: Program, cost: CostModel, *, rendezvous: bool = False) -> float:
+def steady_period_s(program: Program, cost: CostModel, *, contention: bool = False, rendezvous: bool = True) -> float:
     """Seconds per step in the steady state, without a barrier between steps.
 
     A synchronous program is repeated. An asynchronous one fills and drains once, so it must itself hold enough steps
     for a rhythm; of a shorter one, the time of its busiest rank per step is given, which the rhythm cannot beat.
     """
-    if program.header.weights is WeightRule.FLUSH:
-        repeats = -(-_ROUNDS // program.header.num_steps)
-        return simulate(program, cost, repeats=repeats, rendezvous=rendezvous, memory=False).period_s
-    timeline = simulate(program, cost, rendezvous=rendezvous, memory=False)
-    if timeline.is_steady:
+    is_synchronous = program.header.weights is WeightRule.FLUSH
+    repeats = -(-_ROUNDS // program.header.num_steps) if is_synchronous else 1
+    timeline = simulate(program, cost, repeats=repeats, contention=contention, rendezvous=rendezvous, memory=False)
+    if is_synchronous or timeline.is_steady:
         return timeline.period_s
     return max(timeline.busy_s(rank) for rank in range(len(program.ranks))) / program.header.num_steps
