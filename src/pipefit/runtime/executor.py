@@ -107,7 +107,7 @@ class Execution:
             self.values[instruction.kind, instruction.stage, instruction.mb] = result
             return
         targets = self.values.pop(("reducing", instruction.stage, instruction.version, instruction.kind))
-        if result is not targets:
+        if targets and result is not targets:
             torch._foreach_copy_(targets, result)
 
     def stage_input(self, instruction: Instruction) -> Message:

@@ -89,7 +89,8 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
     update = run.compiled.program.header.update_of(i.stage, i.mb)
     output = stage.forward(unflatten(leaves, given.structure), run.feed.ordinals[i.mb], replay, update)
     outputs, structure = flatten(output, f"the output of stage {i.stage}")
-    flags = [carries_gradient(leaf) for leaf in outputs]
+    # Without a graph there are no edges, though a layer may hand on an input of the stage that needs a gradient.
+    flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
     return Saved(inputs, edges), Message([leaf.detach() for leaf in outputs], flags, structure)
 

@@ -41,15 +41,17 @@ class Training:
 
 
 class Tie(NamedTuple):
-    """A parameter that several layers share.
+    """A parameter that several stages train.
 
     Attributes:
         owner: the first of its names; the copy of that name is counted in norms and saved.
         shape: of the parameter.
+        dtype: of the parameter.
     """
 
     owner: str
     shape: torch.Size
+    dtype: torch.dtype
 
 
 class Owned(NamedTuple):
@@ -123,10 +125,10 @@ class Worker:
     def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
         """Gradients of all tied parameters in the model's order; zeros for those that none of these stages holds."""
         held = {o.tie.owner: o.parameter for stage in stages for o in self.owned[stage] if o.tie}
-        shapes = {tie.owner: tie.shape for tie in self.ties.values()}
+        ties = {tie.owner: tie for tie in self.ties.values()}
         return [
-            _gradient(held[name]) if name in held else torch.zeros(shape, device=self.device, dtype=self._dtype())
-            for name, shape in shapes.items()
+            _gradient(held[name]) if name in held else torch.zeros(tie.shape, dtype=tie.dtype, device=self.device)
+            for name, tie in ties.items()
         ]
 
     def counted_gradients(self, stage: int) -> list[Tensor]:
@@ -136,9 +138,6 @@ class Worker:
 
     def _is_remote(self, owned: Owned) -> bool:
         return owned.tie is not None
-
-    def _dtype(self) -> torch.dtype:
-        return next(o.parameter.dtype for owned in self.owned.values() for o in owned)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

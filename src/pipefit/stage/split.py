@@ -44,7 +44,7 @@ def named_layers(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:
 
 
 def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tuple[int, ...], ...]:
-    """Groups of stages that share a parameter, in increasing order of their first stage.
+    """Groups of stages that train a parameter together, in increasing order of their first stage.
 
     Groups that have a stage in common become one, so that each stage belongs to at most one.
     """
@@ -52,7 +52,8 @@ def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tup
     users: dict[int, set[int]] = {}
     for layer in layers:
         for parameter in layer.module.parameters():
-            users.setdefault(id(parameter), set()).add(stage_of[layer.index])
+            if parameter.requires_grad:
+                users.setdefault(id(parameter), set()).add(stage_of[layer.index])
     groups: list[set[int]] = []
     for stages in (stages for stages in users.values() if len(stages) > 1):
         touching = [group for group in groups if group & stages]

@@ -16,7 +16,7 @@ from pipefit.runtime.session import current
 from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Tie, Training, Worker
 from pipefit.schedules import find
 from pipefit.schedules.forward import forward_only
-from pipefit.spec import Plan, Profile
+from pipefit.spec import Partition, Plan, Profile
 from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
 from pipefit.timeline import Timeline
 from pipefit.train.batch import Weigh, feed_of
@@ -162,7 +162,7 @@ class Pipeline:
         header = self.program.header
         self._check_ranks(header.num_ranks)
         ranks = [self._session.rank] if self._session.is_distributed else list(range(header.num_ranks))
-        ties = _tied_parameters(self.layers)
+        ties = _tied_parameters(self.layers, self.plan.partition)
         parts = split(self.layers, self.plan.partition, [header.stages_of(rank) for rank in ranks])
         workers = [
             Worker.create(rank, self._training, part, ties, self.device) for rank, part in zip(ranks, parts, strict=True)
@@ -360,16 +360,21 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def _tied_parameters(layers: Sequence[NamedLayer]) -> dict[str, Tie]:
-    """Every name of a parameter that several layers share, with the first of its names."""
+def _tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[str, Tie]:
+    """Every name of a parameter that several stages train, with the first of its names.
+
+    One that layers of a single stage share is like any other parameter of that stage.
+    """
+    stage_of = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
     names: dict[int, list[tuple[str, nn.Parameter, int]]] = {}
     for layer in layers:
         for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
-            names.setdefault(id(parameter), []).append((name, parameter, layer.index))
+            if parameter.requires_grad:
+                names.setdefault(id(parameter), []).append((name, parameter, stage_of[layer.index]))
     return {
-        name: Tie(found[0][0], parameter.shape)
+        name: Tie(found[0][0], parameter.shape, parameter.dtype)
         for found in names.values()
-        if len({layer for _, _, layer in found}) > 1
+        if len({stage for _, _, stage in found}) > 1
         for name, parameter, _ in found
     }
 
