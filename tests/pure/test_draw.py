@@ -50,7 +50,7 @@ rank 0  F0 F1 ······B0─── F2 B1─── ···B2───      2
 rank 1  ···F0 B0─── F1 B1─── F2 B2─── ······     1
         0              5              10
 
-F forward  B backward  · idle
+F forward  B backward  · idle  column: 0.3333
 bubble 25.0 % · over ideal 33.3 % · makespan 12 · peak in flight 2 1
 """
     )
@@ -76,6 +76,15 @@ def test_a_grid_at_one_column_per_unit_shows_each_rank_busy_as_long_as_it_is():
 def test_a_scaled_grid_keeps_the_order_of_the_phases():
     first = rows(grid(timeline_of("gpipe", Shape(8, 64)), width=70, color=False))[0]
     assert re.fullmatch(r"rank 0  F+·+B+\s+64", first)
+
+
+@pytest.mark.parametrize("width", [50, 80, 130])
+def test_a_scaled_grid_gives_each_kind_as_many_columns_as_its_time_is_worth(width):
+    timeline = timeline_of("1f1b", Shape(4, 64))
+    for row in rows(grid(timeline, width=width, color=False)):
+        cells = re.fullmatch(r"rank \d  ([FB·]+)\s+\d+", row).group(1)
+        assert cells.count("F") == pytest.approx(64 / timeline.makespan_s * len(cells), abs=1.5)
+        assert cells.count("B") == pytest.approx(128 / timeline.makespan_s * len(cells), abs=1.5)
 
 
 # ------------------------------------------------------------------------------------------------- why, critical path

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
-from pipefit.draw.caption import counts, measures, title_of
+from pipefit.draw.caption import counts, duration, measures, title_of
 from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import Box, Scene, scene_of
 from pipefit.timeline import Timeline
@@ -60,7 +60,12 @@ def draw_grid(scene: Scene, width: int, paint: Paint | None = None) -> str:
     for rank, name in enumerate(names):
         row = _row(scene, rank, per_second, length, labelled, exact, paint)
         lines.append(f"{name:<{gutter}}{row}{peaks[rank].rjust(right)}")
-    lines += [_axis(scene, gutter, per_second, length), "", _legend(scene, paint), *_wrap(measures(scene), width)]
+    lines += [
+        _axis(scene, gutter, per_second, length),
+        "",
+        _legend(scene, paint, per_second),
+        *_wrap(measures(scene), width),
+    ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -92,7 +97,11 @@ def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool
 
 
 def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None]:
-    """The box that each column shows: one of the kind that fills most of it; None where the rank is mostly idle."""
+    """The box that each column shows; None where the rank is idle.
+
+    A column that several kinds share shows the one that has had least of its due so far, so that over many columns
+    each kind, and idleness, gets as many as its time is worth.
+    """
     filled: list[dict[str, float]] = [{} for _ in range(length)]
     shown: list[dict[str, tuple[float, Box]]] = [{} for _ in range(length)]
     for box in boxes:
@@ -103,9 +112,16 @@ def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None
             if covered > shown[column].get(box.letter, (0.0, box))[0]:
                 shown[column][box.letter] = covered, box
     owners: list[Box | None] = []
+    due: dict[str, float] = {}
     for kinds, best in zip(filled, shown, strict=True):
-        busy = sum(kinds.values()) >= 0.5 - 1e-9 and best
-        owners.append(best[max(kinds, key=kinds.__getitem__)][1] if busy else None)
+        idle = 1 - sum(kinds.values())
+        if idle > 1e-9:
+            kinds[_IDLE] = idle
+        for kind, covered in kinds.items():
+            due[kind] = due.get(kind, 0.0) + covered
+        chosen = max(kinds, key=due.__getitem__)
+        due[chosen] -= 1
+        owners.append(None if chosen == _IDLE else best[chosen][1])
     return owners
 
 
@@ -150,13 +166,14 @@ def _axis(scene: Scene, gutter: int, per_second: float, length: int) -> str:
     return "".join(row).rstrip() + (f" {unit}" if unit else "")
 
 
-def _legend(scene: Scene, paint: Paint) -> str:
+def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
     parts = []
     for letter in scene.letters:
         if letter != "S":
             sample = next(box for box in scene.boxes if box.letter == letter)
             parts.append(f"{paint(sample._replace(mb=-1), f' {letter} ')}{FAMILIES[letter].name}")
     parts.append(f"{_IDLE} idle")
+    parts.append(f"column: {duration(1 / per_second, scene.unit)}")
     return "  ".join(part.strip() if paint is _plain else part for part in parts)
 
 
