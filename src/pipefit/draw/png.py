@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from pipefit.draw.axes import label_number, time_scale
+from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, measures, stages_words, title_of
 from pipefit.draw.layout import Layout, layout_of
 from pipefit.draw.look import FAMILIES, INKS, chunk_colour
 from pipefit.draw.scene import Scene, scene_of
 from pipefit.errors import PipefitError
+from pipefit.spec.files import write_atomically
 from pipefit.timeline import Timeline
 
 __all__ = ["png"]
@@ -49,13 +51,10 @@ def png(
     _cells(axes, scene, plan, ink, dark)
     _frame(axes, scene, plan, ink)
     _words(figure, scene, plan, ink, title or title_of(scene.facts.schedule), height)
-    _swatches(axes, scene, ink, dark)
-    target = Path(path)
-    try:
-        figure.savefig(target, dpi=dots_per_inch, facecolor=ink["paper"])
-    except OSError as problem:
-        raise PipefitError(f"{path}: cannot be written: {problem}") from None
-    return target
+    _swatches(figure, scene, plan, ink, dark, height)
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=dots_per_inch, facecolor=ink["paper"])
+    return write_atomically(path, picture.getvalue())
 
 
 def _cells(axes: Any, scene: Scene, plan: Layout, ink: dict[str, str], dark: bool) -> None:
@@ -65,13 +64,19 @@ def _cells(axes: Any, scene: Scene, plan: Layout, ink: dict[str, str], dark: boo
         top = rank * plan.pitch
         axes.broken_barh([(0, scene.facts.makespan_s * factor)], (top, plan.cell_height), color=ink["lane"], lw=0)
         groups: dict[str, list[tuple[float, float]]] = {}
-        for cell in scene.of(rank):
-            colour = chunk_colour(cell.letter, cell.chunk if cell.letter != "S" else 0, chunks, dark)
+        boxes = scene.of(rank)
+        # A step takes next to no time in most pictures: a line that stays visible.
+        steps = [cell.end_s * factor for cell in boxes if cell.letter == "S"]
+        axes.vlines(steps, top - 2, top + plan.cell_height + 2, color=chunk_colour("S", 0, 1, dark), lw=1, zorder=3)
+        for cell in boxes:
+            if cell.letter == "S":
+                continue
+            colour = chunk_colour(cell.letter, cell.chunk, chunks, dark)
             length = max(cell.duration_s * factor - gap, 0.5 * gap)
             groups.setdefault(colour, []).append((cell.start_s * factor + gap / 2, length))
         for colour, bars in groups.items():
             axes.broken_barh(bars, (top, plan.cell_height), color=colour, lw=0)
-        for cell in scene.of(rank):
+        for cell in boxes:
             label, width = str(cell.mb), cell.duration_s * plan.scale
             if cell.mb < 0 or not plan.number_size or len(label) * 0.6 * plan.number_size > width - 1.9:
                 continue
@@ -91,7 +96,11 @@ _CENTRED: dict[str, Any] = {"ha": "center", "va": "center"}
 
 def _frame(axes: Any, scene: Scene, plan: Layout, ink: dict[str, str]) -> None:
     factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
-    axes.set_xlim(0, scene.facts.makespan_s * factor or 1)
+    span = scene.facts.makespan_s * factor
+    ticks = nice_ticks(0, span, max(int(plan.plot_width / 110), 3))
+    axes.set_xlim(0, span or 1)
+    axes.set_xticks(ticks)
+    axes.set_xticklabels([label_number(tick) for tick in ticks])
     axes.set_ylim(plan.bottom - plan.top, 0)
     axes.set_yticks([rank * plan.pitch + plan.cell_height / 2 for rank in range(scene.num_ranks)])
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
@@ -100,7 +109,7 @@ def _frame(axes: Any, scene: Scene, plan: Layout, ink: dict[str, str]) -> None:
     axes.set_yticklabels(names, color=ink["ink"], fontsize=8 if scene.is_plain else 7)
     axes.tick_params(length=0, pad=6, axis="y")
     axes.tick_params(length=3, color=ink["line"], labelcolor=ink["soft"], labelsize=7.5, axis="x")
-    axes.set_xlabel(f"time in {unit}" if unit else "time", color=ink["soft"], fontsize=8, loc="left")
+    axes.set_xlabel(f"time in {unit}" if unit else "time", color=ink["soft"], fontsize=7.5, loc="right", labelpad=1)
     for side in axes.spines.values():
         side.set_visible(False)
     axes.set_facecolor(ink["paper"])
@@ -118,31 +127,35 @@ def _words(figure: Any, scene: Scene, plan: Layout, ink: dict[str, str], name: s
     several = max(facts.weight_versions, default=1) > 1
     for rank, peak in enumerate(facts.peak_inflight):
         y = 1 - (plan.y(rank) + plan.cell_height / 2 + 4) / height
-        words = label_number(peak) + (f"   {facts.weight_versions[rank]} weight versions" if several else "")
+        held = facts.weight_versions[rank]
+        words = label_number(peak) + (f"   {held} weight version{'s' if held > 1 else ''}" if several else "")
         figure.text(x, y, words, color=ink["ink"], fontsize=8)
 
 
-def _swatches(axes: Any, scene: Scene, ink: dict[str, str], dark: bool) -> None:
+def _swatches(figure: Any, scene: Scene, plan: Layout, ink: dict[str, str], dark: bool, height: float) -> None:
+    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     chunks = scene.facts.num_chunks
-    handles = []
+    handles, words = [], []
     for letter in scene.letters:
-        for chunk in range(chunks if letter != "S" else 1):
-            many = chunks > 1 and letter != "S"
-            words = FAMILIES[letter].name + (f", chunk {chunk}" if many else "")
-            handles.append(Patch(color=chunk_colour(letter, chunk, chunks, dark), label=words))
-    handles.append(Patch(color=ink["lane"], label="idle"))
-    axes.legend(
-        handles=handles,
+        many = chunks if letter != "S" else 1
+        handles.append(tuple(Patch(color=chunk_colour(letter, chunk, many, dark)) for chunk in range(many)))
+        words.append(FAMILIES[letter].name + (f", chunk 0 to {many - 1}" if many > 1 else ""))
+    handles.append((Patch(color=ink["lane"]),))
+    words.append("idle")
+    figure.legend(
+        handles,
+        words,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.1)},
         loc="upper left",
-        bbox_to_anchor=(0.08, -18 / 28 / max(scene.num_ranks, 1)),
+        bbox_to_anchor=(plan.left / plan.width, 1 - (plan.bottom + 36) / height),
         frameon=False,
         ncols=len(handles),
-        fontsize=8,
+        fontsize=7.5,
         labelcolor=ink["soft"],
-        handlelength=1.2,
-        handleheight=1.0,
-        columnspacing=1.6,
+        handlelength=1.4,
+        columnspacing=1.4,
         borderaxespad=0,
+        borderpad=0,
     )
