@@ -25,8 +25,7 @@ VERBS: Final = (
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 
-# A finding of a run, as opposed to input that cannot be used.
-_FINDINGS = (NonFiniteLossError, InfeasibleError, CommunicationError)
+_FINDINGS = (NonFiniteLossError, InfeasibleError)
 
 
 def make_app(tokens: list[str]) -> App:
@@ -59,7 +58,7 @@ def run(arguments: list[str] | None = None) -> int:
         help_line = f"Try: {' '.join(filter(None, ('pipefit', verb, '--help')))}"
         return _complain(verb, f"{_sentence(problem)}\n{help_line}", USAGE)
     except PipefitError as problem:
-        return _complain(_verb(tokens), str(problem), FINDING if isinstance(problem, _FINDINGS) else USAGE)
+        return _complain(_verb(tokens), str(problem), FINDING if _is_finding(problem) else USAGE)
     except CommunicationError as problem:
         return _complain(_verb(tokens), str(problem), FINDING)
     except BrokenPipeError:
@@ -81,6 +80,10 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _dispatch(tokens: list[str]) -> int:
+    if tokens[:1] == ["run"]:
+        from pipefit.cli.run import prepare
+
+        tokens = prepare(tokens)
     command, bound, _ = make_app(tokens).parse_args(tokens, print_error=False, exit_on_error=False)
     wants_json = bool(bound.arguments.get("json"))
     # Whatever a user's model or a library prints must not get between the lines of the JSON object.
@@ -103,6 +106,12 @@ def _write(text: str) -> None:
     except OSError as problem:
         _close_stdout()
         raise PipefitError(f"cannot write to standard output: {problem.strerror}") from None
+
+
+def _is_finding(problem: PipefitError) -> bool:
+    """Whether a run found it out: a loss that is no number, a plan that does not fit, a rank that died."""
+    launcher = sys.modules.get("pipefit.runtime.launch")
+    return isinstance(problem, (*_FINDINGS, launcher.LaunchError) if launcher else _FINDINGS)
 
 
 def _verb(tokens: list[str]) -> str:

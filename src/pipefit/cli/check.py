@@ -1,0 +1,135 @@
+"""`pipefit check`: the users' first question."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.models import ModelName, ModelOptions, batch_of, importable, make_model
+from pipefit.cli.options import Json, count, flag, help_of, pairs, whole_numbers
+from pipefit.errors import ModelError
+
+if TYPE_CHECKING:
+    from pipefit.models import ModelBundle
+    from pipefit.testing import CheckResult
+
+__all__ = ["command"]
+
+
+def command(
+    *,
+    model: ModelName,
+    ranks: Annotated[int, help_of("Of the pipeline.", "--ranks", "-n")] = 2,
+    schedule: Annotated[str, help_of("Its name; `pipefit schedules` lists them.")] = "1f1b",
+    microbatches: Annotated[int, help_of("Per weight update.", "--microbatches", "-m")] = 4,
+    chunks: Annotated[int, help_of("Stages on each rank.", "--chunks", "-v")] = 1,
+    replicas: Annotated[str | None, help_of("Copies of each stage, such as 2,1.")] = None,
+    stages: Annotated[str | None, help_of("Layers of each stage, like 3,3; default: as even as can be.")] = None,
+    steps: Annotated[int, help_of("Weight updates.")] = 3,
+    batch: Annotated[int | None, help_of("Samples of a step; default: two for each micro-batch, and one more.")] = None,
+    dtype: Annotated[Literal["float64", "float32"], help_of("Of weights and data.")] = "float64",
+    transport: Annotated[
+        Literal["local", "distributed"], help_of("All ranks in this process, or a process for each.")
+    ] = "local",
+    recompute: Annotated[bool, flag("Replay each forward before its backward.")] = False,
+    clip: Annotated[float | None, help_of("Clip gradients to this global norm.")] = None,
+    option: ModelOptions = None,
+    schedule_option: Annotated[list[str] | None, help_of("An option of the schedule as NAME=INTEGER.")] = None,
+    seed: Annotated[int, help_of("Of weights, data and dropout.")] = 0,
+    device: Annotated[str, help_of("Where both sides compute.")] = "cpu",
+    json: Json = False,
+) -> Answer:
+    """Are loss, gradients and weights of a pipeline those of one process?
+
+    Example: pipefit check --model gpt --option layers=4 --ranks 2 --schedule 1f1b
+
+    Trains on random data with SGD, once by a pipeline and once by one process. A schedule without a flush is held
+    against its formulas of delayed gradients. Exit code 1: they differ; the first tensor that does is named.
+    """
+    import torch
+
+    from pipefit.testing import check
+
+    for name, value in (("--ranks", ranks), ("--microbatches", microbatches), ("--chunks", chunks), ("--steps", steps)):
+        count(name, value)
+    bundle = make_model(importable(model) if transport == "distributed" else model, option, seed=seed)
+    size = count("--batch", 2 * microbatches + 1 if batch is None else batch)
+    _try_once(bundle, size, seed)
+    with _told_when_it_cannot_travel(model):
+        result = check(
+            bundle.layers,
+            num_ranks=ranks,
+            schedule=schedule,
+            num_microbatches=microbatches,
+            num_chunks=chunks,
+            replicas=whole_numbers("--replicas", replicas),
+            stages=whole_numbers("--stages", stages) or None,
+            steps=steps,
+            batch_size=size,
+            loss=bundle.loss,
+            example=lambda samples, number: batch_of(bundle, samples, number),
+            dtype=getattr(torch, dtype),
+            transport=transport,
+            recompute=recompute,
+            clip_norm=clip,
+            seed=seed,
+            device=device,
+            options=pairs("--schedule-option", schedule_option),
+        )
+    facts = {"schedule": schedule, "num_ranks": ranks, "num_microbatches": microbatches, "dtype": dtype}
+    data = result.as_dict() | facts | {"transport": transport, "steps": steps}
+    return Answer(data, _told(result, bundle, data), FINE if result.equal else FINDING)
+
+
+def _told(result: CheckResult, model: ModelBundle, data: dict[str, Any]) -> str:
+    verdict = "equal" if result.equal else f"DIFFERENT, first in {result.first_difference}"
+    return "\n".join(
+        [
+            f"{model.describe()}",
+            f"{data['schedule']} on {data['num_ranks']} ranks ({data['transport']}), {data['num_microbatches']} "
+            f"micro-batches, {data['steps']} steps in {data['dtype']}: {verdict}",
+            f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
+            f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})",
+        ]
+    )
+
+
+def _try_once(model: ModelBundle, size: int, seed: int) -> None:
+    """Runs a copy of the model once, so that what the user's own code raises is told as such.
+
+    Raises:
+        ModelError: the model or its loss raised.
+    """
+    import torch
+
+    from pipefit.errors import PipefitError
+
+    x, y = batch_of(model, size, seed)
+    layers = copy.deepcopy(model.layers)
+    try:
+        with torch.no_grad():
+            model.loss(layers(x), y)
+    except PipefitError:
+        raise
+    except Exception as problem:
+        raise ModelError(
+            f"{model.name}: running it on its example raised {type(problem).__name__}: {problem}"
+        ) from problem
+
+
+@contextmanager
+def _told_when_it_cannot_travel(model: str) -> Iterator[None]:
+    """A model or loss goes to the ranks' processes by pickle, which knows no lambdas and no local functions."""
+    try:
+        yield
+    except (pickle.PicklingError, AttributeError, TypeError) as problem:
+        if "pickle" not in str(problem).lower():
+            raise
+        raise ModelError(
+            f"{model} cannot be sent to other processes ({problem}); make its loss and layers functions and classes at "
+            "the top of their module, or use --transport local"
+        ) from problem

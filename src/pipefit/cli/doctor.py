@@ -1,0 +1,44 @@
+"""`pipefit doctor`: what this machine has, whether ranks can talk, and what to fix."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.options import Json, count, help_of
+from pipefit.errors import PipefitError
+
+__all__ = ["command"]
+
+
+def command(
+    *,
+    ranks: Annotated[int, help_of("Processes of the self-test.", "--ranks", "-n")] = 2,
+    timeout: Annotated[int, help_of("Seconds after which the self-test has failed.")] = 60,
+    json: Json = False,
+) -> Answer:
+    """Say what this machine has, whether ranks can talk, and what to fix.
+
+    Example: pipefit doctor
+
+    Exit code 1: something keeps pipefit from working here. A mark of ! is a warning.
+    """
+    from pipefit.cli.checks import all_checks
+
+    if ranks < 2:
+        raise PipefitError(f"--ranks: expected at least 2, which talk to each other; got {ranks}")
+    found = all_checks(ranks, count("--timeout", timeout))
+    problems = [check for check in found if check.state == "bad"]
+    data = {
+        "ok": not problems,
+        "checks": [{"name": c.name, "state": c.state, "found": c.found, "fix": c.fix} for c in found],
+        "facts": {name: value for check in found for name, value in check.facts.items()},
+    }
+    width = max(len(check.name) for check in found)
+    marks = {"good": "+", "warn": "!", "bad": "x"}
+    lines = []
+    for check in found:
+        lines.append(f"{marks[check.state]} {check.name:<{width}}  {check.found}")
+        lines += [f"  {'':<{width}}  fix: {check.fix}"] if check.fix else []
+    lines += ["", "All is well." if not problems else f"{len(problems)} to fix, marked x."]
+    return Answer(data, "\n".join(lines), FINDING if problems else FINE)

@@ -1,0 +1,50 @@
+"""`pipefit links`: the links and devices of this machine, measured, as a topology."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.options import Json, check_suffix, count, help_of
+from pipefit.errors import PipefitError
+
+__all__ = ["command"]
+
+
+def command(
+    *,
+    ranks: Annotated[int, help_of("Processes on this machine.", "--ranks", "-n")] = 2,
+    repeats: Annotated[int, help_of("Messages to and fro for each size.")] = 20,
+    output: Annotated[Path | None, help_of("Write the topology to this TOML file.", "--output", "-o")] = None,
+    json: Json = False,
+) -> Answer:
+    """Measure the links and devices of this machine.
+
+    Example: pipefit links --ranks 2 -o here.toml
+    """
+    from pipefit.profiling import measure_device, measure_links
+    from pipefit.runtime.launch import launch
+    from pipefit.units import format_bytes, format_seconds
+
+    check_suffix(output, (".toml",))
+    if count("--ranks", ranks) < 2:
+        raise PipefitError(f"--ranks: links are between ranks, so expected at least 2, got {ranks}")
+    device = measure_device(ranks=ranks)
+    measure = partial(
+        measure_links, repeats=count("--repeats", repeats), each=device, name=f"this machine, {ranks} ranks"
+    )
+    topology = launch(measure, ranks, threads=1, quiet=True)[0]
+    level = topology.levels[0]
+    data = {"device": device, "levels": topology.levels}
+    lines = [
+        f"{ranks} ranks: {format_bytes(level.bandwidth_bytes_per_s)}/s, latency {format_seconds(level.latency_s)}",
+        f"each: {device.flops / 1e9:.4g} GFLOP/s, {format_bytes(device.memory_bandwidth_bytes_per_s)}/s to memory, "
+        f"{format_bytes(device.memory_bytes)} of memory",
+    ]
+    if output:
+        topology.save(output)
+        data |= {"output": str(output)}
+        lines.append(f"wrote {output}")
+    return Answer(data, "\n".join(lines))

@@ -1,0 +1,75 @@
+"""Models as the verbs ask for them: by name or factory, with options and a seed. Only used where torch is wanted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pipefit.cli.options import help_of
+
+if TYPE_CHECKING:
+    from pipefit.models import ModelBundle
+
+__all__ = ["ModelName", "ModelOptions", "batch_of", "importable", "make_model"]
+
+ModelName = Annotated[
+    str,
+    help_of(
+        "A built-in model (gpt, mlp, convnet, resnet50, …), or your own as package.module:factory or file.py:factory."
+    ),
+]
+ModelOptions = Annotated[
+    list[str] | None, help_of("Options of the model, like layers=8,hidden=256; may be repeated.", "--option")
+]
+
+
+def make_model(name: str, options: list[str] | None, *, seed: int = 0, device: str | None = None) -> ModelBundle:
+    """Builds a model with weights that depend on the seed alone.
+
+    Args:
+        name: as the user gave it.
+        options: texts like "layers=8,hidden=256".
+        seed: of torch's random numbers while it is built.
+        device: where its tensors are made, such as "meta"; None: where the model wants.
+
+    Raises:
+        ModelError: an unknown model or option, or a factory that fails.
+    """
+    import torch
+
+    from pipefit.models import build, parse_options
+
+    given = parse_options(",".join(options or []), name)
+    torch.manual_seed(seed)
+    if device is None:
+        return build(name, **given)
+    with torch.device(device):
+        return build(name, **given)
+
+
+def importable(name: str) -> str:
+    """The same model by a name under which other processes find it too: a file becomes a module on the path."""
+    place, _, factory = name.rpartition(":")
+    file = Path(place)
+    if file.suffix != ".py" or not file.is_file() or not file.stem.isidentifier():
+        return name
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return f"{file.stem}:{factory}"
+
+
+def batch_of(model: ModelBundle, size: int, seed: int = 0) -> tuple[Any, Any]:
+    """A random batch (x, y) for a model; what the user's own example raises is the user's to mend.
+
+    Raises:
+        ModelError: the example raised, or is not known.
+    """
+    from pipefit.errors import ModelError
+    from pipefit.models.factory import call_factory
+
+    made = call_factory(lambda: model.example(size, seed), {}, f"{model.name}: its example")
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ModelError(f"{model.name}: its example must give (x, y), got {type(made).__name__}")
+    return made

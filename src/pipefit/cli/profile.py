@@ -1,0 +1,181 @@
+"""`pipefit profile`: what each layer of a model costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
+from pipefit.cli.options import Json, check_suffix, count, flag, help_of, whole_numbers
+from pipefit.errors import PipefitError
+
+if TYPE_CHECKING:
+    from pipefit.spec import Layer, Profile
+
+__all__ = ["command"]
+
+
+def command(
+    *,
+    model: ModelName,
+    microbatch_size: Annotated[
+        str, help_of("Samples of a micro-batch; several sizes as 4,8,16.", "--microbatch-size", "-b")
+    ] = "8",
+    option: ModelOptions = None,
+    repeats: Annotated[int, help_of("Measured turns, of which the medians are taken.")] = 15,
+    threads: Annotated[int, help_of("CPU threads, as many as a rank will have.")] = 1,
+    device: Annotated[str | None, help_of("Where to measure, like cpu or cuda:0.")] = None,
+    dtype: Annotated[
+        Literal["float32", "float64", "bfloat16", "float16"] | None, help_of("Type of weights and floating inputs.")
+    ] = None,
+    optimizer: Annotated[Literal["adamw", "sgd", "none"], help_of("Whose step to measure.")] = "adamw",
+    seed: Annotated[int, help_of("Of the random weights and inputs.")] = 0,
+    analytic: Annotated[bool, flag("Compute from FLOP and bytes instead, for the device of --topology.")] = False,
+    topology: Annotated[str | None, help_of("TOML file with the device to compute for.")] = None,
+    output: Annotated[Path | None, help_of("Write the profile to this JSON file.", "--output", "-o")] = None,
+    json: Json = False,
+) -> Answer:
+    """Measure what each layer of a model costs.
+
+    Example: pipefit profile --model gpt --option layers=4 --microbatch-size 4 -o gpt.profile.json
+    """
+    check_suffix(output, (".json",))
+    sizes = whole_numbers("--microbatch-size", microbatch_size)
+    if not sizes or len(set(sizes)) != len(sizes):
+        raise PipefitError(f"--microbatch-size: expected one or more different sizes, got {microbatch_size!r}")
+    if analytic:
+        profile = _computed(model, option, sizes, dtype, seed, topology)
+    elif topology is not None:
+        raise PipefitError("--topology is for computed profiles: add --analytic, or leave it out to measure here")
+    else:
+        settings = {"repeats": count("--repeats", repeats), "threads": count("--threads", threads)}
+        profile = _measured(model, option, sizes, dtype, seed, optimizer, device=device, **settings)
+    data = _figures(profile)
+    if output:
+        profile.save(output)
+        data |= {"output": str(output)}
+    return Answer(data, lambda: _table(profile, output))
+
+
+def _measured(
+    name: str,
+    option: list[str] | None,
+    sizes: tuple[int, ...],
+    dtype: str | None,
+    seed: int,
+    optimizer: str,
+    **settings: Any,
+) -> Profile:
+    import torch
+
+    from pipefit.profiling import profile_sizes
+
+    model = make_model(name, option, seed=seed)
+    x, y = batch_of(model, max(sizes), seed)
+    makers = {"adamw": torch.optim.AdamW, "sgd": lambda params: torch.optim.SGD(params, 1e-3), "none": None}
+    _check_device(settings["device"])
+    return profile_sizes(
+        model.layers,
+        x,
+        model.loss,
+        y,
+        microbatch_sizes=sizes,
+        dtype=getattr(torch, dtype) if dtype else None,
+        optimizer=makers[optimizer],
+        model=model.name,
+        **settings,
+    )
+
+
+def _computed(
+    name: str, option: list[str] | None, sizes: tuple[int, ...], dtype: str | None, seed: int, topology: str | None
+) -> Profile:
+    import torch
+
+    from pipefit.profiling import analytic_profile
+    from pipefit.spec import Topology
+
+    if topology is None:
+        raise PipefitError("--analytic needs --topology: a TOML file whose [device] has flops")
+    device = Topology.load(topology).device
+    model = make_model(name, option, seed=seed, device="meta")
+    x, y = batch_of(model, 1, seed)
+    first, *others = (
+        analytic_profile(
+            model.layers,
+            x,
+            device,
+            model.loss,
+            y,
+            microbatch_size=size,
+            dtype=getattr(torch, dtype) if dtype else None,
+            model=model.name,
+        )
+        for size in sizes
+    )
+    return first.with_others(others) if others else first
+
+
+def _check_device(name: str | None) -> None:
+    import torch
+
+    if name is None:
+        return
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as problem:
+        raise PipefitError(f"--device {name}: cannot be used here: {str(problem).splitlines()[0]}") from None
+
+
+def _figures(profile: Profile) -> dict[str, Any]:
+    total = _total(profile)
+    return {
+        "model": profile.model,
+        "microbatch_size": profile.microbatch_size,
+        "microbatch_sizes": [profile.microbatch_size, *(other.microbatch_size for other in profile.others)],
+        "num_layers": len(profile),
+        "device": profile.device,
+        "step_s": profile.step_s,
+        "loss_s": profile.loss_s,
+        "optimizer_s": profile.optimizer_s,
+        **{name: getattr(total, name) for name in _COLUMNS},
+        "layers": profile.layers,
+    }
+
+
+_COLUMNS = {
+    "forward_s": "forward",
+    "backward_input_s": "b input",
+    "backward_weight_s": "b weight",
+    "output_bytes": "output",
+    "saved_bytes": "saved",
+    "weight_bytes": "weights",
+}
+
+
+def _total(profile: Profile) -> Layer:
+    from pipefit.spec import Layer
+
+    return Layer("total", **{name: sum(getattr(layer, name) for layer in profile.layers) for name in _COLUMNS})
+
+
+def _table(profile: Profile, output: Path | None) -> str:
+    from pipefit.units import format_bytes, format_seconds
+
+    rows = [["layer", *_COLUMNS.values()]]
+    for layer in (*profile.layers, _total(profile)):
+        show = {name: format_seconds if name.endswith("_s") else format_bytes for name in _COLUMNS}
+        rows.append([layer.name, *(show[name](getattr(layer, name)) for name in _COLUMNS)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{profile.model}, micro-batch of {profile.microbatch_size}, {profile.device}", ""]
+    for first, *rest in rows:
+        cells = "  ".join(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        lines.append(f"{first:<{widths[0]}}  {cells}")
+    whole = [("whole step", profile.step_s), ("loss", profile.loss_s), ("optimizer", profile.optimizer_s)]
+    lines += ["", "  ".join(f"{name} {format_seconds(value)}" for name, value in whole if value)]
+    lines += [f"also at micro-batches of {', '.join(str(o.microbatch_size) for o in profile.others)}"] * bool(
+        profile.others
+    )
+    lines += [f"wrote {output}"] * (output is not None)
+    return "\n".join(lines)

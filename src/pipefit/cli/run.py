@@ -1,0 +1,55 @@
+"""`pipefit run`: a script's ranks on this machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.options import Json, count, help_of
+from pipefit.errors import PipefitError
+
+__all__ = ["command", "prepare"]
+
+_WITH_VALUE = ("-n", "--ranks", "--threads", "--logs")
+
+
+def command(
+    script: Annotated[Path, help_of("A Python script.")],
+    /,
+    *arguments: Annotated[str, Parameter(help="For the script.", allow_leading_hyphen=True)],
+    ranks: Annotated[int, help_of("Processes to start.", "--ranks", "-n")] = 2,
+    threads: Annotated[int | None, help_of("CPU threads of each; default: the cores divided among them.")] = None,
+    logs: Annotated[Path | None, help_of("Folder for the logs of the ranks; default: a temporary one.")] = None,
+    json: Json = False,
+) -> Answer:
+    """Start the ranks of a script on this machine.
+
+    Example: pipefit run -n 4 train.py --epochs 3
+
+    What follows the script is its own. Rank 0 writes here, the others to logs. When one fails, all end and it is named.
+    """
+    from pipefit.cli.ranks import run_rank
+    from pipefit.runtime.launch import launch
+
+    if script.is_dir():
+        raise PipefitError(f"{script}: expected a Python script, got a directory")
+    if not script.is_file():
+        raise PipefitError(f"{script}: no such file")
+    count("--ranks", ranks)
+    if threads is not None:
+        count("--threads", threads)
+    start = time.perf_counter()
+    launch(run_rank, ranks, str(script), arguments, threads=threads, folder=logs, quiet=json)
+    return Answer({"script": str(script), "num_ranks": ranks, "seconds": time.perf_counter() - start}, "")
+
+
+def prepare(tokens: list[str]) -> list[str]:
+    """Marks where the script's own arguments begin, so that none of them is taken for an option of pipefit."""
+    place = 1
+    while place < len(tokens) and tokens[place].startswith("-") and tokens[place] != "--":
+        place += 2 if tokens[place] in _WITH_VALUE else 1
+    return tokens if tokens[place : place + 1] in ([], ["--"]) else [*tokens[:place], "--", *tokens[place:]]
