@@ -116,8 +116,8 @@ def _double_buffered(task: Task) -> Iterator[list[Instruction]]:
         .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .    rank 1
         .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .    rank 2
 
-    F forward, B backward, digits micro-batches; drawn for f = b and m = 2: updates end with B1, B3 and B5; micro-batches
-    0 to 3 use version 0, then 4 and 5 version 1.
+    F forward, B backward, digits micro-batches; drawn for f = b and m = 2: updates end with B1, B3 and B5; 0 to 3 use
+    version 0, then 4 and 5 version 1.
     W(t+1) = W(t) − ν·∇f(W(t−1)): every gradient is exactly one update old, at every stage.
     Source: PipeDream-2BW (ICML 2021) §3.1.
     """

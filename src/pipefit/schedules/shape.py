@@ -85,8 +85,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         if header.weights in (WeightRule.FLUSH, WeightRule.DOUBLE):
             if self.num_microbatches < most:
                 raise ScheduleError(
-                    f"{header.schedule}: {self.num_microbatches} micro-batches cannot reach {most} replicas of a stage; use "
-                    f"at least {most} micro-batches, or fewer replicas"
+                    f"{header.schedule}: {self.num_microbatches} micro-batches cannot reach {most} replicas of a "
+                    f"stage; use at least {most} micro-batches, or fewer replicas"
                 )
             return
 

@@ -42,7 +42,7 @@ def verify(
 
     >>> from pipefit.schedules import Shape, generate
     >>> print(verify(generate("1f1b", Shape(depth=2, num_microbatches=4))))
-    1f1b: 46 instructions, no violations
+    1f1b: 48 instructions, no violations
 
     Raises:
         PipefitError: a capacity without sizes, or not one for each rank.

@@ -31,6 +31,7 @@ def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
     for rank in range(s.header.num_ranks):
         yield from _dropped(s, rank)
         yield from _alive(s, rank, most)
+        yield from _fetched(s, rank)
 
 
 def _used(s: Subject) -> Iterator[Finding]:
@@ -93,3 +94,13 @@ def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
                 yield s.at("versions", s.graph.starts[rank] + index, held)
         elif i.op is Op.DROP:
             alive[i.stage] = alive.get(i.stage, 0) - 1
+
+
+def _fetched(s: Subject, rank: int) -> Iterator[Finding]:
+    """A tier gives out only what it was given: version 0, or what an earlier evict wrote back."""
+    held: set[tuple[str, int, int, str]] = set()
+    for number, i in enumerate(s.program.ranks[rank], s.graph.starts[rank]):
+        if i.op is Op.EVICT:
+            held.add((i.kind, i.stage, i.version, i.tier))
+        elif i.op is Op.FETCH and i.version and (i.kind, i.stage, i.version, i.tier) not in held:
+            yield s.at("versions", number, f"the {i.tier} does not hold w{i.version} yet: no evict has written it back")
