@@ -1,4 +1,4 @@
-"""Tiny models, one for each way in which a pipeline can go wrong; eight layers each, so that eight stages can hold one."""
+"""Tiny models, one for each way in which a pipeline can go wrong; eight layers each, enough for eight stages."""
 
 from collections.abc import Callable
 from typing import Any
