@@ -6,21 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from pipefit.errors import InvalidProgramError
-from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir import text
+from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.program import Program
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution, Feed
-from pipefit.runtime.launch import PROGRAM_FILE
+from pipefit.runtime.launch import program_file
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.timeline import Event
-import torch
-from torch import Tensor
 
 __all__ = ["Engine", "PassResult"]
 
@@ -87,7 +88,8 @@ class Engine:
             progress = self.session.progress if self.session.is_distributed else Progress()
             executions.append(Execution(compiled, worker, transport, feed, flags, progress, metric))
         self.executions = executions
-        _drive(executions)
+        with self.session.passing(program):
+            _drive(executions)
         for worker in self.workers:
             for store in worker.stores.values():
                 store.rebase()
@@ -102,8 +104,9 @@ class Engine:
         for transport in self.transports:
             if isinstance(transport, DistributedTransport):
                 transport.prepare(sets)
+        number = self.session.programs.setdefault(program.digest, len(self.session.programs))
         if self.session.folder and self.session.rank == 0:
-            text.save(program, self.session.folder / PROGRAM_FILE)
+            text.save(program, program_file(self.session.folder, number))
 
 
 def _drive(executions: Sequence[Execution]) -> None:

@@ -10,21 +10,30 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from pipefit.errors import CommunicationError, PipefitError
 from pipefit.ir import text
-from pipefit.runtime.progress import Progress
+from pipefit.runtime.progress import PLACES, Progress
+from pipefit.runtime.signals import ENDING, die_with_parent
+from pipefit.runtime.watchdog import hang_file
 
-__all__ = ["PROGRAM_FILE", "LaunchError", "launch", "run_script"]
+__all__ = ["LaunchError", "launch", "program_file", "run_script"]
 
 _GRACE_S = 2.0
-PROGRAM_FILE = "program.pipe"
+_TERMINATED = 128 + signal.SIGTERM
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+
+
+def program_file(folder: Path, number: int) -> Path:
+    """Where rank 0 leaves the program of a number, so that a position in it can be named."""
+    return folder / f"program-{number}.pipe"
 
 
 class LaunchError(PipefitError):
@@ -43,7 +52,8 @@ def launch(
 
     Processes come from a server that has torch loaded already, so they start in a fraction of a second. Only rank 0
     writes to the terminal; the others write to log files. When one rank fails, all are ended within seconds and the
-    failure of the first is reported.
+    failure of the first is reported. Ctrl-C ends all of them; SIGTERM is passed on to the ranks, which stop after their
+    step and may save, and then leaves with `SystemExit(143)`.
 
     Args:
         function: importable by name; runs in each rank.
@@ -61,25 +71,52 @@ def launch(
         raise PipefitError(f"ranks: expected at least 1, got {num_ranks}")
     place = folder or Path(tempfile.mkdtemp(prefix="pipefit-"))
     place.mkdir(parents=True, exist_ok=True)
-    (place / "store").unlink(missing_ok=True)
+    for stale in ("store", ENDING, *(hang_file(place, rank).name for rank in range(num_ranks))):
+        (place / stale).unlink(missing_ok=True)
     context = _server()
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
-    processes, pipes = [], []
-    for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
-        settings = _Settings(rank, num_ranks, str(place), threads, quiet)
-        process = context.Process(target=_main, args=(settings, theirs, function, args), daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    try:
-        results = _collect(processes, pipes, place)
-    finally:
-        _end(processes)
+    processes: list[Any] = []
+    pipes: list[Any] = []
+    with _passing_on_sigterm(processes) as asked:
+        try:
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                settings = _Settings(rank, num_ranks, str(place), threads, quiet)
+                process = context.Process(target=_main, args=(settings, theirs, function, args), daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
+            outcomes = _collect(processes, pipes, place, asked)
+        finally:
+            _end(processes, place)
     if folder is None:
         _remove(place)
-    return results
+    if asked.is_set() or any(kind == "stopped" for kind, _ in outcomes):
+        raise SystemExit(_TERMINATED)
+    return [result for _, result in outcomes]
+
+
+@contextlib.contextmanager
+def _passing_on_sigterm(processes: list[Any]) -> Iterator[threading.Event]:
+    """SIGTERM reaches the ranks; the event says that it came. Only a main thread can have handlers."""
+    asked = threading.Event()
+
+    def pass_on(*_: object) -> None:
+        asked.set()
+        for process in processes:
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGTERM)
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield asked
+        return
+    signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Settings:
@@ -103,9 +140,9 @@ def _server() -> Any:
 
 def _main(settings: _Settings, pipe: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
     """A rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
     import torch
-
-    from pipefit.runtime import session
 
     os.environ.update(
         RANK=str(settings.rank),
@@ -119,24 +156,42 @@ def _main(settings: _Settings, pipe: Connection, function: Callable[..., Any], a
     log = Path(settings.folder) / f"rank-{settings.rank}.log"
     if settings.rank or settings.quiet:
         _redirect(log)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        session.current()
-        outcome = ("done", function(*args))
-        session.leave()
-    except BaseException as problem:
-        with log.open("a") as file:
-            traceback.print_exc(file=file)
-        kind = "refused" if isinstance(problem, PipefitError) else "failed"
-        secondary = isinstance(problem, CommunicationError) or "Connection closed by peer" in str(problem)
-        shown = problem if kind == "refused" else f"{type(problem).__name__}: {problem}"
-        outcome = ("later" if secondary else kind, shown)
+    outcome = _outcome(function, args, log)
     with contextlib.suppress(OSError):
         pipe.send_bytes(_packed(outcome))
         pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if outcome[0] == "done" else 1)
+    os._exit(0 if outcome[0] in _FINE else 1)
+
+
+_FINE = ("done", "stopped")
+
+
+def _outcome(function: Callable[..., Any], args: Sequence[Any], log: Path) -> tuple[str, Any]:
+    """Runs the function among the ranks: what became of it, in one word, and its result or error."""
+    from pipefit.runtime import session
+
+    try:
+        own = session.current()
+        try:
+            outcome = ("done", function(*args))
+        except SystemExit as leaving:
+            if leaving.code == _TERMINATED and own.stop.agreed:
+                outcome = ("stopped", None)
+            elif leaving.code in (None, 0):
+                outcome = ("done", None)
+            else:
+                raise
+        session.leave()
+        return outcome
+    except BaseException as problem:
+        with log.open("a") as file:
+            traceback.print_exc(file=file)
+        if isinstance(problem, PipefitError):
+            return "refused", problem
+        secondary = isinstance(problem, CommunicationError) or any(words in str(problem) for words in _LOST_PEER)
+        return "later" if secondary else "failed", f"{type(problem).__name__}: {problem}"
 
 
 def _packed(outcome: tuple[str, Any]) -> bytes:
@@ -154,7 +209,9 @@ def _redirect(log: Path) -> None:
     os.dup2(handle, 2)
 
 
-def _collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path) -> list[Any]:
+def _collect(
+    processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: threading.Event
+) -> list[tuple[str, Any]]:
     """Waits for every rank's result; after a first failure, only for a moment more, to find the cause."""
     outcomes: dict[int, tuple[str, Any]] = {}
     deadline = None
@@ -171,16 +228,22 @@ def _collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path) -> lis
             except EOFError:
                 processes[rank].join(_GRACE_S)
                 outcomes[rank] = ("died", processes[rank].exitcode)
-            if outcomes[rank][0] != "done" and deadline is None:
+            if outcomes[rank][0] not in _FINE and deadline is None:
                 deadline = time.monotonic() + _GRACE_S
-    failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] != "done"}
+    failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] not in _FINE}
     if failures or len(outcomes) < len(processes):
+        if asked.is_set() and all(kind in ("died", "later") for kind, _ in failures.values()):
+            raise SystemExit(_TERMINATED)  # their time was up
         raise _failure(failures, place)
-    return [outcomes[rank][1] for rank in range(len(processes))]
+    return [outcomes[rank] for rank in range(len(processes))]
 
 
 def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
     """The error of the rank that is to blame: one that refused, raised or died before one that lost its peer."""
+    hung = sorted(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime)
+    if hung:
+        said, _, rest = hung[0].read_text(encoding="utf-8").partition("where the ranks are:")
+        return LaunchError(f"the run hung: {said.rstrip()}\n  all of it: {hung[0]}{_indented(rest)}")
     order = ("refused", "died", "failed", "later")
     rank, (kind, what) = min(failures.items(), key=lambda item: (order.index(item[1][0]), item[0]))
     if kind == "refused" and isinstance(what, PipefitError):
@@ -194,25 +257,36 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
     )
 
 
+def _indented(text: str) -> str:
+    return "".join(f"\n  {line}" for line in text.splitlines() if line.strip())
+
+
 def _last_instruction(rank: int, place: Path) -> str:
     """Where the rank was, from its progress file and the program that rank 0 left in the folder."""
     position = Progress.read(place / f"rank-{rank}.progress")
-    if position is None:
+    if position is None or not position.passes:
         return " before its first instruction"
+    if position.index in PLACES:
+        return f" {PLACES[position.index]}, after pass {position.passes}"
     try:
-        instructions = text.load(place / PROGRAM_FILE).ranks[rank]
+        instructions = text.load(program_file(place, position.program)).ranks[rank]
         return f" at '{instructions[position.index]}' (instruction {position.index}, pass {position.passes})"
     except (PipefitError, IndexError):
         return f" after {position.passes} passes"
 
 
-def _end(processes: Sequence[Any]) -> None:
+def _end(processes: Sequence[Any], place: Path) -> None:
     """Ends what still runs: politely, then not."""
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    for process in processes:
-        process.join(_GRACE_S)
+    alive = [process for process in processes if process.is_alive()]
+    if not alive:
+        return
+    with contextlib.suppress(OSError):
+        (place / ENDING).touch()
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE_S / 2
+    for process in alive:
+        process.join(max(deadline - time.monotonic(), 0))
         if process.is_alive():
             process.kill()
             process.join()

@@ -1,23 +1,42 @@
-"""Where each rank is: a few numbers in a small shared file, so that the last instruction of a dead rank can be named."""
+"""Where each rank is: a few numbers in a small shared file, so that a dead rank's last instruction can be named."""
 
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Position", "Progress"]
+__all__ = ["LOSS", "OUTSIDE", "PLACES", "SAVING", "Position", "Progress"]
 
-_LAYOUT = struct.Struct("qqd")
+_LAYOUT = struct.Struct("qqqqd")
+
+# Where a rank can be that is no instruction of a program.
+OUTSIDE, SAVING, LOSS = -1, -2, -3
+PLACES = {
+    OUTSIDE: "between two passes, in the code of the user",
+    SAVING: "saving or loading a checkpoint",
+    LOSS: "waiting for the loss of the step",
+}
 
 
 class Position(NamedTuple):
-    """How far a rank has come: passes begun, index in the program's list, and when it got there (monotonic seconds)."""
+    """How far a rank has come.
+
+    Attributes:
+        passes: begun so far.
+        index: in the program's list, or one of the places outside it (negative).
+        program: number of the program, in the order in which programs were first run.
+        pid: of the rank's process.
+        since_s: when it got there (monotonic seconds of its machine).
+    """
 
     passes: int
     index: int
+    program: int
+    pid: int
     since_s: float
 
 
@@ -26,15 +45,18 @@ class Progress:
 
     def __init__(self, path: Path | None = None) -> None:
         self.passes = 0
+        self.program = 0
+        self._pid = os.getpid()
         self._memory: mmap.mmap | bytearray = bytearray(_LAYOUT.size)
         if path is not None:
             path.write_bytes(bytes(_LAYOUT.size))
             with path.open("r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self.at(OUTSIDE)
 
     def at(self, index: int) -> None:
-        """The rank begins the instruction at `index`."""
-        _LAYOUT.pack_into(self._memory, 0, self.passes, index, time.monotonic())
+        """The rank begins the instruction at `index`, or is at a place outside the program."""
+        _LAYOUT.pack_into(self._memory, 0, self.passes, index, self.program, self._pid, time.monotonic())
 
     @property
     def position(self) -> Position:
@@ -43,9 +65,9 @@ class Progress:
 
     @staticmethod
     def read(path: Path) -> Position | None:
-        """The last position in a rank's file; None when it never began."""
+        """The last position in a rank's file; None when it never joined."""
         try:
             position = Position(*_LAYOUT.unpack(path.read_bytes()))
         except (OSError, struct.error):
             return None
-        return position if position.passes else None
+        return position if position.pid else None

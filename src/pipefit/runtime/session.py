@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 import torch.distributed as dist
 
 from pipefit.errors import PipefitError
-from pipefit.runtime.progress import Progress
+from pipefit.ir.program import Program
+from pipefit.runtime.progress import LOSS, OUTSIDE, SAVING, Progress
+from pipefit.runtime.signals import Stop, die_with_parent, listen
+from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
 __all__ = ["Session", "current", "join", "leave"]
 
@@ -29,6 +33,9 @@ class Session:
         folder: private folder of the run on this machine, None under torchrun.
         progress: where this rank is.
         before_leaving: what must be done before the process group is gone, such as waiting for sends under way.
+        programs: those that this rank has run, by digest, numbered in order.
+        watchdog: ends this rank when it hangs; None in a run of one process.
+        stop: whether this process was asked to stop.
     """
 
     rank: int
@@ -36,11 +43,39 @@ class Session:
     folder: Path | None
     progress: Progress
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
+    programs: dict[str, int] = field(default_factory=dict)
+    watchdog: Watchdog | None = None
+    stop: Stop = field(default_factory=Stop)
 
     @property
     def is_distributed(self) -> bool:
         """Whether ranks are processes."""
         return self.num_ranks > 1
+
+    @contextlib.contextmanager
+    def passing(self, program: Program) -> Iterator[None]:
+        """A pass over a program: its position is known to others, and the watchdog looks at it."""
+        if self.watchdog is None:
+            yield
+            return
+        self.progress.program = self.programs.setdefault(program.digest, len(self.programs))
+        with self.watchdog.passing(program):
+            yield
+        self.progress.at(OUTSIDE)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """A checkpoint is saved or loaded: it takes as long as the disk needs, and no watchdog ends it."""
+        self.progress.at(SAVING)
+        yield
+        self.progress.at(OUTSIDE)
+
+    @contextlib.contextmanager
+    def awaiting_loss(self) -> Iterator[None]:
+        """This rank waits for the loss of a step."""
+        self.progress.at(LOSS)
+        yield
+        self.progress.at(OUTSIDE)
 
 
 _session: Session | None = None
@@ -62,6 +97,7 @@ def join() -> Session:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Session(0, 1, None, Progress())
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    deadline = deadline_from_environment()
     folder = Path(os.environ["PIPEFIT_RUN"]) if "PIPEFIT_RUN" in os.environ else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
@@ -75,7 +111,13 @@ def join() -> Session:
                 dist.init_process_group(backend, timeout=_TIMEOUT)
             except (RuntimeError, ValueError) as problem:
                 raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
-    return Session(rank, num_ranks, folder, Progress(folder / f"rank-{rank}.progress" if folder else None))
+    progress = Progress(folder / f"rank-{rank}.progress" if folder else None)
+    stop = Stop()
+    listen(stop, folder)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    watchdog = Watchdog(rank, num_ranks, progress, folder, deadline) if num_ranks > 1 else None
+    return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop)
 
 
 def leave() -> None:
@@ -86,4 +128,6 @@ def leave() -> None:
             finish()
         dist.barrier()
         dist.destroy_process_group()
+    if _session is not None and _session.watchdog is not None:
+        _session.watchdog.stop()
     _session = None

@@ -16,7 +16,11 @@ __all__ = ["PendingLosses"]
 class PendingLosses:
     """The losses of a pass on their way to every rank; asking for them waits."""
 
-    def __init__(self, engine: Engine, result: PassResult, num_microbatches: int, num_steps: int, *extra: float) -> None:
+    def __init__(
+        self, engine: Engine, result: PassResult, num_microbatches: int, num_steps: int, *extra: float
+    ) -> None:
+        # The last one counts the ranks that were asked to stop, so that all of them stop after the same step.
+        extra = (*extra, float(engine.session.stop.requested))
         sums = torch.zeros(num_steps + len(extra), dtype=torch.float64)
         local: dict[int, list[Tensor]] = {}
         for mb, loss in sorted(result.losses.items()):
@@ -24,13 +28,15 @@ class PendingLosses:
         for step, losses in local.items():
             sums[step] = torch.stack(losses).double().sum()
         sums[num_steps:] = torch.tensor(extra, dtype=torch.float64)
-        self._sums, self._num_steps = sums, num_steps
+        self._sums, self._num_steps, self._session = sums, num_steps, engine.session
         self._work = dist.all_reduce(sums, async_op=True) if engine.session.is_distributed else None
 
     def wait(self) -> Sequence[float]:
         """The losses by step."""
         if self._work is not None:
-            self._work.wait()
+            with self._session.awaiting_loss():
+                self._work.wait()
+        self._session.stop.agreed |= bool(self._sums[-1])
         return self._sums[: self._num_steps].tolist()
 
     @property

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipefit.checkpoint import Checkpoint, load, save
+from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, NonFiniteLossError, PlanError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
 from pipefit.runtime.engine import Engine, PassResult
@@ -23,6 +27,8 @@ from pipefit.train.batch import Weigh, feed_of
 from pipefit.train.gather import forget_others, full_state
 from pipefit.train.losses import PendingLosses
 from pipefit.train.measured import PassHistory
+from pipefit.train.memory import peak_memory_bytes
+from pipefit.train.report import PipelineReport
 from pipefit.train.setup import make_plan, shape_of
 from pipefit.train.stream import stream_feed
 from pipefit.verify import verify
@@ -197,6 +203,11 @@ class Pipeline:
             )
         return self._check(self._start_step(x, y).wait()[0], self.num_updates)
 
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was asked to stop (SIGTERM), as all ranks know since the same step: save and leave."""
+        return self._session.stop.agreed
+
     def _start_step(self, x: Any, y: Any) -> PendingLosses:
         feed = feed_of([(x, y)], self.plan.num_microbatches, self._next_ordinal, "train", self._weigh)
         result = self._run(self.program, feed)
@@ -228,6 +239,9 @@ class Pipeline:
         An asynchronous schedule runs all steps as one segment and drains at its end. A synchronous one never waits for a
         loss: it is read while the next step runs.
 
+        When the run is asked to stop (SIGTERM) it ends after the step under way, an asynchronous one at the end of its
+        segment, and gives the losses so far; there are then a few seconds to save. Another `fit` leaves the process.
+
         Args:
             batches: the same on every rank.
             steps: how many batches to take; None: all.
@@ -239,6 +253,8 @@ class Pipeline:
         """
         if steps is not None and steps < 1:
             raise DataError(f"steps: expected at least 1, got {steps}")
+        if self.stop_requested:
+            raise SystemExit(128 + signal.SIGTERM)
         run = self._fit_synchronous if self.schedule.is_synchronous else self._fit_segment
         losses = run(iter(batches), batches, steps, on_step or (lambda step, loss: None))
         if not losses:
@@ -258,14 +274,13 @@ class Pipeline:
                 on_step(len(losses), losses[-1])
 
         while steps is None or self.num_updates - first < steps:
-            batch = next(iterator, None)
-            if batch is None:
+            if self.stop_requested or (batch := next(iterator, None)) is None:
                 break
             started = self._start_step(*_pair(batch))
             settle()
             pending = started
         settle()
-        if steps is not None and 0 < len(losses) < steps:
+        if steps is not None and 0 < len(losses) < steps and not self.stop_requested:
             raise DataError(f"the data ended after {len(losses)} of {steps} steps; give more, or fewer steps")
         return losses
 
@@ -329,15 +344,52 @@ class Pipeline:
             for stage in worker.stages.values():
                 stage.load_state_dict(state)
 
+    def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None) -> Path:
+        """Saves weights (the user's names, safetensors), optimizers and where the training stands.
+
+        Every rank of a run must call it, between two steps or in `on_step`.
+
+        Args:
+            path: directory of the run; the checkpoint becomes `path/step-000300`, whole or not at all.
+            extra: JSON data that `load` gives back, such as the position in the data.
+            keep: how many of the newest checkpoints stay; None: all.
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            PipefitError: it could not be saved; earlier checkpoints are as they were.
+        """
+        return save(self, path, extra=extra, keep=keep)
+
+    def load(self, path: str | Path, *, weights_only: bool = False) -> Checkpoint:
+        """Goes on from a checkpoint, which any number of ranks, stages and any schedule may have saved.
+
+        Args:
+            path: directory of a run, whose newest whole checkpoint is taken, or of one checkpoint.
+            weights_only: leave optimizers, learning rates and counters as they are.
+
+        Returns:
+            Which checkpoint it was, its step, and the caller's `extra`.
+
+        Raises:
+            PipefitError: there is none, or it is of another model or optimizer; nothing was changed.
+        """
+        return load(self, path, weights_only=weights_only)
+
     def timeline(self, last: int = 3) -> Timeline:
         """The last passes as they were measured, of all ranks. Every rank of a run must ask together."""
         return self.history.timeline(self._engine, last)
 
-    def draw(self, **options: Any) -> Any:
-        """The picture of the schedule, under unit costs; it shows itself in a notebook."""
-        from pipefit.draw import draw_program
+    def report(self, last: int = 8) -> PipelineReport:
+        """Where the time of the last passes went: print it. Every rank of a run must ask together."""
+        return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session))
 
-        return draw_program(self.program, **options)
+    def draw(self) -> Drawing:
+        """The picture of the schedule under unit costs; it shows itself in a notebook. `timeline()` is what was measured."""
+        if self.schedule.is_synchronous:
+            return drawing_of(self.program)
+        return drawing_of(self._program(4 * len(self.plan.partition.stages)))
 
     def close(self) -> None:
         """Gives batch norms back their own class; the model can then be used without pipefit."""

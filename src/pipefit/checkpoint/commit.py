@@ -1,0 +1,181 @@
+"""Saving: every rank writes its own file into a fresh directory, which gets its name only when all is on the disk.
+
+    temporary directory ─► rank files, each forced to disk ─► all ranks tell how it went ─► any error: no commit
+                        ─► manifest, forced to disk ─► rename ─► parent forced to disk ─► older checkpoints to the trash
+
+A run killed anywhere leaves either no new checkpoint or a whole one, and never touches those before.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipefit.checkpoint.exchange import agree, attempt
+from pipefit.checkpoint.manifest import MANIFEST, FileEntry, Manifest, candidates, step_name
+from pipefit.checkpoint.state import Trained, optimization_of, tensors_of
+from pipefit.checkpoint.tensors import write_tensors
+from pipefit.errors import PipefitError
+from pipefit.spec.files import encode
+
+__all__ = ["explained", "make_folder", "save", "sync_folder"]
+
+_TEMPORARY, _TRASH = ".tmp-", ".trash-"
+_log = logging.getLogger("pipefit.checkpoint")
+
+
+def save(
+    pipeline: Trained, directory: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None
+) -> Path:
+    """Saves a run: weights, optimizer states and where the training stands. Every rank must call it.
+
+    Args:
+        pipeline: between two steps.
+        directory: of the run, on a file system that all ranks see; the checkpoint is `step-000300` inside it.
+        extra: JSON data of the caller's, given back by `load`: the position in the data, say. That of rank 0 counts.
+        keep: how many of the newest checkpoints stay; None: all.
+
+    Returns:
+        The directory of the new checkpoint.
+
+    Raises:
+        PipefitError: on every rank, and nothing is committed: the disk is full, the path is a file, …
+    """
+    session = pipeline._session
+    place = Path(directory)
+    first = session.rank == 0
+    with session.busy():
+        made = attempt(lambda: _begin(place, pipeline.num_updates, extra, keep) if first else "")
+        temporary = place / agree(session, made)[0]
+        try:
+            reports = agree(session, attempt(lambda: _write(pipeline, temporary)))
+            done = attempt(lambda: _commit(pipeline, temporary, reports, extra or {}) if first else "")
+            path = place / agree(session, done)[0]
+        except PipefitError:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        if first and keep is not None:
+            _retain(place, path, keep)
+    return path
+
+
+def _begin(place: Path, step: int, extra: dict[str, Any] | None, keep: int | None) -> str:
+    """Makes the temporary directory and sweeps what killed runs have left."""
+    if keep is not None and keep < 1:
+        raise PipefitError(f"keep: expected at least 1 checkpoint, got {keep}")
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as problem:
+        raise PipefitError(f"extra: expected JSON data (numbers, text, lists, dicts): {problem}") from None
+    try:
+        make_folder(place)
+        for path in place.iterdir():
+            if path.name.startswith((_TEMPORARY, _TRASH)):
+                shutil.rmtree(path, ignore_errors=True)
+        name = f"{_TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
+        (place / name).mkdir()
+    except OSError as problem:
+        raise explained(problem, place) from None
+    return name
+
+
+def make_folder(place: Path) -> None:
+    """Makes a directory and its parents, so that they last."""
+    if not place.is_dir():
+        place.mkdir(parents=True, exist_ok=True)
+        sync_folder(place.parent)
+
+
+def sync_folder(place: Path) -> None:
+    """Forces a directory's entries to the disk: a rename lasts only then."""
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
+    """Writes the files of this process's ranks; what the manifest must know of them."""
+    files, optimization, aliases = [], [], {}
+    for worker in pipeline._engine.workers:
+        tensors, known = tensors_of(pipeline, worker)
+        aliases.update(known)
+        optimization += optimization_of(pipeline, worker)
+        path = temporary / f"rank-{worker.rank}.safetensors"
+        try:
+            size, checksum = write_tensors(path, tensors, {"format": "pt"})
+        except OSError as problem:
+            needed = sum(tensor.nbytes for tensor in tensors.values())
+            raise explained(problem, path, needed) from None
+        files.append(FileEntry(path.name, size, checksum))
+    return msgspec.to_builtins({"files": files, "aliases": aliases, "optimization": optimization})
+
+
+def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], extra: dict[str, Any]) -> str:
+    """Rank 0: manifest and rename. Gives the checkpoint's name."""
+    data = {
+        "step": pipeline.num_updates,
+        "ordinal": pipeline._next_ordinal,
+        "world": pipeline.plan.placement.num_ranks,
+        "seed": pipeline._training.seed,
+        "schedule": pipeline.plan.schedule,
+        "plan": hashlib.sha256(msgspec.json.encode(encode("plan", pipeline.plan))).hexdigest()[:16],
+        "files": [entry for report in reports for entry in report["files"]],
+        "aliases": {name: saved for report in reports for name, saved in report["aliases"].items()},
+        "optimization": [record for report in reports for record in report["optimization"]],
+        "extra": extra,
+    }
+    place = temporary.parent
+    try:
+        with (temporary / MANIFEST).open("x", encoding="utf-8") as file:
+            file.write(msgspec.convert(data, Manifest).to_text())
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(temporary)
+        taken = 0
+        while (path := place / step_name(pipeline.num_updates, taken)).exists():
+            taken += 1
+        temporary.rename(path)
+        sync_folder(place)
+    except OSError as problem:
+        raise explained(problem, place) from None
+    return path.name
+
+
+def _retain(place: Path, newest: Path, keep: int) -> None:
+    """Takes the oldest checkpoints away: by a rename first, so that none is ever half there."""
+    others = [path for path in candidates(place) if path != newest]
+    for path in others[keep - 1 :]:
+        trash = place / f"{_TRASH}{path.name}-{uuid.uuid4().hex[:8]}"
+        try:
+            path.rename(trash)
+            shutil.rmtree(trash)
+        except OSError as problem:
+            _log.warning("an old checkpoint could not be removed: %s", problem)
+
+
+def explained(problem: OSError, path: Path, num_bytes: int | None = None) -> PipefitError:
+    """A failure of the file system in words."""
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        needed = f"; this file needs {num_bytes} bytes" if num_bytes else ""
+        try:
+            needed += f", {shutil.disk_usage(path.parent).free} bytes are free"
+        except OSError:
+            pass
+        return PipefitError(
+            f"{path}: the disk is full{needed}; nothing was saved, nothing is lost: earlier checkpoints still stand"
+        )
+    if problem.errno in (errno.EEXIST, errno.ENOTDIR):
+        return PipefitError(f"{path}: expected a directory for checkpoints, found a file in its place")
+    return PipefitError(f"{path}: cannot be written: {problem.strerror or problem}")

@@ -1,0 +1,209 @@
+"""Loading: any number of ranks takes what any other number has saved, by the user's names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipefit.checkpoint.exchange import agree, attempt, exchange
+from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest, verify_file
+from pipefit.checkpoint.state import OPTIM, Trained, aliases_of, restore_optimizer, weights_of
+from pipefit.checkpoint.tensors import dtype_of
+from pipefit.errors import ModelError, PipefitError
+from pipefit.runtime.session import Session
+
+__all__ = ["Checkpoint", "load"]
+
+_log = logging.getLogger("pipefit.checkpoint")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was loaded.
+
+    Attributes:
+        path: its directory.
+        step: weight updates it had done.
+        extra: the caller's own data.
+        skipped: damaged or unfinished checkpoints that are newer, each with what is wrong.
+    """
+
+    path: Path
+    step: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+
+
+def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False) -> Checkpoint:
+    """Takes weights, optimizer states and the place in the training from a checkpoint. Every rank must call it.
+
+    The run may have another number of ranks, other stages or another schedule than the one that saved. After this,
+    training goes on with the numbers it would have had without an interruption.
+
+    Args:
+        pipeline: of the same model.
+        directory: of a run, whose newest valid checkpoint is taken, or of one checkpoint.
+        weights_only: leave optimizers, learning rates and counters as they are; types of weights may differ.
+
+    Raises:
+        ModelError: the checkpoint is of another model or optimizer; nothing was changed.
+        PipefitError: there is no valid checkpoint.
+    """
+    session = pipeline._session
+    with session.busy():
+        path, manifest, skipped = _choose(session, Path(directory))
+        takers: list[Callable[[], None]] = []
+        agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
+        agree(session, attempt(lambda: _run_all(takers)))
+    if not weights_only:
+        pipeline.num_updates = manifest.step
+        pipeline._next_ordinal = manifest.ordinal
+        if manifest.seed != pipeline._training.seed:
+            _log.warning(
+                "the checkpoint was trained with seed %d, this run has seed %d: dropout will differ",
+                manifest.seed,
+                pipeline._training.seed,
+            )
+    return Checkpoint(path, manifest.step, manifest.extra, tuple(skipped))
+
+
+def _run_all(takers: list[Callable[[], None]]) -> None:
+    for take in takers:
+        take()
+
+
+# ---- which ---------------------------------------------------------------------------------------------------------
+
+
+def _choose(session: Session, place: Path) -> tuple[Path, Manifest, list[str]]:
+    """The newest checkpoint that is whole, the same on every rank; what is passed over is said."""
+    found = agree(session, attempt(lambda: [str(path) for path in _found(place)] if session.rank == 0 else []))[0]
+    skipped: list[str] = []
+    for text in found:
+        path = Path(text)
+        problems = [o.get("error") for o in exchange(session, attempt(lambda p=path: _verify(session, p)))]
+        problem = next((problem for problem in problems if problem), None)
+        if problem is None:
+            return path, read_manifest(path), skipped
+        skipped.append(problem)
+        if session.rank == 0 and len(found) > 1:
+            _log.warning("skipped a checkpoint: %s", problem)
+    raise PipefitError(f"{place}: no checkpoint in it is whole: " + "; ".join(skipped))
+
+
+def _found(place: Path) -> list[Path]:
+    if not place.exists():
+        raise PipefitError(f"{place}: no such directory; expected one that `save` has made")
+    if not place.is_dir():
+        raise PipefitError(f"{place}: expected the directory of a run or of a checkpoint, found a file")
+    found = [place] if (place / MANIFEST).exists() else candidates(place)
+    if not found:
+        raise PipefitError(f"{place}: no checkpoint in it (looked for directories like step-000300)")
+    return found
+
+
+def _verify(session: Session, path: Path) -> None:
+    """Every rank reads the manifest, and its share of the files to the last byte."""
+    manifest = read_manifest(path)
+    for entry in manifest.files[session.rank :: session.num_ranks]:
+        verify_file(path, entry)
+
+
+# ---- what ----------------------------------------------------------------------------------------------------------
+
+
+class _Saved(NamedTuple):
+    """A tensor in a file: where, and what the file's header says of it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(self.name)
+
+
+def _contents(path: Path, manifest: Manifest) -> dict[str, _Saved]:
+    """Everything in the files of a checkpoint, by name; only headers are read."""
+    result: dict[str, _Saved] = {}
+    for entry in manifest.files:
+        try:
+            with safe_open(path / entry.name, framework="pt") as file:
+                for name in file.keys():
+                    part = file.get_slice(name)
+                    result[name] = _Saved(path / entry.name, name, tuple(part.get_shape()), dtype_of(part.get_dtype()))
+        except (SafetensorError, OSError) as problem:
+            raise PipefitError(f"{path / entry.name}: {problem}") from None
+    return result
+
+
+def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bool) -> list[Callable[[], None]]:
+    """Holds the checkpoint against the model and gives what takes it over; until then nothing is changed."""
+    saved = _contents(path, manifest)
+    weights = {name: entry for name, entry in saved.items() if not name.startswith(OPTIM)}
+    for alias, owner in manifest.aliases.items():
+        if owner in weights:
+            weights[alias] = weights[owner]
+    _compare(pipeline, weights, weights_only)
+    takers: list[Callable[[], None]] = []
+    for worker in pipeline._engine.workers:
+        for stage in worker.stages:
+            known = aliases_of(worker.stages[stage].layers)
+            for name, _, tensor in weights_of(worker, known, stage):
+                takers.append(_copier(tensor, weights[name]))
+            if not weights_only and stage in worker.optimizers:
+                states = {name: entry.read for name, entry in saved.items() if name.startswith(OPTIM)}
+                takers.append(restore_optimizer(worker, stage, manifest.optimization, states))
+    return takers
+
+
+def _copier(tensor: Tensor, saved: _Saved) -> Callable[[], None]:
+    def copy() -> None:
+        with torch.no_grad():
+            tensor.copy_(saved.read())
+
+    return copy
+
+
+def _compare(pipeline: Trained, weights: dict[str, _Saved], weights_only: bool) -> None:
+    """Names, shapes and types of the whole model, also of what other ranks hold."""
+    wanted = {
+        name: value
+        for layer in pipeline.layers
+        for name, value in layer.module.state_dict(prefix=f"{layer.prefix}.").items()
+        if isinstance(value, Tensor)
+    }
+    if missing := [name for name in wanted if name not in weights]:
+        raise ModelError(_other_model("the model has", missing, "that the checkpoint lacks", weights))
+    if unknown := [name for name in weights if name not in wanted]:
+        raise ModelError(_other_model("the checkpoint has", unknown, "that the model lacks", wanted))
+    for name, value in wanted.items():
+        found = weights[name]
+        if tuple(value.shape) != found.shape:
+            raise ModelError(
+                f"{name}: the model's shape is {list(value.shape)}, the checkpoint's {list(found.shape)}; "
+                "it is of another model"
+            )
+        if value.dtype != found.dtype and not weights_only:
+            raise ModelError(
+                f"{name}: the model has {value.dtype}, the checkpoint {found.dtype}; make the model of that type, or "
+                "convert the weights alone: load(…, weights_only=True)"
+            )
+
+
+def _other_model(who: str, names: list[str], whom: str, others: dict[str, Any]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    example = next(iter(others), "nothing")
+    return (
+        f"{who} {', '.join(names[:3])}{more} {whom} (which begins with {example}); is it the same model, "
+        "with its layers under the same names?"
+    )

@@ -1,0 +1,109 @@
+"""safetensors files, written tensor by tensor: a checkpoint never needs a second copy of the weights in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import PipefitError
+
+__all__ = ["checksum_of", "dtype_of", "header", "payload", "write_tensors"]
+
+_CHUNK_BYTES = 1 << 24
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The type that a safetensors header names."""
+    return _DTYPES[name]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[int, str]:
+    """Writes a new safetensors file and forces it to the disk.
+
+    Args:
+        path: must not exist yet.
+        tensors: by name; on any device, copied to the host one at a time.
+        metadata: of the file.
+
+    Returns:
+        Its size in bytes and its SHA-256.
+
+    Raises:
+        PipefitError: a tensor has a type that the format does not know.
+        OSError: the file cannot be written.
+    """
+    head = header(tensors, metadata)
+    digest, size = hashlib.sha256(head), len(head)
+    with path.open("xb") as file:
+        file.write(head)
+        for tensor in tensors.values():
+            data = payload(tensor)
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]
+                digest.update(chunk)
+                file.write(chunk)
+            size += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The format's beginning: its length in 8 bytes, then JSON, padded to a multiple of 8.
+
+    Raises:
+        PipefitError: a tensor has a type that the format does not know.
+    """
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
+    position = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+            raise PipefitError(
+                f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which safetensors cannot hold; "
+                "keep it out of the model's state (register_buffer(…, persistent=False)), or convert it"
+            )
+        end = position + math.prod(tensor.shape) * tensor.dtype.itemsize
+        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def payload(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, on the host, row by row."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def checksum_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,83 @@
+"""Signals in a rank, also while it is blocked inside torch, where Python's own handlers do not run."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["ENDING", "Stop", "die_with_parent", "listen"]
+
+ENDING = "ending"
+"""A file in the run's folder: the launcher has given up, so ranks need not be given time."""
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 10.0
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class Stop:
+    """Whether this run was asked to stop (SIGTERM).
+
+    Attributes:
+        requested: this process was asked.
+        agreed: all ranks know it, since the same step.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.agreed = False
+
+
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent dies, so that no rank is left behind."""
+    with contextlib.suppress(OSError, AttributeError):  # only Linux knows it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
+        os._exit(_TERMINATED)
+
+
+def listen(stop: Stop, folder: Path | None) -> None:
+    """On SIGTERM: asks to stop after the step; ends the process at a second one, or after a grace time.
+
+    The grace time is 10 s; PIPEFIT_GRACE_S changes it. A handler that the user has set stays as it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if taken != -1:
+        signal.set_wakeup_fd(taken)  # an event loop has it; then SIGTERM keeps its usual meaning
+        return
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    threading.Thread(target=_serve, args=(reader, stop, folder), name="pipefit-signals", daemon=True).start()
+
+
+def _serve(reader: int, stop: Stop, folder: Path | None) -> None:
+    while data := os.read(reader, 64):
+        if signal.SIGTERM not in data:
+            continue
+        if stop.requested or (folder is not None and (folder / ENDING).exists()):
+            _leave()
+        stop.requested = True
+        threading.Thread(target=_leave_later, name="pipefit-grace", daemon=True).start()
+
+
+def _leave_later() -> None:
+    time.sleep(float(os.environ.get("PIPEFIT_GRACE_S", _GRACE_S)))
+    _leave()
+
+
+def _leave() -> None:
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(_TERMINATED)

@@ -1,0 +1,136 @@
+"""Ends a rank that waits too long, and says who is to blame: nothing in `torch.distributed` can interrupt a wait.
+
+A thread looks at the rank's position. When it has stood at one instruction for longer than a deadline, the thread
+follows who waits for whom through the ranks' positions to one that waits for nobody, writes one page about it, and ends
+the process; the launcher then ends the others and shows the page's first lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipefit.errors import PipefitError
+from pipefit.ir.program import Program
+from pipefit.runtime.progress import LOSS, Position, Progress
+from pipefit.runtime.waits import hang_report
+
+__all__ = ["HANG_EXIT", "Watchdog", "deadline_from_environment", "hang_file"]
+
+HANG_EXIT = 75
+_FLOOR_S = 60.0
+_FIRST_S = 600.0
+_FACTOR = 10.0
+_KEPT_PASSES = 31
+
+
+def hang_file(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its page."""
+    return folder / f"rank-{rank}.hang"
+
+
+def deadline_from_environment() -> float | None:
+    """The step deadline that PIPEFIT_DEADLINE_S asks for; None where it is not set.
+
+    Raises:
+        PipefitError: it is no number of seconds.
+    """
+    text = os.environ.get("PIPEFIT_DEADLINE_S", "").strip()
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise PipefitError(f"PIPEFIT_DEADLINE_S: expected seconds, 0 for no deadline, got {text!r}")
+    return seconds
+
+
+class Watchdog:
+    """Watches one rank.
+
+    The deadline is ten times the median step so far and at least a floor, which is 60 s (600 s in the first pass, which
+    compiles and warms up) unless it is given.
+
+    Args:
+        rank: of this process.
+        num_ranks: of the run.
+        progress: of this rank.
+        folder: where the other ranks' positions are; None: unknown.
+        floor_s: smallest deadline; 0: never.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, progress: Progress, folder: Path | None, floor_s: float | None = None
+    ) -> None:
+        self._rank, self._num_ranks, self._progress, self._folder = rank, num_ranks, progress, folder
+        self._given_s = floor_s
+        self._program: Program | None = None
+        self._steps_s: deque[float] = deque(maxlen=_KEPT_PASSES)
+        self._stop = threading.Event()
+        if floor_s != 0:
+            threading.Thread(target=self._watch, name="pipefit-watchdog", daemon=True).start()
+
+    @property
+    def deadline_s(self) -> float:
+        """How long one instruction may take now."""
+        floor = self._given_s
+        if floor is None:
+            floor = _FLOOR_S if self._steps_s else _FIRST_S
+        return max(floor, _FACTOR * statistics.median(self._steps_s) if self._steps_s else 0.0)
+
+    @contextlib.contextmanager
+    def passing(self, program: Program) -> Iterator[None]:
+        """A pass over a program; it is watched while it lasts."""
+        began = time.monotonic()
+        self._program = program
+        yield
+        # A pass that raised keeps its position, for the message that names the last instruction.
+        self._steps_s.append((time.monotonic() - began) / program.header.num_steps)
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        self._stop.set()
+
+    def _watch(self) -> None:
+        interval = min(1.0, (self._given_s or _FLOOR_S) / 10)
+        seen, stood_s, before = self._progress.position, 0.0, time.monotonic()
+        while not self._stop.wait(interval):
+            now, position = time.monotonic(), self._progress.position
+            # A process that was itself stopped must not take that time for a hang.
+            stood_s = stood_s + min(now - before, 2 * interval) if position == seen else 0.0
+            seen, before = position, now
+            if stood_s > self.deadline_s and (position.index >= 0 or position.index == LOSS):
+                self._end(position, stood_s)
+
+    def _end(self, position: Position, stood_s: float) -> None:
+        page = hang_report(
+            self._rank, self._program, self._positions(position), stood_s, self.deadline_s, self._num_ranks
+        )
+        with contextlib.suppress(OSError):
+            if self._folder is not None:
+                temporary = hang_file(self._folder, self._rank).with_suffix(".writing")
+                temporary.write_text(page, encoding="utf-8")
+                temporary.replace(hang_file(self._folder, self._rank))
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.write(page)
+            sys.stderr.flush()
+        os._exit(HANG_EXIT)
+
+    def _positions(self, mine: Position) -> dict[int, Position]:
+        found = {self._rank: mine}
+        if self._folder is not None:
+            for rank in range(self._num_ranks):
+                position = Progress.read(self._folder / f"rank-{rank}.progress")
+                if rank != self._rank and position is not None:
+                    found[rank] = position
+        return found
