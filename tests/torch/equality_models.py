@@ -197,6 +197,31 @@ def idle_weight() -> nn.Sequential:
     )
 
 
+def used_twice() -> nn.Sequential:
+    """One module at several places of the sequence."""
+    shared, drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+    return nn.Sequential(
+        nn.Linear(4, WIDTH), shared, drop, nn.Tanh(), shared, drop, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+    )
+
+
+class Prompt(nn.Module):
+    """Sends a weight itself along with the activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.prompt
+
+
+def travelling_weight() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, WIDTH), Prompt(), Beside(), Beside(), Beside(), Beside(), Join(), nn.Linear(WIDTH, CLASSES)
+    )
+
+
 def vectors(batch: int, seed: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, 4, generator=generator, dtype=torch.float64)
@@ -223,6 +248,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int, int], tuple[
     "a frozen middle": (_frozen(2, 3, 4), vectors),
     "all but the end frozen": (_frozen(0, 1, 2, 3, 4, 5, 6), vectors),
     "a weight that nothing reaches": (idle_weight, vectors),
+    "a layer used twice": (used_twice, vectors),
+    "a weight that travels": (travelling_weight, vectors),
 }
 
 

@@ -1,6 +1,7 @@
 """The reference of the asynchronous schedules is the papers' formulas, and their versions are those of the programs."""
 
 import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -11,7 +12,7 @@ from torch.func import functional_call
 
 from pipefit.ir.op import Op
 from pipefit.schedules import Shape, generate
-from pipefit.testing import Task, run_pipeline
+from pipefit.testing import Task, make_pipeline, run_pipeline
 from pipefit.testing.delayed import delayed_reference, version_rule
 
 LR = 0.3
@@ -100,3 +101,22 @@ def test_versions_by_formula_are_those_of_the_program(schedule: str, replicas: t
     assert len(forwards) == len(replicas) * 60 * m
     for i in forwards:
         assert i.version == version(i.stage, i.mb), str(i)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical-sync", "pipedream-2bw"])
+def test_a_second_segment_starts_from_the_drained_weights(schedule: str) -> None:
+    n = 3
+    task = straight(schedule, n, m=2 if schedule == "pipedream-2bw" else 1)
+    delays = {"pipedream": [2, 1, 0], "pipedream-vertical-sync": [2, 2, 2], "pipedream-2bw": [1, 1, 1]}[schedule]
+    model = copy.deepcopy(task.model)
+    parts = task.batches[:5], task.batches[5:]
+    for part in parts:
+        after = history_of(model, dataclasses.replace(task, batches=part), delays)[-1]
+        model.load_state_dict(after)
+    pipe = make_pipeline(task)
+    for part in parts:
+        pipe.fit(part)
+    state = pipe.state_dict()
+    assert set(state) == set(after)
+    for name, value in after.items():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-13, msg=name)

@@ -158,6 +158,58 @@ def test_a_model_in_which_nothing_trains_still_has_a_loss() -> None:
     assert result.equal, result
 
 
+# ---- a run goes on ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_evaluation_between_steps_changes_nothing(recompute: bool) -> None:
+    model, example = make("batch norm")
+    model.insert(2, nn.Dropout(0.3))
+    task = task_of(model, example, steps=4, recompute=recompute)
+    pipe = make_pipeline(task)
+    losses = []
+    for x, y in task.batches:
+        pipe.evaluate([(x, y)])
+        losses.append(pipe.step(x, y))
+        pipe.evaluate([(x[:5], y[:5])])
+    wanted = expected(task)
+    assert losses == pytest.approx(wanted.losses, rel=1e-12)
+    state = pipe.state_dict()
+    for name, value in wanted.weights[0].items():
+        torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_evaluation_gives_the_loss_of_the_model_in_evaluation_mode() -> None:
+    model, example = make("batch norm")
+    task = task_of(model, example, steps=2)
+    pipe = make_pipeline(task)
+    pipe.fit(task.batches)
+    trained = copy.deepcopy(task.model)
+    trained.load_state_dict(pipe.state_dict())
+    x, y = example(11, 99)
+    with torch.no_grad():
+        wanted = float(nn.functional.cross_entropy(trained.eval()(x), y))
+    assert pipe.evaluate([(x[:7], y[:7]), (x[7:], y[7:])]) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_momentum_and_learning_rates_go_on_from_one_call_to_the_next() -> None:
+    def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+
+    task = named("dropout", steps=5, scheduler=scheduled)
+    pipe = make_pipeline(task)
+    losses = [*pipe.fit(task.batches[:2]), pipe.step(*task.batches[2]), *pipe.fit(task.batches[3:])]
+    assert losses == pytest.approx(expected(task).losses, rel=1e-12)
+
+
+def test_a_batch_norm_that_several_stages_share_is_refused() -> None:
+    shared = nn.BatchNorm1d(4)
+    model = nn.Sequential(shared, nn.Linear(4, 4), shared, nn.Linear(4, 3)).double()
+    with pytest.raises(ModelError, match="batch norm"):
+        make_pipeline(task_of(model, vectors, num_ranks=2))
+    assert check(model, example=vectors, num_ranks=2, stages=(3, 1)).equal, "within one stage it is fine"
+
+
 # ---- the check notices -----------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["NamedLayer", "named_layers", "split", "tied_groups"]
 
@@ -47,8 +48,12 @@ def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tup
     """Groups of stages that train a parameter together, in increasing order of their first stage.
 
     Groups that have a stage in common become one, so that each stage belongs to at most one.
+
+    Raises:
+        ModelError: stages share a batch norm: each would keep running averages of its own.
     """
     stage_of = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
+    _refuse_shared_batchnorm(layers, stage_of)
     users: dict[int, set[int]] = {}
     for layer in layers:
         for parameter in layer.module.parameters():
@@ -59,6 +64,18 @@ def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tup
         touching = [group for group in groups if group & stages]
         groups = [group for group in groups if not group & stages] + [stages.union(*touching)]
     return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def _refuse_shared_batchnorm(layers: Sequence[NamedLayer], stage_of: dict[int, int]) -> None:
+    first: dict[int, NamedLayer] = {}
+    for layer in layers:
+        for module in layer.module.modules():
+            known = first.setdefault(id(module), layer)
+            if isinstance(module, _BatchNorm) and stage_of[known.index] != stage_of[layer.index]:
+                raise ModelError(
+                    f"layers {known.prefix} and {layer.prefix} share a batch norm but lie in different stages, whose "
+                    "running averages would differ; put both in one stage, or give each a batch norm of its own"
+                )
 
 
 def split(
