@@ -28,8 +28,13 @@ VERBS: Final = (
 _FINDINGS = (NonFiniteLossError, InfeasibleError)
 
 
-def make_app(tokens: list[str]) -> App:
-    """The application for these arguments: with the one verb they name, or with all."""
+def make_app(tokens: list[str], config: Any = None) -> App:
+    """The application for these arguments: with the one verb they name, or with all.
+
+    Args:
+        tokens: what was typed.
+        config: options from a file.
+    """
     app = App(
         name="pipefit",
         help="Fit a model to the hardware you have and train it: pipeline parallelism as programs that are proved, "
@@ -38,6 +43,7 @@ def make_app(tokens: list[str]) -> App:
         help_format="plaintext",
         verbose=False,
         default_parameter=Parameter(converter=exact),
+        config=config,
         # Ctrl-C is handled below, for all verbs alike.
         suppress_keyboard_interrupt=False,
     )
@@ -84,7 +90,12 @@ def _dispatch(tokens: list[str]) -> int:
         from pipefit.cli.run import prepare
 
         tokens = prepare(tokens)
-    command, bound, _ = make_app(tokens).parse_args(tokens, print_error=False, exit_on_error=False)
+    config = None
+    if any(token.startswith("--config") for token in tokens):
+        from pipefit.cli.configuration import configuration
+
+        config = configuration(tokens)
+    command, bound, _ = make_app(tokens, config).parse_args(tokens, print_error=False, exit_on_error=False)
     wants_json = bool(bound.arguments.get("json"))
     # Whatever a user's model or a library prints must not get between the lines of the JSON object.
     with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():

@@ -1,0 +1,75 @@
+"""Options from a TOML file: `--config run.toml`. What is typed on the command line wins."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from cyclopts.config import Dict
+
+from pipefit.errors import PipefitError, nearest
+from pipefit.spec.files import read_text
+
+__all__ = ["configuration"]
+
+_WITH_CONFIG = ("train",)
+_FORMAT = "pipefit.run/1"
+
+
+def configuration(tokens: list[str]) -> Dict | None:
+    """The options in the file that `--config` names; None without one.
+
+    Keys are the long names of options.
+
+    Raises:
+        PipefitError: the file is missing or is not TOML, or a key is no option; the nearest is suggested.
+    """
+    path = _path(tokens)
+    if path is None or tokens[0] not in _WITH_CONFIG:
+        return None
+    try:
+        data = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as problem:
+        raise PipefitError(f"{path}: not TOML: {problem}") from None
+    found = data.pop("format", _FORMAT)
+    if found != _FORMAT:
+        raise PipefitError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')
+    known = _options(tokens[0])
+    for key in data:
+        if key.replace("-", "_") not in known:
+            raise PipefitError(f"{path}: unknown option {key!r}; {nearest(key.replace('-', '_'), known)}")
+    return Dict(
+        {key.replace("_", "-"): _value(item, f"{path}: {key}") for key, item in data.items()},
+        use_commands_as_keys=False,
+        source=str(path),
+    )
+
+
+def _options(verb: str) -> set[str]:
+    """The long names of a verb's options, as they may stand in a file."""
+    return set(inspect.signature(import_module(f"pipefit.cli.{verb}").command).parameters) - {"config", "json"}
+
+
+def _value(item: Any, where: str) -> Any:
+    """A value as it would be typed: numbers of a list with commas, words of a list one by one."""
+    if isinstance(item, dict):
+        raise PipefitError(f"{where}: expected a plain value, got a table; options stand at the top of the file")
+    if isinstance(item, list):
+        if all(isinstance(part, int) and not isinstance(part, bool) for part in item):
+            return ",".join(map(str, item))
+        return [str(part) for part in item]
+    return item
+
+
+def _path(tokens: list[str]) -> Path | None:
+    for place, token in enumerate(tokens):
+        if token == "--":
+            break
+        if token.startswith("--config="):
+            return Path(token.removeprefix("--config="))
+        if token == "--config" and place + 1 < len(tokens):
+            return Path(tokens[place + 1])
+    return None
