@@ -9,15 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipefit.draw import draw
+    import pipefit.draw as draw
     from pipefit.errors import PipefitError
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
     from pipefit.schedules import Shape, schedule
-    from pipefit.simulate import simulate
     from pipefit.spec import Partition, Placement, Plan, Profile, Topology
     from pipefit.timeline import Timeline
     from pipefit.train.pipeline import Pipeline
-    from pipefit.verify import Report, verify
+    from pipefit.verify import Report
 
 __version__ = "0.1.0"
 
@@ -40,8 +39,6 @@ _HOMES = {
     "draw": "draw",
     "fwd": "ir",
     "schedule": "schedules",
-    "simulate": "simulate",
-    "verify": "verify",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (the names of the table)
@@ -51,7 +48,9 @@ def __getattr__(name: str) -> Any:
     """Loads a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'pipefit' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"pipefit.{_HOMES[name]}"), name)
+    home = importlib.import_module(f"pipefit.{_HOMES[name]}")
+    # `pipefit.draw` is a module that can be called.
+    value = home if name == _HOMES[name] else getattr(home, name)
     globals()[name] = value
     return value
 

@@ -23,7 +23,7 @@ from pipefit.schedules import Schedule, Shape, find, names
 from pipefit.simulate import metrics, simulate
 from pipefit.timeline import Timeline
 
-__all__ = ["Drawing", "draw", "gallery"]
+__all__ = ["Drawing", "draw", "drawing_of", "gallery"]
 
 _DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
 _MOST_FOR_ALL = 512  # ranks times micro-batches of a drawing that the page offers for all schedules
@@ -183,6 +183,16 @@ def draw(
         pricing=pricing,
         steady=None if made.is_synchronous else made(_long(shape)),
     )
+
+
+def drawing_of(program: Program, forward: float = 1, backward: float = 2) -> Drawing:
+    """The picture of a program under unit costs; see `draw`."""
+
+    def pricing(header: Header) -> CostModel:
+        return unit(header, forward, backward)
+
+    cost = pricing(program.header)
+    return Drawing(_simulated(program, cost, memory=True), cost, forward, backward, pricing)
 
 
 def gallery(

@@ -21,25 +21,26 @@ class PendingLosses:
     ) -> None:
         # The last one counts the ranks that were asked to stop, so that all of them stop after the same step.
         extra = (*extra, float(engine.session.stop.requested))
-        sums = torch.zeros(num_steps + len(extra), dtype=torch.float64)
-        local: dict[int, list[Tensor]] = {}
-        for mb, loss in sorted(result.losses.items()):
-            local.setdefault(mb // num_microbatches, []).append(loss)
-        for step, losses in local.items():
-            sums[step] = torch.stack(losses).double().sum()
-        sums[num_steps:] = torch.tensor(extra, dtype=torch.float64)
-        self._sums, self._num_steps, self._session = sums, num_steps, engine.session
-        self._work = dist.all_reduce(sums, async_op=True) if engine.session.is_distributed else None
+        # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
+        # losses of the steps are the same to the bit however the micro-batches lie on ranks.
+        count = num_steps * num_microbatches
+        table = torch.zeros(count + len(extra), dtype=torch.float64)
+        if result.losses:
+            losses: list[Tensor] = [loss.reshape(()).double() for loss in result.losses.values()]
+            table[list(result.losses)] = torch.stack(losses).cpu()
+        table[count:] = torch.tensor(extra, dtype=torch.float64)
+        self._table, self._count, self._num_steps, self._session = table, count, num_steps, engine.session
+        self._work = dist.all_reduce(table, async_op=True) if engine.session.is_distributed else None
 
     def wait(self) -> Sequence[float]:
         """The losses by step."""
         if self._work is not None:
             with self._session.awaiting_loss():
                 self._work.wait()
-        self._session.stop.agreed |= bool(self._sums[-1])
-        return self._sums[: self._num_steps].tolist()
+        self._session.stop.agreed |= bool(self._table[-1])
+        return self._table[: self._count].view(self._num_steps, -1).sum(1).tolist()
 
     @property
     def extra(self) -> Sequence[float]:
         """The further sums, after `wait`."""
-        return self._sums[self._num_steps :].tolist()
+        return self._table[self._count :].tolist()

@@ -151,7 +151,9 @@ class Pipeline:
         from pipefit.train.profiled import agreed_profile
 
         if example is None:
-            raise PlanError('stages="auto" measures the layers first and needs example=(input, target), one batch of data')
+            raise PlanError(
+                'stages="auto" measures the layers first and needs example=(input, target), one batch of data'
+            )
         return agreed_profile(self.layers, example, microbatches, self._session)
 
     def _program(self, num_steps: int) -> Program:
@@ -171,7 +173,8 @@ class Pipeline:
         ties = _tied_parameters(self.layers, self.plan.partition)
         parts = split(self.layers, self.plan.partition, [header.stages_of(rank) for rank in ranks])
         workers = [
-            Worker.create(rank, self._training, part, ties, self.device) for rank, part in zip(ranks, parts, strict=True)
+            Worker.create(rank, self._training, part, ties, self.device)
+            for rank, part in zip(ranks, parts, strict=True)
         ]
         if self._session.is_distributed:
             forget_others(self.layers, {layer.index for part in parts for own in part.values() for layer in own})
@@ -291,7 +294,9 @@ class Pipeline:
             try:
                 steps = len(batches)  # type: ignore[arg-type]
             except TypeError:
-                raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)") from None
+                raise DataError(
+                    f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)"
+                ) from None
             if not steps:
                 return []
         feed = stream_feed(map(_pair, iterator), steps, self.plan.num_microbatches, self._next_ordinal, self._weigh)
@@ -303,7 +308,9 @@ class Pipeline:
             on_step(step, self._check(loss, first + step))
         return losses
 
-    def evaluate(self, batches: Iterable[Any], metric: Callable[[Any, Any], float] | None = None) -> float | tuple[float, float]:
+    def evaluate(
+        self, batches: Iterable[Any], metric: Callable[[Any, Any], float] | None = None
+    ) -> float | tuple[float, float]:
         """The mean loss over some batches, in evaluation mode, on every rank; nothing is trained.
 
         Args:
@@ -429,5 +436,3 @@ def _tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict
         if len({stage for _, _, stage in found}) > 1
         for name, parameter, _ in found
     }
-
-

@@ -109,5 +109,3 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: Any = (), clip: bool = Fal
         clip=clip,
         options=plan.options,
     )
-
-

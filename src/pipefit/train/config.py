@@ -1,0 +1,62 @@
+"""What a training run is asked to do; the fields are the options of `pipefit train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["RunConfig"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run.
+
+    Attributes:
+        model: built-in name or pkg.mod:factory.
+        options: of the model, as "layers=8,hidden=256".
+        data: "text", "digits" or "synthetic"; or text files of the user's; (): what the model is made for.
+        ranks: processes to start.
+        schedule: its name.
+        microbatches: per weight update.
+        chunks: stages per rank.
+        replicas: copies of each stage; one number stands for all.
+        stages: layer counts; (): balanced by a profile.
+        recompute: replay forwards before backwards.
+        plan: a plan's path; it then says schedule, stages and the rest.
+        batch: samples per step.
+        steps: weight updates.
+        optimizer: "adamw", "adam" or "sgd".
+        lr: peak learning rate.
+        warmup: steps of linear warm-up; then a cosine down to 5 %.
+        clip: largest global gradient norm; 0: none.
+        seed: of weights, data order and dropout.
+        output: folder of the run.
+        resume: a run's folder to go on from.
+        checkpoint_every: steps between checkpoints; 0: only at the end.
+        sample: bytes to generate at the end, for language models.
+        device: "cpu", "cuda"; "": what is there.
+    """
+
+    model: str = "gpt"
+    options: str = ""
+    data: tuple[str, ...] = ()
+    ranks: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 4
+    chunks: int = 1
+    replicas: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    recompute: bool = False
+    plan: str = ""
+    batch: int = 16
+    steps: int = 100
+    optimizer: str = "adamw"
+    lr: float = 2e-3
+    warmup: int = 20
+    clip: float = 1.0
+    seed: int = 0
+    output: str = ""
+    resume: str = ""
+    checkpoint_every: int = 0
+    sample: int = 200
+    device: str = ""

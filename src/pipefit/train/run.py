@@ -1,0 +1,287 @@
+"""A whole run: model, data, profile, plan, training, evaluation, and everything it leaves in its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import nn
+
+from pipefit.data import sample
+from pipefit.errors import PipefitError, nearest
+from pipefit.ir import text as program_text
+from pipefit.models import ModelBundle, build, parse_options
+from pipefit.runtime.session import Session, current
+from pipefit.spec import Plan, Prediction, Profile
+from pipefit.spec.files import write_atomically, write_json
+from pipefit.stage.split import named_layers
+from pipefit.timeline import Timeline
+from pipefit.timeline.compare import Row, compare
+from pipefit.train.config import RunConfig
+from pipefit.train.memory import peak_memory_bytes
+from pipefit.train.pipeline import Pipeline
+from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
+from pipefit.train.profiled import agreed_profile
+from pipefit.train.setup import make_plan, shape_of
+from pipefit.train.sources import Source, source_of
+
+__all__ = ["Observer", "RunResult", "run"]
+
+_STATE_PER_WEIGHT = {"sgd": 1.0, "adam": 2.0, "adamw": 2.0}
+
+
+class Observer(Protocol):
+    """Who watches a run; the command line's shows it to people. Only rank 0 has one that does anything."""
+
+    def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
+        """The plan stands; training begins."""
+
+    def stepped(self, step: int, loss: float, seconds: float) -> None:
+        """A step's loss is known, `seconds` after training began."""
+
+
+@dataclass
+class RunResult:
+    """What a run gave; the same on every rank but for paths and rows, which rank 0 has."""
+
+    losses: list[float]
+    seconds: float
+    samples_per_s: float
+    tokens_per_s: float
+    baseline: tuple[str, float] | None
+    held_out_loss: float | None
+    held_out_accuracy: float | None
+    predicted: Prediction | None
+    measured_period_s: float
+    bubble: float
+    utilisation: list[float]
+    peak_memory_bytes: list[float]
+    rows: list[Row] = field(default_factory=list)
+    text: str = ""
+    paths: dict[str, str] = field(default_factory=dict)
+
+
+def run(config: RunConfig, observer: Observer) -> RunResult:
+    """Runs on this rank; every rank of the run calls it alike.
+
+    Raises:
+        PipefitError: something in the configuration does not fit; nothing has been trained.
+    """
+    session = current()
+    torch.manual_seed(config.seed)
+    bundle = build(config.model, **parse_options(config.options, config.model))
+    source = source_of(config, bundle)
+    optimizer = _optimizer(config)
+    example = bundle.example(config.batch, 0)
+    plan = Plan.load(config.plan) if config.plan else None
+    num = plan.num_microbatches if plan else config.microbatches
+    layers = named_layers(bundle.layers)
+    profile = agreed_profile(layers, example, num, session, loss=bundle.loss, optimizer=optimizer)
+    topology = links_of(session)
+    plan = plan or _plan(config, session, bundle, profile)
+    pipe = Pipeline(
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=optimizer,
+        scheduler=lambda made: _cosine(made, config),
+        plan=plan,
+        clip_norm=config.clip or None,
+        seed=config.seed,
+        device=config.device or None,
+    )
+    cost = cost_of(profile, plan, topology, _STATE_PER_WEIGHT[config.optimizer])
+    forecast = _forecast(pipe, cost)
+    plan = msgspec.structs.replace(plan, prediction=prediction_of(plan, forecast, config.batch))
+    observer.planned(plan, profile, bundle, source)
+    if config.resume:
+        source.resume(pipe.load(config.resume).extra.get("data", {}))
+    losses, seconds = _train(pipe, config, source, observer)
+    measured = pipe.timeline(last=8 if pipe.schedule.is_synchronous else 1)
+    judged = _judge(pipe, source)
+    result = _result(config, source, plan, losses, seconds, measured, judged, peak_memory_bytes(session))
+    _leave(
+        pipe,
+        config,
+        bundle,
+        source,
+        result,
+        profile,
+        plan,
+        predict(measured.program, cost, measured.num_repeats),
+        measured,
+    )
+    return result
+
+
+def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Profile) -> Plan:
+    return make_plan(
+        named_layers(bundle.layers),
+        num_ranks=session.num_ranks if session.is_distributed else config.ranks,
+        schedule=config.schedule,
+        num_microbatches=config.microbatches,
+        num_chunks=config.chunks,
+        stages=config.stages or None,
+        replicas=config.replicas,
+        recompute=config.recompute,
+        profile=profile,
+        model=bundle.name,
+    )
+
+
+def _optimizer(config: RunConfig) -> Any:
+    kinds: dict[str, Any] = {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, config.lr, momentum=0.9),
+        "adam": lambda parameters: torch.optim.Adam(parameters, config.lr),
+        "adamw": lambda parameters: torch.optim.AdamW(
+            parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True
+        ),
+    }
+    if config.optimizer not in kinds:
+        raise PipefitError(f"unknown optimizer {config.optimizer!r}; {nearest(config.optimizer, kinds)}")
+    return kinds[config.optimizer]
+
+
+def _cosine(optimizer: torch.optim.Optimizer, config: RunConfig) -> torch.optim.lr_scheduler.LambdaLR:
+    def factor(step: int) -> float:
+        if step < config.warmup:
+            return (step + 1) / config.warmup
+        done = (step - config.warmup) / max(config.steps - config.warmup, 1)
+        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _forecast(pipe: Pipeline, cost: Any) -> Timeline:
+    """The steady state: several passes of a synchronous program, a long segment of an asynchronous one."""
+    if pipe.schedule.is_synchronous:
+        return predict(pipe.program, cost, repeats=4)
+    steps = max(4, -(-32 // pipe.plan.num_microbatches))
+    return predict(pipe.schedule(shape_of(pipe.plan, num_steps=steps)), cost)
+
+
+def _train(pipe: Pipeline, config: RunConfig, source: Source, observer: Observer) -> tuple[list[float], float]:
+    """Trains in segments between checkpoints."""
+    losses: list[float] = []
+    began = time.perf_counter()
+    batches = source.endless()
+    size = config.checkpoint_every or config.steps
+    done = pipe.num_updates
+    while done < config.steps:
+        count = min(size, config.steps - done)
+        before = len(losses)
+
+        def shown(step: int, loss: float, before: int = before) -> None:
+            observer.stepped(before + step, loss, time.perf_counter() - began)
+
+        losses += pipe.fit(batches, steps=count, on_step=shown)
+        done += count
+        if config.checkpoint_every and config.output and done < config.steps:
+            pipe.save(_checkpoint(config, done), extra={"data": source.state()})
+    return losses, time.perf_counter() - began
+
+
+def _checkpoint(config: RunConfig, step: int) -> str:
+    return str(Path(config.output) / "checkpoints")
+
+
+def _judge(pipe: Pipeline, source: Source) -> tuple[float | None, float | None]:
+    if not source.held_out:
+        return None, None
+    if source.counts_hits:
+        judged = pipe.evaluate(source.held_out, lambda output, y: (output.argmax(1) == y).float().mean().item())
+        return judged  # type: ignore[return-value]
+    return pipe.evaluate(source.held_out), None  # type: ignore[return-value]
+
+
+def _result(
+    config: RunConfig,
+    source: Source,
+    plan: Plan,
+    losses: list[float],
+    seconds: float,
+    measured: Timeline,
+    judged: tuple[float | None, float | None],
+    memory: list[float],
+) -> RunResult:
+    rate = len(losses) * config.batch / seconds if seconds else 0.0
+    return RunResult(
+        losses=losses,
+        seconds=seconds,
+        samples_per_s=rate,
+        tokens_per_s=rate * source.tokens_per_sample,
+        baseline=source.baseline,
+        held_out_loss=judged[0],
+        held_out_accuracy=judged[1],
+        predicted=plan.prediction,
+        measured_period_s=measured.period_s,
+        bubble=measured.bubble_fraction,
+        utilisation=[measured.utilisation(rank) for rank in range(len(measured.program.ranks))],
+        peak_memory_bytes=memory,
+    )
+
+
+def _leave(
+    pipe: Pipeline,
+    config: RunConfig,
+    bundle: ModelBundle,
+    source: Source,
+    result: RunResult,
+    profile: Profile,
+    plan: Plan,
+    forecast: Timeline,
+    measured: Timeline,
+) -> None:
+    """Writes what the run leaves; every rank takes part in gathering, rank 0 writes."""
+    state = pipe.state_dict()
+    if config.output:
+        pipe.save(_checkpoint(config, config.steps), extra={"data": source.state()})
+    if pipe.rank:
+        return
+    result.rows = compare(forecast, measured)
+    if source.tokens_per_sample and config.sample:
+        result.text = _generate(bundle, state, config, source)
+    if not config.output:
+        return
+    folder = Path(config.output)
+    plan.save(folder / "plan.json")
+    profile.save(folder / "profile.json")
+    program_text.save(pipe.program, folder / "program.pipe")
+    lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(result.losses, 1))
+    write_atomically(folder / "metrics.jsonl", "\n".join(lines) + "\n")
+    forecast.save_trace(folder / "predicted.trace.json")
+    measured.save_trace(folder / "measured.trace.json")
+    result.paths = _pictures(folder, forecast, measured)
+    result.paths |= {"checkpoint": str(folder / "checkpoints"), "metrics": str(folder / "metrics.jsonl")}
+    write_json(folder / "run.json", {"format": "pipefit.run/1", "config": asdict(config), "result": _plain(result)})
+
+
+def _pictures(folder: Path, forecast: Timeline, measured: Timeline) -> dict[str, str]:
+    from pipefit.draw import save
+    from pipefit.draw.page import html
+
+    save(measured, folder / "measured.svg")
+    save(forecast, folder / "predicted.svg")
+    write_atomically(folder / "timeline.html", html({"measured": measured, "predicted": forecast}))
+    names = {"picture": "measured.svg", "page": "timeline.html", "trace": "measured.trace.json"}
+    return {name: str(folder / file) for name, file in names.items()}
+
+
+def _plain(result: RunResult) -> dict[str, Any]:
+    """The result as JSON data. The error of a row follows from its figures, and may be infinite, which JSON has not."""
+    data: dict[str, Any] = msgspec.to_builtins(asdict(result))
+    data["rows"] = [{key: value for key, value in row._asdict().items() if key != "error"} for row in result.rows]
+    return data
+
+
+def _generate(bundle: ModelBundle, state: dict[str, torch.Tensor], config: RunConfig, source: Source) -> str:
+    """A sample of the trained language model, made by the whole model on this rank."""
+    model: nn.Module = bundle.layers
+    model.load_state_dict(state, assign=True)
+    model.eval()
+    return sample(model, b"The ", config.sample, seed=config.seed, context=source.tokens_per_sample)

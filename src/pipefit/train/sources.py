@@ -1,0 +1,90 @@
+"""Data of a run by name: batches to train on, batches to judge by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.data import ArrayBatches, TextBatches, digits, split_corpus, synthetic, text, unigram_entropy
+from pipefit.errors import DataError
+from pipefit.models import ModelBundle
+from pipefit.train.config import RunConfig
+
+__all__ = ["Source", "source_of"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a run's batches come from.
+
+    Attributes:
+        name: for people.
+        batches: endless, (input, target); one step's worth each.
+        held_out: batches to evaluate on; () when there are none.
+        baseline: a loss that any learner should beat, and its name; None when there is none.
+        tokens_per_sample: of a text; 0 otherwise.
+        counts_hits: whether accuracy has a meaning.
+    """
+
+    name: str
+    batches: Any
+    held_out: tuple[tuple[Tensor, Tensor], ...] = ()
+    baseline: tuple[str, float] | None = None
+    tokens_per_sample: int = 0
+    counts_hits: bool = False
+
+    def endless(self) -> Iterator[tuple[Any, Any]]:
+        """Batches without end: epoch after epoch."""
+        while True:
+            drawn = False
+            for batch in self.batches:
+                drawn = True
+                yield batch
+            if not drawn:
+                raise DataError(f"{self.name} has no batch")
+
+    def state(self) -> dict[str, Any]:
+        """Where the data stands, for a checkpoint."""
+        return dict(self.batches.state_dict()) if hasattr(self.batches, "state_dict") else {}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Goes on where a checkpoint stood."""
+        if state and hasattr(self.batches, "load_state_dict"):
+            self.batches.load_state_dict(state)
+
+
+def source_of(config: RunConfig, bundle: ModelBundle) -> Source:
+    """The data that the configuration names, or that the model is made for.
+
+    Raises:
+        DataError: unknown, missing, empty, or not what the model takes.
+    """
+    wanted = config.data or ((bundle.data,) if bundle.data else ("synthetic",))
+    if wanted == ("digits",):
+        images = digits(seed=config.seed)
+        batches = ArrayBatches(images.train_x, images.train_y, config.batch, seed=config.seed)
+        return Source("digits", batches, ((images.test_x, images.test_y),), counts_hits=True)
+    if wanted == ("synthetic",):
+        return Source("synthetic", synthetic(bundle.example, config.batch, seed=config.seed))
+    paths = None if wanted == ("text",) else [Path(path) for path in wanted]
+    x, _ = bundle.example(1, 0)
+    if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
+        raise DataError(
+            f"text is for language models; {bundle.name} takes something else: use --data synthetic or digits"
+        )
+    context = x.shape[1]
+    train, held = split_corpus(text(paths))
+    batches = TextBatches(train, config.batch, context, seed=config.seed)
+    judged = TextBatches(held, config.batch, context, seed=1, num_batches=4)
+    return Source(
+        "text" if paths is None else ", ".join(map(str, paths)),
+        batches,
+        tuple(judged),
+        ("unigram entropy", unigram_entropy(train)),
+        tokens_per_sample=context,
+    )
