@@ -55,7 +55,7 @@ class Execution:
         handles: receives and reductions under way, by the index of their instruction.
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
         metric, metrics: a further number taken of each output, and its weighted values.
-        norms: global gradient norm of each update.
+        norms: of each update, the sum of squares of every rank's gradients.
         index: of the instruction that is running or waiting.
         starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
     """

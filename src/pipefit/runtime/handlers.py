@@ -177,8 +177,11 @@ def _reduce(run: Execution, i: Instruction) -> None:
     program, worker = run.compiled.program, run.worker
     members = collective_members(program.header, i)
     if i.kind == Kind.NORM:
-        tensors = [_local_square(run)]
-        run.norms[i.version] = tensors[0]
+        # Each rank brings its own entry and zeros for the others: the sum is the same to the bit in any order.
+        squares = torch.zeros(program.header.num_ranks, dtype=torch.float64, device=worker.device)
+        squares[worker.rank] = _local_square(run)
+        run.norms[i.version] = squares
+        tensors = [squares]
     elif i.kind == Kind.TIED:
         tensors = worker.tied_gradients(tied_stages(program.header, i.stage, worker.rank))
     else:
@@ -212,7 +215,7 @@ def _step(run: Execution, i: Instruction) -> None:
     if scale != 1:
         torch._foreach_mul_(gradients, scale)
     if worker.training.clip_norm is not None and gradients:
-        norm = run.norms[i.version].sqrt() * scale
+        norm = run.norms[i.version].sum().sqrt() * scale
         factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     optimizer.step()
