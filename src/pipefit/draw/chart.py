@@ -22,6 +22,7 @@ _HUES = (
     ("#8a6d00", "#e0b93a"), ("#4b4f8f", "#9aa0ee"), ("#5a6675", "#aab6c5"), ("#7a2e2e", "#d98080"),
 )  # fmt: skip
 _LEFT, _TOP, _BOTTOM, _MARGIN = 64, 64, 52, 24
+_MOST_LABELS, _MOST_DOTS = 16, 40  # beyond these, places get round numbers and lines no dots
 
 
 def chart(
@@ -127,7 +128,7 @@ def _axes(plot: _Plot, x_label: str) -> list[str]:
         y = plot.y(tick)
         parts.append(f'<path class="hair" d="M{_LEFT} {y:.1f}H{plot.right:.1f}"/>')
         parts.append(f'<text class="soft end" x="{_LEFT - 10}" y="{y + 4:.1f}">{label_number(tick)}</text>')
-    for place in plot.places:
+    for place in _labelled(plot):
         words = place if isinstance(place, str) else label_number(place)
         x = plot.x(place)
         parts.append(f'<text class="soft mid" x="{x:.1f}" y="{plot.bottom + 18:.1f}">{escape(words)}</text>')
@@ -136,11 +137,18 @@ def _axes(plot: _Plot, x_label: str) -> list[str]:
     return parts
 
 
+def _labelled(plot: _Plot) -> list[float | str]:
+    """The places that get a word under the axis: all when they are few, round numbers when they are many."""
+    if len(plot.places) <= _MOST_LABELS or plot.by_category or plot.log_x:
+        return plot.places
+    return [*nice_ticks(float(plot.places[0]), float(plot.places[-1]), _MOST_LABELS // 2)]
+
+
 def _line(plot: _Plot, index: int, count: int, name: str, points: Sequence[tuple[float | str, float]]) -> list[str]:
     placed = sorted((plot.x(x), plot.y(y), x, y) for x, y in points)
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in placed)
     parts = [f'<path class="line c{index % len(_HUES)}" d="M{path}"/>']
-    for x, y, at, value in placed:
+    for x, y, at, value in placed if len(placed) <= _MOST_DOTS else ():
         words = f"{name}: {at if isinstance(at, str) else label_number(at)}, {label_number(value)}"
         dot = f'<circle class="f{index % len(_HUES)}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
         parts.append(f"{dot}<title>{escape(words)}</title></circle>")
