@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["run_rank"]
+if TYPE_CHECKING:
+    from pipefit.train.config import RunConfig
+    from pipefit.train.run import RunResult
+
+__all__ = ["run_rank", "train_rank"]
 
 
 def run_rank(script: str, arguments: Sequence[str]) -> None:
@@ -16,3 +21,13 @@ def run_rank(script: str, arguments: Sequence[str]) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+
+
+def train_rank(config: RunConfig, quiet: bool) -> RunResult:
+    """Trains as this rank; rank 0 shows it to people unless it should be quiet."""
+    from pipefit.cli.watch import Quiet, Watcher
+    from pipefit.runtime.session import current
+    from pipefit.train.run import run
+
+    watched = current().rank == 0 and not quiet
+    return run(config, Watcher(config.steps, config.batch) if watched else Quiet())

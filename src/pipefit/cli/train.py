@@ -1,0 +1,132 @@
+"""`pipefit train`: a model over a pipeline of processes, from profile to plan to run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.options import Json, count, flag, help_of, whole_numbers
+from pipefit.errors import PipefitError
+
+__all__ = ["command"]
+
+
+def command(
+    *,
+    model: Annotated[
+        str, help_of("A built-in model, or your own as package.module:factory or file.py:factory.")
+    ] = "gpt",
+    option: Annotated[list[str] | None, help_of("Options of the model, like layers=8,hidden=256.", "--option")] = None,
+    data: Annotated[
+        list[str] | None,
+        Parameter(help="text, digits, synthetic, or your own text files.", consume_multiple=True, negative=()),
+    ] = None,
+    ranks: Annotated[int, help_of("Processes.", "--ranks", "-n")] = 2,
+    transport: Annotated[
+        Literal["distributed", "local"], help_of("A process for each rank, or all of them in this one.")
+    ] = "distributed",
+    schedule: Annotated[str, help_of("Its name, or auto; `pipefit schedules` lists them.")] = "1f1b",
+    microbatches: Annotated[int, help_of("Per weight update.", "--microbatches", "-m")] = 4,
+    chunks: Annotated[int, help_of("Stages on each rank.", "--chunks", "-v")] = 1,
+    replicas: Annotated[str | None, help_of("Copies of each stage, such as 2,1; one number stands for all.")] = None,
+    stages: Annotated[str | None, help_of("Layers of each stage, like 3,3; default: balanced by a profile.")] = None,
+    recompute: Annotated[bool, flag("Replay each forward before its backward.")] = False,
+    plan: Annotated[
+        Path | None, help_of("Follow this plan: schedule, stages and micro-batches are then its own.")
+    ] = None,
+    batch: Annotated[int, help_of("Samples per step.")] = 16,
+    steps: Annotated[int, help_of("Weight updates.")] = 100,
+    optimizer: Annotated[Literal["adamw", "adam", "sgd"], help_of("Of every stage.")] = "adamw",
+    lr: Annotated[float, help_of("Peak learning rate.")] = 2e-3,
+    warmup: Annotated[int, help_of("Steps of linear warm-up; then a cosine down to 5 %.")] = 20,
+    clip: Annotated[float, help_of("Largest global norm of the gradients; 0: any.")] = 1.0,
+    seed: Annotated[int, help_of("Of weights, the order of the data, and dropout.")] = 0,
+    output: Annotated[
+        Path | None, help_of("Folder for checkpoints, pictures, trace and metrics.", "--output", "-o")
+    ] = None,
+    resume: Annotated[Path | None, help_of("Go on from the checkpoint of this folder.")] = None,
+    checkpoint_every: Annotated[int, help_of("Steps between checkpoints; 0: only at the end.")] = 0,
+    sample: Annotated[int, help_of("Bytes to generate at the end, for language models.")] = 200,
+    device: Annotated[str | None, help_of("Where ranks compute, like cpu or cuda; default: what there is.")] = None,
+    threads: Annotated[int | None, help_of("CPU threads of each rank; default: the cores divided among them.")] = None,
+    config: Annotated[Path | None, help_of("TOML file with any of these options; what is typed wins.")] = None,
+    json: Json = False,
+) -> Answer:
+    """Train a model over a pipeline of processes.
+
+    Example: pipefit train --model gpt --ranks 2 --microbatches 8 --steps 300 -o runs/first
+
+    Profiles the model, plans, trains, and shows what was measured beside what was predicted. Under torchrun each
+    process is a rank.
+    """
+    from pipefit.train.config import RunConfig
+
+    for name, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks), ("batch", batch)):
+        count(f"--{name}", value)
+    count("--steps", steps)
+    if output is not None and output.exists() and not output.is_dir():
+        raise PipefitError(f"{output}: expected a folder for the run, got a file")
+    settings = RunConfig(
+        model=_found_everywhere(model),
+        options=",".join(option or []),
+        data=tuple(data or ()),
+        ranks=ranks,
+        schedule=schedule,
+        microbatches=microbatches,
+        chunks=chunks,
+        replicas=whole_numbers("--replicas", replicas),
+        stages=whole_numbers("--stages", stages),
+        recompute=recompute,
+        plan=_text(plan),
+        batch=batch,
+        steps=steps,
+        optimizer=optimizer,
+        lr=lr,
+        warmup=warmup,
+        clip=clip,
+        seed=seed,
+        output=_text(output),
+        resume=_text(resume),
+        checkpoint_every=checkpoint_every,
+        sample=sample,
+        device=device or "",
+    )
+    result = _run(settings, transport, threads, quiet=json)
+    return Answer(_data(settings, result), lambda: _told(result))
+
+
+def _run(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any:
+    from pipefit.cli.ranks import train_rank
+
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if launched or transport == "local" or settings.ranks == 1:
+        return train_rank(settings, quiet)
+    from pipefit.runtime.launch import launch
+
+    folder = Path(settings.output) / "logs" if settings.output else None
+    return launch(train_rank, settings.ranks, settings, quiet, threads=threads, folder=folder, quiet=quiet)[0]
+
+
+def _found_everywhere(model: str) -> str:
+    from pipefit.cli.models import importable
+
+    return importable(model) if ":" in model else model
+
+
+def _text(path: Path | None) -> str:
+    return "" if path is None else str(path)
+
+
+def _data(settings: Any, result: Any) -> dict[str, Any]:
+    return {"config": asdict(settings), **asdict(result), "final_loss": result.losses[-1] if result.losses else None}
+
+
+def _told(result: Any) -> str:
+    from pipefit.cli.watch import report
+
+    return report(result) if int(os.environ.get("RANK", 0)) == 0 else ""

@@ -1,0 +1,143 @@
+"""What people see of a training run: the plan, a line that moves, and measured beside predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any, TextIO
+
+from pipefit.units import format_bytes, format_count, format_seconds
+
+__all__ = ["Quiet", "Watcher", "report"]
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
+        """The plan stands."""
+
+    def stepped(self, step: int, loss: float, seconds: float) -> None:
+        """A step's loss is known."""
+
+
+class Watcher:
+    """Shows a run to people, on rank 0; a line that moves in a terminal, a few plain lines in a file.
+
+    Args:
+        num_steps: of the whole run.
+        batch: samples per step.
+        stream: None: standard output.
+    """
+
+    def __init__(self, num_steps: int, batch: int, stream: TextIO | None = None) -> None:
+        self._num_steps, self._batch, self._stream = num_steps, batch, stream or sys.stdout
+        self._tokens, self._last_s, self._width = 0, 0.0, 0
+
+    def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
+        """Prints the plan as a table of stages."""
+        self._tokens = source.tokens_per_sample
+        self._print(
+            f"{bundle.name}: {len(bundle.layers)} layers, {bundle.num_parameters:,} parameters; data: {source.name}"
+        )
+        self._print(plan_table(plan, profile))
+
+    def stepped(self, step: int, loss: float, seconds: float) -> None:
+        """Moves the line on, at most ten times a second; steps count from 1."""
+        moving = self._stream.isatty()
+        last = step >= self._num_steps
+        due = seconds - self._last_s >= 0.1 if moving else step % max(self._num_steps // 10, 1) == 0
+        if not (due or last):
+            return
+        self._last_s = seconds
+        rate = step * self._batch / seconds if seconds else 0.0
+        parts = [f"step {step}/{self._num_steps}", f"loss {loss:.4f}", f"{rate:.1f} samples/s"]
+        parts += [f"{format_count(rate * self._tokens)} tokens/s"] if self._tokens else []
+        parts += [] if last else [f"{format_seconds(seconds / step * (self._num_steps - step))} left"]
+        line = "  ".join(parts)
+        if moving:
+            self._write(f"\r{line:<{self._width}}" + ("\n" if last else ""))
+            self._width = len(line)
+        else:
+            self._print(line)
+
+    def _print(self, text: str) -> None:
+        self._write(text + "\n")
+
+    def _write(self, text: str) -> None:
+        # Whoever stops reading does not stop the training.
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def plan_table(plan: Any, profile: Any) -> str:
+    """The stages of a plan with their layers, ranks, weights and times."""
+    head = f"{plan.schedule}, {plan.num_microbatches} micro-batches per update, {plan.placement.num_ranks} ranks"
+    rows = [("stage", "ranks", "layers", "weights", "forward", "backward", "memory")]
+    peaks = plan.prediction.peak_bytes if plan.prediction else ()
+    for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
+        layers = [profile.layers[layer] for layer in stage.layers]
+        names = layers[0].name if len(layers) == 1 else f"{layers[0].name} … {layers[-1].name} ({len(layers)})"
+        rows.append(
+            (
+                str(index),
+                ",".join(map(str, ranks)),
+                names,
+                format_bytes(sum(layer.weight_bytes for layer in layers)),
+                format_seconds(sum(layer.forward_s for layer in layers)),
+                format_seconds(sum(layer.backward_s for layer in layers)),
+                format_bytes(peaks[ranks[0]]) if ranks[0] < len(peaks) else "",
+            )
+        )
+    lines = [head, *columns(rows)]
+    if plan.prediction:
+        predicted = plan.prediction
+        lines.append(f"predicted: {format_seconds(predicted.period_s)} per step, {predicted.throughput:.1f} samples/s")
+    return "\n".join(lines)
+
+
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows of text as aligned lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def report(result: Any) -> str:
+    """The end of a run: how it went, measured beside predicted, a sample, and where everything is."""
+    lines = [f"trained {len(result.losses)} steps in {format_seconds(result.seconds)}: " + _rates(result)]
+    if result.losses:
+        lines.append(f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}")
+    if result.baseline:
+        lines[-1] += f"   ({result.baseline[0]}: {result.baseline[1]:.4f})"
+    if result.held_out_loss is not None:
+        hits = f", accuracy {result.held_out_accuracy:.1%}" if result.held_out_accuracy is not None else ""
+        lines.append(f"held-out loss {result.held_out_loss:.4f}{hits}")
+    if result.rows:
+        lines += ["", "measured beside predicted", *columns(_compared(result.rows))]
+    used = "  ".join(f"rank {rank}: {share:.0%}" for rank, share in enumerate(result.utilisation))
+    lines += ["", f"busy    {used}"]
+    lines += [
+        "memory  " + "  ".join(f"rank {rank}: {format_bytes(b)}" for rank, b in enumerate(result.peak_memory_bytes))
+    ]
+    if result.text:
+        lines += ["", "a sample:", result.text]
+    if result.paths:
+        width = max(map(len, result.paths))
+        lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
+    return "\n".join(lines)
+
+
+def _rates(result: Any) -> str:
+    tokens = f", {format_count(result.tokens_per_s)} tokens/s" if result.tokens_per_s else ""
+    return f"{result.samples_per_s:.1f} samples/s{tokens}, bubble {result.bubble:.1%}"
+
+
+def _compared(rows: Any) -> list[tuple[str, ...]]:
+    table: list[tuple[str, ...]] = [("", "predicted", "measured", "error")]
+    for row in rows:
+        if row.name == "bubble":
+            table.append((row.name, f"{row.predicted:.1%}", f"{row.measured:.1%}", f"{100 * row.error:+.1f} points"))
+        elif row.predicted and row.measured:
+            table.append((row.name, format_seconds(row.predicted), format_seconds(row.measured), f"{row.error:+.1%}"))
+    return table

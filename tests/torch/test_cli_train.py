@@ -1,0 +1,50 @@
+"""`pipefit train` from end to end, small."""
+
+import json
+
+import pytest
+
+from pipefit.cli import main
+
+pytestmark = pytest.mark.dist
+
+SMALL = {"--model": "mlp", "--option": "layers=3,width=16", "--steps": "4", "--batch": "8"}
+
+
+def train(*more: str, **changes: str) -> int:
+    """Runs the small training with other or further options."""
+    options = SMALL | {f"--{name}": value for name, value in changes.items()}
+    return main(["train", *(word for pair in options.items() for word in pair), *more])
+
+
+def test_a_run_over_two_processes_leaves_what_it_names(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert train("--json", output=str(folder)) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["losses"]) == 4 and data["final_loss"] == data["losses"][-1]
+    assert data["config"]["ranks"] == 2 and len(data["utilisation"]) == 2
+    assert data["paths"] and all((tmp_path / path).exists() for path in data["paths"].values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"schedule": "1f2b"}, "did you mean 1f1b?"),
+        ({"ranks": "9"}, "9 stages need at least 9 layers"),
+        ({"model": "gpt", "option": "layers=1,hidden=8,heads=1,context=8", "data": "none.txt"}, "none.txt"),
+        ({"data": "digits.txt"}, "--data"),
+        ({"plan": "none.json"}, "none.json: no such file"),
+        ({"model": "gpd"}, "did you mean gpt"),
+        ({"batch": "2", "microbatches": "4"}, "micro-batch"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_message(changes, told, capsys):
+    assert train(**changes) == 2
+    err = capsys.readouterr().err
+    assert told in err and "Traceback" not in err
+
+
+def test_a_loss_that_is_no_number_is_exit_1(capsys):
+    assert train(steps="50", lr="1e30", clip="0", optimizer="sgd", warmup="1") == 1
+    err = capsys.readouterr().err
+    assert "loss" in err and "Traceback" not in err
