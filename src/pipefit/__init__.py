@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import pipefit.draw as draw
+    from pipefit import draw
     from pipefit.errors import PipefitError
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
     from pipefit.schedules import Shape, schedule
@@ -41,7 +41,27 @@ _HOMES = {
     "schedule": "schedules",
 }
 
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604  (the names of the table)
+__all__ = [
+    "Instruction",
+    "Partition",
+    "PipefitError",
+    "Pipeline",
+    "Placement",
+    "Plan",
+    "Profile",
+    "Program",
+    "Report",
+    "Shape",
+    "Timeline",
+    "Topology",
+    "__version__",
+    "bwd",
+    "bwd_input",
+    "bwd_weight",
+    "draw",
+    "fwd",
+    "schedule",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -56,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__
