@@ -280,7 +280,7 @@ def _schedule_for(worker: Worker, stage: int, sources: Sequence[Optimization]) -
             )
         if source.schedule != sources[0].schedule:
             raise ModelError(
-                f"the learning-rate schedules of {source.names[0]} and {sources[0].names[0]} stood at different points; "
+                f"the schedules of {source.names[0]} and {sources[0].names[0]} stood at different points; "
                 "cut the stages as in the run that saved, or load only the weights: load(…, weights_only=True)"
             )
     return sources[0].schedule if scheduler is not None else None

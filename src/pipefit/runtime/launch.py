@@ -21,8 +21,7 @@ from typing import Any
 from pipefit.errors import CommunicationError, PipefitError
 from pipefit.ir import text
 from pipefit.runtime.progress import PLACES, Progress
-from pipefit.runtime.signals import ENDING, die_with_parent
-from pipefit.runtime.watchdog import hang_file
+from pipefit.runtime.signals import ENDING, die_with, die_with_parent
 
 __all__ = ["LaunchError", "launch", "program_file", "run_script"]
 
@@ -47,6 +46,7 @@ def launch(
     threads: int | None = None,
     folder: Path | None = None,
     quiet: bool = False,
+    deadline_s: float | None = None,
 ) -> list[Any]:
     """Runs `function(*args)` in `num_ranks` processes that share a process group, and gives their results by rank.
 
@@ -62,6 +62,8 @@ def launch(
         threads: CPU threads per rank; None: the cores divided among the ranks, at least one.
         folder: private folder of the run, for logs; None: a temporary one, removed when all goes well.
         quiet: rank 0 too writes to its log only.
+        deadline_s: how long a rank may stand at one instruction before the run is ended as hung, at least; 0: for ever;
+            None: what PIPEFIT_DEADLINE_S says, else 60 s.
 
     Raises:
         LaunchError: a rank raised, or died.
@@ -71,17 +73,20 @@ def launch(
         raise PipefitError(f"ranks: expected at least 1, got {num_ranks}")
     place = folder or Path(tempfile.mkdtemp(prefix="pipefit-"))
     place.mkdir(parents=True, exist_ok=True)
-    for stale in ("store", ENDING, *(hang_file(place, rank).name for rank in range(num_ranks))):
-        (place / stale).unlink(missing_ok=True)
+    for stale in (place / "store", place / ENDING, *place.glob("rank-*.hang"), *place.glob("rank-*.progress")):
+        stale.unlink(missing_ok=True)
     context = _server()
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
+    environment = dict(os.environ)  # the server's own is as old as the server
+    if deadline_s is not None:
+        environment["PIPEFIT_DEADLINE_S"] = str(deadline_s)
     processes: list[Any] = []
     pipes: list[Any] = []
     with _passing_on_sigterm(processes) as asked:
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                settings = _Settings(rank, num_ranks, str(place), threads, quiet)
+                settings = _Settings(rank, num_ranks, str(place), threads, quiet, environment)
                 process = context.Process(target=_main, args=(settings, theirs, function, args), daemon=True)
                 process.start()
                 theirs.close()
@@ -122,8 +127,11 @@ def _passing_on_sigterm(processes: list[Any]) -> Iterator[threading.Event]:
 class _Settings:
     """What a child needs to know before it joins the others."""
 
-    def __init__(self, rank: int, num_ranks: int, folder: str, threads: int, quiet: bool) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, folder: str, threads: int, quiet: bool, environment: dict[str, str]
+    ) -> None:
         self.rank, self.num_ranks, self.folder, self.threads, self.quiet = rank, num_ranks, folder, threads, quiet
+        self.environment = environment
 
 
 _context: Any = None
@@ -142,8 +150,12 @@ def _main(settings: _Settings, pipe: Connection, function: Callable[..., Any], a
     """A rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
+    if (launcher := mp.parent_process()) is not None:
+        die_with(launcher.sentinel)
     import torch
 
+    os.environ.clear()
+    os.environ.update(settings.environment)
     os.environ.update(
         RANK=str(settings.rank),
         LOCAL_RANK=str(settings.rank),

@@ -9,9 +9,10 @@ import signal
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
-__all__ = ["ENDING", "Stop", "die_with_parent", "listen"]
+__all__ = ["ENDING", "Stop", "die_with", "die_with_parent", "listen"]
 
 ENDING = "ending"
 """A file in the run's folder: the launcher has given up, so ranks need not be given time."""
@@ -40,6 +41,16 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         os._exit(_TERMINATED)
+
+
+def die_with(sentinel: int) -> None:
+    """Ends this process when a pipe's other end closes, that of the launcher: its kernel parent is the fork server."""
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(_TERMINATED)
+
+    threading.Thread(target=watch, name="pipefit-launcher", daemon=True).start()
 
 
 def listen(stop: Stop, folder: Path | None) -> None:

@@ -1,0 +1,175 @@
+"""What ranks run in these tests; functions that a rank can import by name."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit import Pipeline
+from pipefit.runtime.session import current
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def model() -> nn.Sequential:
+    """Five layers with dropout and batch norm, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+def batches(count: int = 4) -> Batches:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(count)
+    ]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3], 0.5)
+
+
+def pipeline(**options: Any) -> Pipeline:
+    settings: dict[str, Any] = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": sgd,
+        "scheduler": halving,
+        "microbatches": 2,
+        **options,
+    }
+    return Pipeline(settings.pop("model", None) or model(), **settings)
+
+
+def train(options: dict[str, Any] | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a short training."""
+    pipe = pipeline(**(options or {}))
+    return pipe.fit(batches()), pipe.state_dict()
+
+
+def train_and_save(place: str) -> list[float]:
+    pipe = pipeline()
+    losses = pipe.fit(batches()[:2])
+    pipe.save(place, extra={"position": 2})
+    return losses
+
+
+def load_and_train(place: str) -> tuple[list[float], dict[str, Tensor]]:
+    pipe = pipeline()
+    position = pipe.load(place).extra["position"]
+    return pipe.fit(batches()[position:]), pipe.state_dict()
+
+
+def _at(rank: int, index: int, act: Callable[[], None], pass_number: int = 2) -> None:
+    """Does something on a rank just as it comes to an instruction."""
+    progress = current().progress
+    original = progress.at
+
+    def at(here: int) -> None:
+        original(here)
+        if here == index and progress.passes == pass_number:
+            act()
+
+    if current().rank == rank:
+        progress.at = at
+
+
+def program_lengths() -> list[int]:
+    return [len(instructions) for instructions in pipeline().program.ranks]
+
+
+def die_at(rank: int, index: int) -> None:
+    _at(rank, index, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    pipeline().fit(batches())
+
+
+def stop_at(rank: int, index: int) -> None:
+    _at(rank, index, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    pipeline().fit(batches())
+
+
+def dawdle_between_steps(rank: int) -> None:
+    pipe = pipeline()
+    for x, y in batches():
+        pipe.step(x, y)
+        if current().rank == rank:
+            time.sleep(60)
+
+
+def save_slowly(place: str) -> None:
+    """One rank takes longer over its checkpoint than the deadline of a step."""
+    from pipefit.checkpoint import commit
+
+    original = commit.write_tensors
+
+    def slow(*args: Any) -> Any:
+        if current().rank == 1:
+            time.sleep(2.5)
+        return original(*args)
+
+    commit.write_tensors = slow
+    pipe = pipeline()
+    pipe.fit(batches()[:1])
+    pipe.save(place)
+
+
+class Failing(nn.Module):
+    """A layer that cannot run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("this layer is broken")
+
+
+def train_broken_layer() -> None:
+    pipeline(model=nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), Failing(), nn.Linear(8, 3)), stages=[2, 2]).fit(
+        batches()
+    )
+
+
+def train_broken_loss() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        raise KeyError("no such class")
+
+    pipeline(loss=loss).fit(batches())
+
+
+def train_until_stopped(place: str, ready: str) -> None:
+    """Trains for ever, or until it is asked to stop; then saves, as a user would."""
+    pipe = pipeline()
+
+    def endless() -> Any:
+        while True:
+            time.sleep(0.02)
+            yield batches(1)[0]
+
+    losses = pipe.fit(endless(), on_step=lambda step, loss: Path(ready).touch())
+    assert pipe.stop_requested and len(losses) == pipe.num_updates
+    pipe.save(place)
+    pipe.fit(endless())
+    raise AssertionError("a second fit goes on")
+
+
+def block(ready: str) -> None:
+    """Rank 1 waits for what rank 0 never sends."""
+    torch.distributed.barrier()
+    Path(f"{ready}-{current().rank}").write_text(str(os.getpid()))
+    if current().rank:
+        torch.distributed.recv(torch.zeros(1), 0)
+    time.sleep(100)
+
+
+def environment(name: str) -> tuple[int, str | None]:
+    return current().rank, os.environ.get(name)
+
+
+def nothing() -> int:
+    return current().rank

@@ -1,0 +1,138 @@
+import time
+
+import pytest
+import torch
+
+from pipefit.errors import ModelError
+from pipefit.ir.op import Op
+from pipefit.runtime.launch import LaunchError, launch
+from pipefit.runtime.progress import LOSS, OUTSIDE, Position
+from pipefit.runtime.waits import hang_report, waits_for
+from pipefit.schedules import Shape, find
+from tests.dist import jobs
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The program that the jobs run on two ranks."""
+    return jobs.pipeline().program
+
+
+def _first(program, rank, op, count=1):
+    return [index for index, i in enumerate(program.ranks[rank]) if i.op is op][count - 1]
+
+
+# ---- ranks that die or fail ------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_is_named_with_its_last_instruction(program):
+    index = _first(program, 1, Op.BWD)
+    began = time.monotonic()
+    with pytest.raises(LaunchError) as failure:
+        launch(jobs.die_at, 2, 1, index, quiet=True)
+    assert time.monotonic() - began < 5
+    assert f"rank 1 failed at '{program.ranks[1][index]}' (instruction {index}, pass 2)" in str(failure.value)
+    assert "SIGKILL" in str(failure.value)
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_killed_at_any_instruction_ends_the_run_and_is_named(program):
+    for rank in range(2):
+        for index, instruction in enumerate(program.ranks[rank]):
+            with pytest.raises(LaunchError, match="SIGKILL") as failure:
+                launch(jobs.die_at, 2, rank, index, quiet=True)
+            assert f"rank {rank} failed at '{instruction}'" in str(failure.value)
+
+
+def test_a_layer_that_fails_on_one_rank_is_the_callers_error():
+    with pytest.raises(ModelError) as failure:
+        launch(jobs.train_broken_layer, 2, quiet=True)
+    assert str(failure.value).startswith("stage 1: layer 2 (Failing) failed in its forward")
+    assert str(failure.value).count("this layer is broken") == 1
+
+
+def test_a_loss_that_raises_is_named_with_its_rank():
+    with pytest.raises(LaunchError, match=r"rank 1 failed at 'loss m0'.*KeyError: 'no such class'"):
+        launch(jobs.train_broken_loss, 2, quiet=True)
+
+
+def test_a_killed_run_resumes_with_the_numbers_of_one_that_was_not(tmp_path, program):
+    place = str(tmp_path / "run")
+    (losses, weights), _ = launch(jobs.train, 2, quiet=True)
+    first, _ = launch(jobs.train_and_save, 2, place, quiet=True)
+    with pytest.raises(LaunchError):
+        launch(jobs.die_at, 2, 0, _first(program, 0, Op.STEP), quiet=True)
+    for num_ranks in (2, 3):
+        rest, state = launch(jobs.load_and_train, num_ranks, place, quiet=True)[0]
+        assert first + rest == losses
+        assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+# ---- ranks that stand still -------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_rank_is_named_within_the_deadline(program):
+    index = _first(program, 0, Op.FWD)
+    began = time.monotonic()
+    with pytest.raises(LaunchError) as failure:
+        launch(jobs.stop_at, 2, 0, index, quiet=True, deadline_s=1.5)
+    text = str(failure.value)
+    assert time.monotonic() - began < 12
+    assert f"rank 0 is stopped (by SIGSTOP or a debugger), at '{program.ranks[0][index]}'" in text
+    assert "rank 1 waits for" in text and "seen by rank 1" in text
+
+
+def test_a_rank_that_stays_outside_the_program_is_named():
+    with pytest.raises(LaunchError, match="rank 1 has been outside the program too long"):
+        launch(jobs.dawdle_between_steps, 2, 1, quiet=True, deadline_s=1.5)
+
+
+def test_a_slow_checkpoint_is_no_hang(tmp_path):
+    launch(jobs.save_slowly, 2, str(tmp_path / "run"), quiet=True, deadline_s=1.0)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]
+
+
+# ---- who is to blame ----------------------------------------------------------------------------------------------------
+
+
+def _chain():
+    return find("gpipe")(Shape(3, 2))
+
+
+def _at(program, rank, op, mb, passes=1, pid=1):
+    index = next(k for k, i in enumerate(program.ranks[rank]) if i.op is op and i.mb == mb)
+    return Position(passes, index, 0, pid, 0.0)
+
+
+def test_a_rank_waits_for_the_sender_of_what_its_instruction_needs():
+    program = _chain()
+    positions = {r: _at(program, r, Op.FWD, 0) for r in range(3)}
+    assert [list(waits_for(program, r, positions)) for r in range(3)] == [[], [0], [1]]
+
+
+def test_a_rank_does_not_wait_for_one_that_has_sent():
+    program = _chain()
+    positions = {0: _at(program, 0, Op.BWD, 0), 1: _at(program, 1, Op.FWD, 0), 2: _at(program, 2, Op.FWD, 0)}
+    assert [list(waits_for(program, r, positions)) for r in (1, 2)] == [[], [1]]
+
+
+def test_the_report_follows_the_chain_to_the_rank_that_waits_for_nobody():
+    program = _chain()
+    positions = {r: _at(program, r, Op.FWD, 0) for r in range(3)}
+    page = hang_report(2, program, positions, 61.0, 60.0, 3)
+    assert page.startswith("rank 0 does not go on: it waits for no other rank, at 'fwd s0 m0")
+    assert "rank 2 waits for" in page and "rank 1 waits for" in page
+
+
+def test_a_rank_that_waits_for_the_loss_blames_one_still_in_its_pass():
+    program = _chain()
+    here = Position(1, LOSS, 0, 1, 0.0)
+    positions = {0: here, 1: here, 2: _at(program, 2, Op.BWD, 1)}
+    assert list(waits_for(program, 0, positions)) == [2]
+
+
+def test_a_rank_outside_the_program_waits_for_nobody():
+    program = _chain()
+    positions = {0: Position(1, OUTSIDE, 0, 1, 0.0), 1: _at(program, 1, Op.FWD, 0, passes=2)}
+    assert waits_for(program, 0, positions) == {}
+    assert list(waits_for(program, 1, positions)) == [0]
