@@ -171,3 +171,11 @@ def test_a_topology_with_too_few_devices_is_refused(files, capsys):
 def test_another_ending_is_refused(files, capsys):
     (files / "a.txt").write_text("")
     assert "expected a program (.pipe) or a plan (.json)" in refused(capsys, "verify", "a.txt")
+
+
+def test_a_folder_that_is_no_run_has_no_report(files, capsys):
+    assert "none: expected the folder of a run" in refused(capsys, "report", "none")
+    assert "run.json: no such file" in refused(capsys, "report", str(files))
+    (files / "run.json").write_text("[]")
+    assert "is this the folder of a run?" in refused(capsys, "report", str(files))
+    assert "one of .html" in refused(capsys, "report", str(files), "-o", "page.pdf")

@@ -23,7 +23,12 @@ def test_a_run_over_two_processes_leaves_what_it_names(tmp_path, capsys):
     data = json.loads(capsys.readouterr().out)
     assert len(data["losses"]) == 4 and data["final_loss"] == data["losses"][-1]
     assert data["config"]["ranks"] == 2 and len(data["utilisation"]) == 2
-    assert data["paths"] and all((tmp_path / path).exists() for path in data["paths"].values())
+    assert {"checkpoint", "trace", "report"} <= set(data["paths"])
+    assert all((tmp_path / path).exists() for path in data["paths"].values())
+    page = tmp_path / "page.html"
+    assert main(["report", str(folder), "-o", str(page), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(page)}
+    assert page.read_text() == (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, help_of
+from pipefit.cli.options import Json, check_suffix, help_of
 
 __all__ = ["command"]
 
@@ -26,5 +26,6 @@ def command(
     """
     from pipefit.report import write_report
 
+    check_suffix(output, (".html",))
     page = write_report(folder, output)
     return Answer({"report": str(page)}, f"wrote {page}")

@@ -101,6 +101,15 @@ def command(
 
 
 def _run(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any:
+    result = _trained(settings, transport, threads, quiet)
+    if settings.output and _is_first():
+        from pipefit.report import write_report
+
+        result.paths["report"] = str(write_report(settings.output))
+    return result
+
+
+def _trained(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any:
     from pipefit.cli.ranks import train_rank
 
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -129,4 +138,9 @@ def _data(settings: Any, result: Any) -> dict[str, Any]:
 def _told(result: Any) -> str:
     from pipefit.cli.watch import report
 
-    return report(result) if int(os.environ.get("RANK", 0)) == 0 else ""
+    return report(result) if _is_first() else ""
+
+
+def _is_first() -> bool:
+    """Under a launcher of its own every rank comes here, and one tells."""
+    return int(os.environ.get("RANK", 0)) == 0
