@@ -159,24 +159,6 @@ def test_a_full_disk_behind_stdout_is_said_plainly():
     assert done.stderr == "pipefit schedules: cannot write to standard output: No space left on device\n"
 
 
-def cpu_seconds(*command: str) -> float:
-    """Of the processor, the least of three: what the machine does beside it is not our cost."""
-    taken = []
-    for _ in range(3):
-        before = os.times()
-        subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, env=ENV, timeout=60, check=True)
-        after = os.times()
-        taken.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    return min(taken)
-
-
-def test_drawing_takes_less_than_half_a_second_in_a_fresh_process():
-    # A processor that others use at the same time counts more seconds for the same work; this loop takes 0.2 s on a
-    # quiet one.
-    slowness = max(1.0, cpu_seconds("-c", "sum(i * i for i in range(3_000_000))") / 0.2)
-    assert cpu_seconds("-m", "pipefit", "draw", "1f1b", "-p", "8", "-m", "64") < 0.5 * slowness
-
-
 def test_no_verb_loads_torch_before_it_runs():
     code = f"""
 import sys; sys.modules["torch"] = None

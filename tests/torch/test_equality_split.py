@@ -8,7 +8,7 @@ from tests.torch.equality_models import MODELS, make
 from pipefit.ir import Instruction, bwd_input, bwd_weight, fwd
 from pipefit.ir.op import Op
 from pipefit.schedules import Task, generate, schedule
-from pipefit.schedules.registry import _REGISTRY
+from pipefit.schedules.registry import REGISTRY
 from pipefit.schedules.shape import Shape
 from pipefit.testing import check
 
@@ -40,7 +40,7 @@ def split_schedule(request: pytest.FixtureRequest) -> Iterator[str]:
     name = f"split-by-hand-{request.param}"
     schedule(name=name)(split_backwards(request.param))
     yield name
-    del _REGISTRY[name]
+    del REGISTRY[name]
 
 
 def test_a_split_program_has_halves_and_no_whole_backward(split_schedule: str) -> None:

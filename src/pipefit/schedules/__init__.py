@@ -1,6 +1,19 @@
 """Schedules: one family per file, each a function from integers to a Program."""
 
-from pipefit.schedules.registry import Schedule, Task, find, generate, names, schedule
+from pipefit.schedules.catalogue import find, generate, names
+from pipefit.schedules.planned import program_of, shape_of
+from pipefit.schedules.registry import Schedule, Task, schedule
 from pipefit.schedules.shape import Shape, placement_of
 
-__all__ = ["Schedule", "Shape", "Task", "find", "generate", "names", "placement_of", "schedule"]
+__all__ = [
+    "Schedule",
+    "Shape",
+    "Task",
+    "find",
+    "generate",
+    "names",
+    "placement_of",
+    "program_of",
+    "schedule",
+    "shape_of",
+]

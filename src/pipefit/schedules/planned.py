@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipefit.ir.program import Program
-from pipefit.schedules.registry import generate
+from pipefit.schedules.catalogue import generate
 from pipefit.schedules.shape import Shape
 from pipefit.spec.plan import Plan
 

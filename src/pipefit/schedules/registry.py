@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import overload
 
 from pipefit.errors import ScheduleError, nearest
@@ -13,7 +12,7 @@ from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.passes import build
 from pipefit.schedules.shape import Layout, Shape
 
-__all__ = ["Schedule", "Task", "find", "generate", "names", "schedule"]
+__all__ = ["REGISTRY", "Schedule", "Task", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Schedule:
                 )
 
 
-_REGISTRY: dict[str, Schedule] = {}
+REGISTRY: dict[str, Schedule] = {}
 
 
 @overload
@@ -173,38 +172,7 @@ def schedule(
     def register(function: Order) -> Schedule:
         label = name or getattr(function, "__name__", "schedule").replace("_", "-")
         made = Schedule(label, function, WeightRule(weights), layout, chunks, dict(options or {}), check)
-        _REGISTRY[label] = made
+        REGISTRY[label] = made
         return made
 
     return register if order is None else register(order)
-
-
-def names() -> list[str]:
-    """The schedules of the house, in the order of the papers, then any others."""
-    _load_house()
-    return list(_REGISTRY)
-
-
-def find(name: str) -> Schedule:
-    """A schedule by its name; entry points of the group `pipefit.schedules` count.
-
-    Raises:
-        ScheduleError: there is none; the message suggests the nearest.
-    """
-    _load_house()
-    if name not in _REGISTRY:
-        for point in entry_points(group="pipefit.schedules"):
-            if point.name == name:
-                point.load()
-    if name not in _REGISTRY:
-        raise ScheduleError(f"unknown schedule {name!r}; {nearest(name, _REGISTRY)}")
-    return _REGISTRY[name]
-
-
-def generate(name: str, shape: Shape) -> Program:
-    """The program of a schedule by name."""
-    return find(name)(shape)
-
-
-def _load_house() -> None:
-    import pipefit.schedules.house  # noqa: F401  (registers by being imported)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import torch
 from pipefit.errors import DataError
 from pipefit.runtime.executor import Feed
-from torch import Tensor
 
 __all__ = ["Weigh", "cut", "feed_of"]
 

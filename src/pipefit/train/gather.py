@@ -12,7 +12,7 @@ from pipefit.runtime.engine import Engine
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["full_state", "forget_others", "owner_of"]
+__all__ = ["forget_others", "full_state", "owner_of"]
 
 
 def owner_of(plan: Plan, layer: int) -> tuple[int, int]:
@@ -43,7 +43,7 @@ def full_state(engine: Engine, layers: Sequence[NamedLayer], plan: Plan) -> dict
 
 
 def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:
-    """Frees the weights of layers that no stage of this process holds; their names and shapes stay, on the meta device."""
+    """Frees the weights of layers that no stage of this process holds; names and shapes stay, on the meta device."""
     kept = {id(p) for layer in layers if layer.index in held for p in layer.module.parameters()}
     for layer in layers:
         if layer.index not in held:

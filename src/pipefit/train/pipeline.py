@@ -18,7 +18,7 @@ from pipefit.ir.program import Program, WeightRule
 from pipefit.runtime.engine import Engine, PassResult
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Tie, Training, Worker
-from pipefit.schedules import find
+from pipefit.schedules import find, shape_of
 from pipefit.schedules.forward import forward_only
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
@@ -29,7 +29,7 @@ from pipefit.train.losses import PendingLosses
 from pipefit.train.measured import PassHistory
 from pipefit.train.memory import peak_memory_bytes
 from pipefit.train.report import PipelineReport
-from pipefit.train.setup import make_plan, shape_of
+from pipefit.train.setup import make_plan
 from pipefit.train.stream import stream_feed
 from pipefit.verify import verify
 
@@ -231,16 +231,16 @@ class Pipeline:
     def _check(self, loss: float, update: int) -> float:
         if loss != loss or loss in (float("inf"), float("-inf")):
             raise NonFiniteLossError(
-                f"the loss of update {update} is {loss}; lower the learning rate, clip the gradients (clip_norm), or look "
-                "for bad data; the last checkpoint is from before it"
+                f"the loss of update {update} is {loss}; lower the learning rate, clip the gradients (clip_norm), "
+                "or look for bad data; the last checkpoint is from before it"
             )
         return loss
 
     def fit(self, batches: Iterable[Any], steps: int | None = None, on_step: OnStep | None = None) -> list[float]:
         """Trains on batches of (input, target), each one step's worth, and gives the loss of every step.
 
-        An asynchronous schedule runs all steps as one segment and drains at its end. A synchronous one never waits for a
-        loss: it is read while the next step runs.
+        An asynchronous schedule runs all steps as one segment and drains at its end. A synchronous one never waits for
+        a loss: it is read while the next step runs.
 
         When the run is asked to stop (SIGTERM) it ends after the step under way, an asynchronous one at the end of its
         segment, and gives the losses so far; there are then a few seconds to save. Another `fit` leaves the process.
@@ -393,7 +393,7 @@ class Pipeline:
         return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session))
 
     def draw(self) -> Drawing:
-        """The picture of the schedule under unit costs; it shows itself in a notebook. `timeline()` is what was measured."""
+        """The picture of the schedule under unit costs; it shows itself in a notebook."""
         if self.schedule.is_synchronous:
             return drawing_of(self.program)
         return drawing_of(self._program(4 * len(self.plan.partition.stages)))

@@ -18,6 +18,7 @@ from pipefit.errors import PipefitError, nearest
 from pipefit.ir import text as program_text
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.runtime.session import Session, current
+from pipefit.schedules import shape_of
 from pipefit.spec import Plan, Prediction, Profile
 from pipefit.spec.files import write_atomically, write_json
 from pipefit.stage.split import named_layers
@@ -28,7 +29,7 @@ from pipefit.train.memory import peak_memory_bytes
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
-from pipefit.train.setup import make_plan, shape_of
+from pipefit.train.setup import make_plan
 from pipefit.train.sources import Source, source_of
 
 __all__ = ["Observer", "RunResult", "run"]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
 
 from pipefit.errors import PlanError
 from pipefit.partition import minmax
-from pipefit.schedules import Shape, find, placement_of
+from pipefit.schedules import find, placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["make_plan", "shape_of", "stage_count"]
+__all__ = ["make_plan", "stage_count"]
 
 
 def stage_count(schedule: str, num_ranks: int, num_chunks: int, replicas: Sequence[int]) -> int:
@@ -60,7 +58,8 @@ def make_plan(
     count = stage_count(schedule, num_ranks, num_chunks, replicas)
     if stages is not None and len(stages) != count:
         raise PlanError(
-            f"{schedule} on {num_ranks} ranks with {num_chunks} chunks has {count} stages, got layer counts for {len(stages)}"
+            f"{schedule} on {num_ranks} ranks with {num_chunks} chunks has {count} stages, "
+            f"got layer counts for {len(stages)}"
         )
     if count > len(layers):
         raise PlanError(
@@ -93,19 +92,3 @@ def make_plan(
 def _even(num_layers: int, count: int) -> Partition:
     size, more = divmod(num_layers, count)
     return Partition.from_counts([size + (stage < more) for stage in range(count)])
-
-
-def shape_of(plan: Plan, *, num_steps: int = 1, ties: Any = (), clip: bool = False) -> Shape:
-    """The shape from which every rank derives a plan's program."""
-    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.recompute)
-    return Shape(
-        depth=max(len(plan.partition.stages) // plan.num_chunks, 1),
-        num_microbatches=plan.num_microbatches,
-        num_chunks=plan.num_chunks,
-        num_steps=num_steps,
-        placement=plan.placement.ranks,
-        recompute=recompute,
-        ties=ties,
-        clip=clip,
-        options=plan.options,
-    )
