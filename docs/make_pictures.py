@@ -1,0 +1,43 @@
+"""Draws the manual's pictures again: `python -m docs.make_pictures`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipefit.draw.drawing import Drawing, draw
+
+PICTURES = Path(__file__).parent / "pictures"
+_WIDTH = 960.0
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "naive": {"schedule": "naive", "num_stages": 4, "num_microbatches": 4},
+    "data-parallel": {"schedule": "data-parallel", "num_stages": 4, "num_microbatches": 8},
+    "gpipe": {"schedule": "gpipe", "num_stages": 4, "num_microbatches": 8},
+    "gpipe-recompute": {"schedule": "gpipe", "num_stages": 4, "num_microbatches": 8, "recompute": True},
+    "1f1b": {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8},
+    "interleaved": {"schedule": "interleaved", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2},
+    "breadth-first": {"schedule": "breadth-first", "num_stages": 4, "num_microbatches": 8, "num_chunks": 2},
+    "pipedream": {"schedule": "pipedream", "num_stages": 4, "num_microbatches": 10},
+    "pipedream-vertical-sync": {"schedule": "pipedream-vertical-sync", "num_stages": 4, "num_microbatches": 10},
+    "pipedream-2bw": {"schedule": "pipedream-2bw", "num_stages": 4, "num_microbatches": 4},
+}
+"""Every picture by its name, and the drawing it shows; the tables of the manual speak of the same drawings."""
+
+
+def drawing(name: str) -> Drawing:
+    """The drawing of a picture."""
+    return draw(**SHAPES[name])
+
+
+def main(folder: Path = PICTURES) -> None:
+    """Writes all of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in SHAPES:
+        path = drawing(name).save(folder / f"{name}.svg", width=_WIDTH)
+        sys.stdout.write(f"{path.name}: {path.stat().st_size / 1000:.0f} kB\n")
+
+
+if __name__ == "__main__":
+    main()
