@@ -19,8 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _server() -> None:
     """Loading torch takes seconds on a busy machine; no test should pay for it."""
-    from pipefit.runtime.launch import launch
     from tests.dist import jobs
+
+    from pipefit.runtime.launch import launch
 
     launch(jobs.nothing, 1, quiet=True)
 

@@ -1,5 +1,6 @@
 """What ranks run in these tests; functions that a rank can import by name."""
 
+import errno
 import os
 import signal
 import time
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipefit import Pipeline
+from pipefit.checkpoint import commit, export
+from pipefit.errors import PipefitError
 from pipefit.runtime.session import current
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -63,6 +66,35 @@ def train_and_save(place: str) -> list[float]:
     return losses
 
 
+def save_export_and_state(place: str) -> dict[str, Tensor]:
+    """Two replicas of each of two stages."""
+    pipe = pipeline(replicas=2, microbatches=4)
+    pipe.fit(batches()[:2])
+    pipe.save(f"{place}/run")
+    export(pipe, f"{place}/model.safetensors")
+    return pipe.state_dict()
+
+
+def save_where_one_rank_cannot(place: str) -> str:
+    """What each rank hears when one cannot write."""
+
+    def full(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    pipe = pipeline()
+    if current().rank == 1:
+        commit.write_tensors = full
+    try:
+        pipe.save(place)
+    except PipefitError as problem:
+        return str(problem)
+    return ""
+
+
+def train_another_program_on_one_rank() -> None:
+    pipeline(microbatches=4 if current().rank else 2).fit(batches())
+
+
 def load_and_train(place: str) -> tuple[list[float], dict[str, Tensor]]:
     pipe = pipeline()
     position = pipe.load(place).extra["position"]
@@ -107,8 +139,6 @@ def dawdle_between_steps(rank: int) -> None:
 
 def save_slowly(place: str) -> None:
     """One rank takes longer over its checkpoint than the deadline of a step."""
-    from pipefit.checkpoint import commit
-
     original = commit.write_tensors
 
     def slow(*args: Any) -> Any:

@@ -2,14 +2,15 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tests.dist import jobs
 
-from pipefit.errors import ModelError
+from pipefit.errors import InvalidProgramError, ModelError
 from pipefit.ir.op import Op
 from pipefit.runtime.launch import LaunchError, launch
 from pipefit.runtime.progress import LOSS, OUTSIDE, Position
 from pipefit.runtime.waits import hang_report, waits_for
 from pipefit.schedules import Shape, find
-from tests.dist import jobs
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,29 @@ def test_a_killed_run_resumes_with_the_numbers_of_one_that_was_not(tmp_path, pro
         assert all(torch.equal(state[name], weights[name]) for name in weights)
 
 
-# ---- ranks that stand still -------------------------------------------------------------------------------------------
+def test_replicas_save_each_stage_once_and_an_export_holds_the_whole_model(tmp_path):
+    state = launch(jobs.save_export_and_state, 4, str(tmp_path), quiet=True)[0]
+    whole = load_file(tmp_path / "model.safetensors")
+    assert whole.keys() == state.keys()
+    assert all(torch.equal(whole[name], state[name]) for name in state)
+    files = [load_file(tmp_path / "run" / "step-000002" / f"rank-{rank}.safetensors") for rank in range(4)]
+    names = [name for file in files for name in file if not name.startswith("optim/")]
+    assert sorted(names) == sorted(state)
+
+
+def test_a_rank_that_cannot_save_is_heard_by_all_and_nothing_is_committed(tmp_path):
+    first, second = launch(jobs.save_where_one_rank_cannot, 2, str(tmp_path), quiet=True)
+    assert first == second
+    assert first.startswith("rank 1: ") and "the disk is full" in first
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_derive_different_programs_are_refused_before_the_first_step():
+    with pytest.raises(InvalidProgramError, match="rank 1 is about to run another program than rank 0"):
+        launch(jobs.train_another_program_on_one_rank, 2, quiet=True)
+
+
+# ---- ranks that stand still ------------------------------------------------------------------------------------------
 
 
 def test_a_stopped_rank_is_named_within_the_deadline(program):
@@ -92,7 +115,7 @@ def test_a_slow_checkpoint_is_no_hang(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]
 
 
-# ---- who is to blame ----------------------------------------------------------------------------------------------------
+# ---- who is to blame -------------------------------------------------------------------------------------------------
 
 
 def _chain():

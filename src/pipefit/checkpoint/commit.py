@@ -22,7 +22,8 @@ import msgspec
 
 from pipefit.checkpoint.exchange import agree, attempt
 from pipefit.checkpoint.manifest import MANIFEST, FileEntry, Manifest, candidates, step_name
-from pipefit.checkpoint.state import Trained, optimization_of, tensors_of
+from pipefit.checkpoint.optim import optimization_of
+from pipefit.checkpoint.state import Trained, is_first, tensors_of
 from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError
 from pipefit.spec.files import encode
@@ -111,7 +112,7 @@ def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
     for worker in pipeline._engine.workers:
         tensors, known = tensors_of(pipeline, worker)
         aliases.update(known)
-        optimization += optimization_of(pipeline, worker)
+        optimization += optimization_of(worker, [s for s in worker.stages if is_first(pipeline.plan, worker, s)])
         path = temporary / f"rank-{worker.rank}.safetensors"
         try:
             size, checksum = write_tensors(path, tensors, {"format": "pt"})

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipefit.checkpoint.exchange import agree, attempt, exchange
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest, verify_file
-from pipefit.checkpoint.state import OPTIM, Trained, aliases_of, restore_optimizer, weights_of
+from pipefit.checkpoint.optim import OPTIM, restore_optimizer
+from pipefit.checkpoint.state import Trained, aliases_of, weights_of
 from pipefit.checkpoint.tensors import dtype_of
 from pipefit.errors import ModelError, PipefitError
 from pipefit.runtime.session import Session
@@ -154,6 +155,11 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
         if owner in weights:
             weights[alias] = weights[owner]
     _compare(pipeline, weights, weights_only)
+    states: dict[str, dict[str, Callable[[], Tensor]]] = {}
+    for name, entry in saved.items():
+        if name.startswith(OPTIM):
+            parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
+            states.setdefault(parameter, {})[key] = entry.read
     takers: list[Callable[[], None]] = []
     for worker in pipeline._engine.workers:
         for stage in worker.stages:
@@ -161,7 +167,6 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
             for name, _, tensor in weights_of(worker, known, stage):
                 takers.append(_copier(tensor, weights[name]))
             if not weights_only and stage in worker.optimizers:
-                states = {name: entry.read for name, entry in saved.items() if name.startswith(OPTIM)}
                 takers.append(restore_optimizer(worker, stage, manifest.optimization, states))
     return takers
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.errors import InvalidProgramError
@@ -99,6 +100,8 @@ class Engine:
         if program.digest in self._prepared:
             return
         self._prepared.add(program.digest)
+        if self.session.is_distributed:
+            _agree_on(program, self.session.num_ranks)
         graph = dependency_graph(program)
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         for transport in self.transports:
@@ -107,6 +110,23 @@ class Engine:
         number = self.session.programs.setdefault(program.digest, len(self.session.programs))
         if self.session.folder and self.session.rank == 0:
             text.save(program, program_file(self.session.folder, number))
+
+
+def _agree_on(program: Program, num_ranks: int) -> None:
+    """Every rank has derived the program by itself: before it runs, all must have the same.
+
+    Raises:
+        InvalidProgramError: on every rank, when two differ.
+    """
+    mine = torch.tensor(list(bytes.fromhex(program.digest)), dtype=torch.uint8)
+    digests = [torch.empty_like(mine) for _ in range(num_ranks)]
+    dist.all_gather(digests, mine)
+    for rank, digest in enumerate(digests):
+        if not torch.equal(digest, digests[0]):
+            raise InvalidProgramError(
+                f"rank {rank} is about to run another program than rank 0: every rank must make the same Pipeline "
+                "(model, stages, schedule, microbatches, version of pipefit) and call its methods alike"
+            )
 
 
 def _drive(executions: Sequence[Execution]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -114,10 +116,19 @@ def join() -> Session:
     progress = Progress(folder / f"rank-{rank}.progress" if folder else None)
     stop = Stop()
     listen(stop, folder)
+    if folder is None:
+        atexit.register(_leave_well)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     watchdog = Watchdog(rank, num_ranks, progress, folder, deadline) if num_ranks > 1 else None
     return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop)
+
+
+def _leave_well() -> None:
+    """At the end of a script under torchrun; one that raised leaves at once, for the others may not be there."""
+    if not hasattr(sys, "last_value"):
+        with contextlib.suppress(RuntimeError):
+            leave()
 
 
 def leave() -> None:

@@ -1,0 +1,258 @@
+"""Optimizers and learning-rate schedules: their tensors and numbers, taken apart and put together by parameter."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.checkpoint.manifest import Optimization
+from pipefit.errors import ModelError, PipefitError
+from pipefit.runtime.worker import Owned, Worker
+
+__all__ = ["OPTIM", "optimization_of", "optimizer_tensors", "restore_optimizer"]
+
+OPTIM = "optim/"
+# How an optimizer computes, not what: a run keeps its own, so that it may go on with another device.
+_MANNERS = ("params", "foreach", "fused", "capturable", "differentiable")
+_CURE = "cut the stages and group the parameters as in the run that saved, or load(…, weights_only=True)"
+
+# Reads a saved tensor.
+Read = Callable[[], Tensor]
+
+
+def _saved_name(owned: Owned) -> str:
+    return owned.tie.owner if owned.tie else owned.name
+
+
+def _trained(worker: Worker, stage: int) -> list[tuple[str, nn.Parameter, Owned]]:
+    """(saved name, what the optimizer steps, parameter) of all that a stage's optimizer steps."""
+    stepped = {id(p) for group in worker.optimizers[stage].param_groups for p in group["params"]}
+    pairs = zip(worker.owned[stage], worker.stores[stage].masters, strict=True)
+    return [(_saved_name(own), master, own) for own, master in pairs if id(master) in stepped]
+
+
+def optimizer_tensors(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
+    """(name in the file, tensor) of what a stage's optimizer keeps; a tied weight's only where its first name lives."""
+    optimizer = worker.optimizers.get(stage)
+    if optimizer is None:
+        return
+    for saved, master, owned in _trained(worker, stage):
+        if saved == owned.name:
+            for key, value in optimizer.state.get(master, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{OPTIM}{saved}/{key}", value
+
+
+def optimization_of(worker: Worker, stages: Sequence[int]) -> list[Optimization]:
+    """The numbers of some stages' optimizers and learning-rate schedules.
+
+    Raises:
+        PipefitError: an optimizer keeps something that is neither a tensor nor JSON data.
+    """
+    result = []
+    for stage, optimizer in worker.optimizers.items():
+        if stage not in stages:
+            continue
+        names = {id(master): saved for saved, master, _ in _trained(worker, stage)}
+        groups = [
+            {
+                "parameters": [names[id(p)] for p in group["params"]],
+                "options": {
+                    k: _plain(v, f"option {k} of the optimizer") for k, v in group.items() if k not in _MANNERS
+                },
+            }
+            for group in optimizer.param_groups
+        ]
+        values = {
+            saved: {
+                key: _plain(value, f"{key} of {saved} in the optimizer")
+                for key, value in optimizer.state.get(master, {}).items()
+                if not isinstance(value, Tensor)
+            }
+            for saved, master, _ in _trained(worker, stage)
+        }
+        scheduler = worker.schedulers.get(stage)
+        result.append(
+            Optimization(
+                type(optimizer).__name__,
+                groups,
+                {name: found for name, found in values.items() if found},
+                type(scheduler).__name__ if scheduler else "",
+                _plain(scheduler.state_dict(), "the learning-rate schedule") if scheduler else None,
+            )
+        )
+    return result
+
+
+def _plain(value: Any, what: str) -> Any:
+    """JSON data that `_like` turns back."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, dict):
+        return {"items": [[_plain(k, what), _plain(v, what)] for k, v in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_plain(item, what) for item in value]
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        raise PipefitError(
+            f"{what} is a {type(value).__name__}, which cannot be saved: a checkpoint holds tensors and JSON data"
+        ) from None
+    return value
+
+
+def _like(value: Any, template: Any) -> Any:
+    """Saved JSON data in the type of what stands there now."""
+    if isinstance(value, dict):
+        known = template if isinstance(template, dict) else {}
+        items = {(tuple(k) if isinstance(k, list) else k): v for k, v in value["items"]}
+        result = {k: _like(v, known.get(k)) for k, v in items.items()}
+        return Counter(result) if isinstance(template, Counter) else result
+    if isinstance(value, list):
+        some = template if isinstance(template, list | tuple) else ()
+        result = [_like(item, some[i] if i < len(some) else None) for i, item in enumerate(value)]
+        return tuple(result) if isinstance(template, tuple) else result
+    if isinstance(template, Tensor):
+        return torch.full_like(template, value)
+    return value
+
+
+def restore_optimizer(
+    worker: Worker, stage: int, records: Sequence[Optimization], tensors: Mapping[str, Mapping[str, Read]]
+) -> Callable[[], None]:
+    """Checks what was saved against a stage's optimizer and gives the function that takes it over.
+
+    Args:
+        worker: the rank.
+        stage: of the rank.
+        records: of all stages of the run that saved them; it may have been cut in other places.
+        tensors: the saved tensors of optimizers, by parameter and key.
+
+    Raises:
+        ModelError: another optimizer, or settings that differ between parameters that now share a group.
+    """
+    optimizer = worker.optimizers[stage]
+    trained = _trained(worker, stage)
+    names = {id(master): saved for saved, master, _ in trained}
+    origins = _origins(records)
+    _check_kinds(worker, stage, [saved for saved, _, _ in trained], origins)
+    found = [[origins[names[id(p)]] for p in group["params"]] for group in optimizer.param_groups]
+    options = [
+        _same([(_like(o.options, group), o.name) for o in of_group], "optimizer")
+        for of_group, group in zip(found, optimizer.param_groups, strict=True)
+    ]
+    schedule = None
+    if scheduler := worker.schedulers.get(stage):
+        template = scheduler.state_dict()
+        whole = [(_like(o.record.schedule, template), o) for of_group in found for o in of_group]
+        schedule = _merged(whole, template, found)
+
+    def take() -> None:
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own or {})
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                saved = names[id(master)]
+                state = {k: _like(v, None) for k, v in origins[saved].record.values.get(saved, {}).items()}
+                for key, read in tensors.get(saved, {}).items():
+                    state[key] = read().to(_device_of(key, master, group))
+                if state:
+                    optimizer.state[master] = state
+        if scheduler is not None:
+            scheduler.load_state_dict(schedule)
+
+    return take
+
+
+class _Origin(NamedTuple):
+    """Where a parameter was trained: the record of its stage, and its group there."""
+
+    name: str
+    record: Optimization
+    group: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        options: dict[str, Any] = self.record.groups[self.group]["options"]
+        return {"items": [[key, value] for key, value in options.items()]}
+
+
+def _origins(records: Sequence[Optimization]) -> dict[str, _Origin]:
+    return {
+        name: _Origin(name, record, index)
+        for record in records
+        for index, group in enumerate(record.groups)
+        for name in group["parameters"]
+    }
+
+
+def _check_kinds(worker: Worker, stage: int, names: Sequence[str], origins: Mapping[str, _Origin]) -> None:
+    optimizer, schedule = (type(own.get(stage)).__name__ for own in (worker.optimizers, worker.schedulers))
+    schedule = schedule if stage in worker.schedulers else ""
+    for name in names:
+        if name not in origins:
+            raise ModelError(f"the checkpoint has no optimizer state for {name}: it was not trained then")
+        record = origins[name].record
+        if record.optimizer != optimizer:
+            raise ModelError(
+                f"the checkpoint's optimizer is {record.optimizer}, this run's is {optimizer}; use the same, or load "
+                "only the weights: load(…, weights_only=True)"
+            )
+        if record.scheduler != schedule:
+            raise ModelError(
+                f"the checkpoint's learning-rate schedule is {record.scheduler or 'none'}, this run's is "
+                f"{schedule or 'none'}; use the same, or load only the weights: load(…, weights_only=True)"
+            )
+
+
+def _same(values: Sequence[tuple[Any, str]], what: str) -> Any:
+    """The value that all parameters of a group or stage bring along.
+
+    Raises:
+        ModelError: they differ.
+    """
+    for value, name in values[1:]:
+        if value != values[0][0]:
+            first, second = values[0][0], value
+            if isinstance(first, dict) and isinstance(second, dict):
+                key = next(k for k in {**first, **second} if first.get(k) != second.get(k))
+                what, first, second = f"{key} of the {what}", first.get(key), second.get(key)
+            raise ModelError(
+                f"{what} was {first} for {values[0][1]} and {second} for {name}, which now belong together; {_CURE}"
+            )
+    return values[0][0] if values else None
+
+
+def _merged(values: Sequence[tuple[Any, _Origin]], template: Any, groups: Sequence[Sequence[_Origin]]) -> Any:
+    """A schedule's state from those of the stages that its parameters come from.
+
+    A list with one entry per parameter group is put together group by group, for the groups may be others now; all else
+    must be the same everywhere.
+    """
+    first = values[0][0]
+    if isinstance(template, dict):
+        keys = dict.fromkeys(key for value, _ in values for key in value)
+        return type(first)(
+            {key: _merged([(value.get(key), o) for value, o in values], template.get(key), groups) for key in keys}
+        )
+    if isinstance(template, list) and template and all(isinstance(item, dict) for item in template):
+        return [
+            _merged([(value[index], o) for value, o in values], item, groups) for index, item in enumerate(template)
+        ]
+    by_group = all(isinstance(value, list) and len(value) == len(o.record.groups) for value, o in values)
+    if by_group and isinstance(template, list) and len(template) == len(groups):
+        by_name = {o.name: value for value, o in values}
+        return [_same([(by_name[o.name][o.group], o.name) for o in own], "the schedule") for own in groups]
+    return _same([(value, o.name) for value, o in values], "the schedule")
+
+
+def _device_of(key: str, master: nn.Parameter, group: dict[str, Any]) -> torch.device:
+    """Step counters stay on the host, unless the optimizer runs wholly on its device."""
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.device("cpu") if on_host else master.device
