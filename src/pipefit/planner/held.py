@@ -1,0 +1,138 @@
+"""What each rank holds at once, counted from the liveness of the real program and never from a formula.
+
+A schedule holds values (activations, saved tensors, weight versions, gradients); their sizes depend on where the model
+is cut, their number only on the schedule. So the number is counted once for (schedule, depth, micro-batches, chunks,
+recompute) and multiplied with the sizes of every cut that is tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from pipefit.cost import CostModel
+from pipefit.ir.liveness import Lifetime, lifetimes
+from pipefit.ir.program import Program
+from pipefit.ir.values import Value
+from pipefit.schedules import Shape, find, generate
+from pipefit.simulate.simulate import collector_paused
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+__all__ = ["Holding", "held", "peaks", "small_program"]
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds.
+
+    Attributes:
+        keys: (kind, stage) of each column.
+        rows: array [moment, key] of counts, only moments that no other exceeds in every count.
+        growth: for each key, more of it per further micro-batch of the pipeline, beyond what was counted.
+    """
+
+    keys: tuple[Key, ...]
+    rows: Array
+    growth: Array
+
+    def peak_bytes(self, size: dict[Key, float], further: int = 0) -> float:
+        """The most bytes at once.
+
+        Args:
+            size: of a value of each key.
+            further: micro-batches beyond those counted.
+        """
+        import numpy as np
+
+        if not self.keys:
+            return 0.0
+        sizes = np.array([size.get(key, 0.0) for key in self.keys])
+        return float(((self.rows + further * self.growth) @ sizes).max())
+
+
+@lru_cache(maxsize=8)
+def small_program(schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool) -> Program:
+    """One pipeline without copies: a few updates of an asynchronous schedule, one of a synchronous one."""
+    # Two weight versions only meet where one update follows another.
+    steps = 1 if find(schedule).is_synchronous else 3 if num_microbatches > 1 else 3 * depth + 2
+    with collector_paused():
+        shape = Shape(depth, num_microbatches, chunks, steps, recompute=None if recompute else ())
+        return generate(schedule, shape)
+
+
+@lru_cache(maxsize=512)
+def held(
+    schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool
+) -> tuple[tuple[Holding, ...], int]:
+    """What each rank of a pipeline holds, and the micro-batches that were really counted.
+
+    With many micro-batches only so many are counted as fill the pipeline, and a few fewer to see whether what is held
+    still grows with them.
+    """
+    enough = depth + 2 if chunks == 1 else 2 * depth
+    counted = min(num_microbatches, enough)
+    program = small_program(schedule, depth, counted, chunks, recompute)
+    ranks = range(len(program.ranks))
+    with collector_paused():
+        counts = [_rows(lifetimes(program, rank)) for rank in ranks]
+    if counted == num_microbatches:
+        return tuple(Holding(keys, rows, 0 * rows[:1]) for keys, rows in counts), counted
+    fewer = depth if chunks > 1 else 1
+    before = small_program(schedule, depth, counted - fewer, chunks, recompute)
+    result = []
+    with collector_paused():
+        for rank, (keys, rows) in zip(ranks, counts, strict=True):
+            old_keys, old_rows = _rows(lifetimes(before, rank))
+            old = dict(zip(old_keys, old_rows.max(axis=0), strict=True)) if len(old_rows) else {}
+            growth = rows.max(axis=0)[None, :].copy()
+            for column, key in enumerate(keys):
+                growth[0, column] = max(growth[0, column] - old.get(key, 0.0), 0.0) / fewer
+            result.append(Holding(keys, rows, growth))
+    return tuple(result), counted
+
+
+def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]], further: int) -> list[float]:
+    """The most bytes of each rank, optimizer state included."""
+    result = []
+    for holding, stages in zip(holdings, stages_of, strict=True):
+        size = {(kind, stage): cost.size_bytes(Value(kind, stage, 0)) for kind, stage in holding.keys}
+        result.append(holding.peak_bytes(size, further) + cost.resident_bytes(stages))
+    return result
+
+
+def _rows(lives: list[Lifetime]) -> tuple[tuple[Key, ...], Array]:
+    """Counts at every moment at which something ends, without those that another covers."""
+    import numpy as np
+
+    keys = sorted({(life.value.kind, life.value.stage) for life in lives})
+    column = {key: index for index, key in enumerate(keys)}
+    if not lives:
+        return (), np.zeros((1, 0))
+    length = max(life.dies for life in lives) + 3
+    changes = np.zeros((length, len(keys)))
+    born = np.array([life.born + 1 for life in lives])
+    after = np.array([max(life.dies, life.born) + 2 for life in lives])
+    which = np.array([column[life.value.kind, life.value.stage] for life in lives])
+    np.add.at(changes, (born, which), 1.0)
+    np.add.at(changes, (after, which), -1.0)
+    return tuple(keys), _highest(np.unique(np.cumsum(changes, axis=0), axis=0))
+
+
+def _highest(rows: Array) -> Array:
+    """The rows that no other row covers in every count."""
+    import numpy as np
+
+    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
+    kept: list[Array] = []
+    for row in rows:
+        if not any((other >= row).all() for other in kept):
+            kept.append(row)
+    return np.array(kept)
