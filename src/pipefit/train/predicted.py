@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from pipefit.cost import CostModel
+from pipefit.errors import TopologyError
 from pipefit.ir.program import Program
 from pipefit.runtime.session import Session
 from pipefit.simulate import simulate
@@ -13,6 +14,7 @@ from pipefit.timeline import Timeline
 
 __all__ = ["cost_of", "links_of", "predict", "prediction_of"]
 
+_TRIES = 3
 _OVERHEAD_S = 10e-6
 """Of the executor on every instruction of the compute lane; see benchmarks/README.md, "lean"."""
 _POST_S = 20e-6
@@ -21,14 +23,22 @@ _COPY_S_PER_BYTE = 0.2e-9
 """Gloo copies what it sends on the caller's core."""
 
 
-def links_of(session: Session) -> Topology:
-    """The links between the ranks of a run, measured now; those of a run in one process cost nothing."""
+def links_of(session: Session, num_ranks: int) -> Topology:
+    """The links between the ranks of a run, measured now; those of a run in one process cost nothing.
+
+    On a machine too busy to measure them, the usual figures of Gloo over loopback.
+    """
     from pipefit.profiling import measure_links
 
     if not session.is_distributed:
-        return Topology.local(1, bandwidth_bytes_per_s=1e12, latency_s=0.0)
-    dist.barrier()
-    return measure_links(repeats=8)
+        return Topology.local(num_ranks, bandwidth_bytes_per_s=1e12, latency_s=0.0)
+    for _ in range(_TRIES):
+        dist.barrier()
+        try:
+            return measure_links(repeats=8)
+        except TopologyError:
+            continue
+    return Topology.local(num_ranks)
 
 
 def cost_of(profile: Profile, plan: Plan, topology: Topology, state_per_weight: float = 2.0) -> CostModel:

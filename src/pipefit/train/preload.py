@@ -1,5 +1,10 @@
 """What the fork server loads before the first rank is forked, so that ranks start at once."""
 
+# ruff: noqa: E402  (Ctrl-C is the launcher's to answer, also while this is loading)
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+
 import torch
 import torch.distributed
 import torch.optim

@@ -84,7 +84,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     num = plan.num_microbatches if plan else config.microbatches
     layers = named_layers(bundle.layers)
     profile = agreed_profile(layers, example, num, session, loss=bundle.loss, optimizer=optimizer)
-    topology = links_of(session)
+    topology = links_of(session, plan.placement.num_ranks if plan else config.ranks)
     plan = plan or _plan(config, session, bundle, profile)
     pipe = Pipeline(
         bundle.layers,
