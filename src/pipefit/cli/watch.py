@@ -114,7 +114,9 @@ def report(result: Any) -> str:
         hits = f", accuracy {result.held_out_accuracy:.1%}" if result.held_out_accuracy is not None else ""
         lines.append(f"held-out loss {result.held_out_loss:.4f}{hits}")
     if result.rows:
-        lines += ["", "measured beside predicted", *columns(_compared(result.rows))]
+        alone = len(result.peak_memory_bytes) < len(result.utilisation)
+        turns = " (ranks took turns in this one process; the prediction is for a process each)" if alone else ""
+        lines += ["", f"measured beside predicted{turns}", *columns(_compared(result.rows))]
     used = "  ".join(f"rank {rank}: {share:.0%}" for rank, share in enumerate(result.utilisation))
     lines += ["", f"busy    {used}"]
     lines += [
@@ -133,9 +135,15 @@ def _rates(result: Any) -> str:
     return f"{result.samples_per_s:.1f} samples/s{tokens}, bubble {result.bubble:.1%}"
 
 
+_WAITING = ("load", "send", "recv", "reduce", "drop")
+"""Rows that hold mostly time spent waiting for others, which the timelines show better."""
+
+
 def _compared(rows: Any) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = [("", "predicted", "measured", "error")]
     for row in rows:
+        if row.name.split()[0] in _WAITING:
+            continue
         if row.name == "bubble":
             table.append((row.name, f"{row.predicted:.1%}", f"{row.measured:.1%}", f"{100 * row.error:+.1f} points"))
         elif row.predicted and row.measured:
