@@ -124,3 +124,13 @@ def test_every_copy_of_a_replicated_stage_is_exact(
 ) -> None:
     shape = sizes(schedule, num_ranks, m) | {"steps": 6, "num_microbatches": m, "replicas": replicas}
     assert_equal(model, schedule=schedule, **shape)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "num_ranks"), [("1f1b", (2,), 4), ("data-parallel", (), 3), ("pipedream", (2, 1), 3)]
+)
+def test_a_weight_that_nothing_reaches_does_not_decay_on_any_copy(
+    schedule: str, replicas: tuple[int, ...], num_ranks: int
+) -> None:
+    shape = sizes(schedule, num_ranks, 3) | {"steps": 4, "replicas": replicas}
+    assert_equal("a weight that nothing reaches", schedule=schedule, optimizer=heavy, **shape)

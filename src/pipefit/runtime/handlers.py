@@ -205,6 +205,7 @@ def _local_square(run: Execution) -> Tensor:
 def _step(run: Execution, i: Instruction) -> None:
     worker, header = run.worker, run.compiled.program.header
     store, optimizer = worker.stores[i.stage], worker.optimizers.get(i.stage)
+    worker.forget_idle_gradients(i.stage)
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
     for module in worker.stages[i.stage].batchnorms:
         module.commit(i.version)

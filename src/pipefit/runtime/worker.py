@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-import torch
 from pipefit.memory.weights import WeightStore
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
-from torch import Tensor, nn
 
 __all__ = ["Owned", "Tie", "Training", "Worker"]
 
@@ -87,6 +87,7 @@ class Worker:
     stores: dict[int, WeightStore] = field(default_factory=dict)
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
     schedulers: dict[int, LRScheduler] = field(default_factory=dict)
+    _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod
     def create(
@@ -119,25 +120,44 @@ class Worker:
             stage.train(mode)
 
     def own_gradients(self, stage: int) -> list[Tensor]:
-        """Gradients of a stage's parameters that no other rank holds but its replicas."""
-        return [_gradient(owned.parameter) for owned in self.owned[stage] if not self._is_remote(owned)]
+        """Gradients of a stage's parameters that no other rank holds but its replicas, and which of them are real."""
+        own = [owned.parameter for owned in self.owned[stage] if owned.tie is None]
+        marks = self._marks([(stage, parameter) for parameter in own], own[0].dtype) if own else []
+        return [*map(_gradient, own), *marks]
 
     def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
-        """Gradients of all tied parameters in the model's order; zeros for those that none of these stages holds."""
-        held = {o.tie.owner: o.parameter for stage in stages for o in self.owned[stage] if o.tie}
+        """Gradients of all tied parameters in the model's order, and which of them are real.
+
+        Zeros for those that none of these stages holds.
+        """
+        held = {o.tie.owner: (stage, o.parameter) for stage in stages for o in self.owned[stage] if o.tie}
         ties = {tie.owner: tie for tie in self.ties.values()}
+        # The same type on every rank, whatever it holds.
+        marks = self._marks([held.get(name) for name in ties], next(iter(ties.values())).dtype)
         return [
-            _gradient(held[name]) if name in held else torch.zeros(tie.shape, dtype=tie.dtype, device=self.device)
+            _gradient(held[name][1]) if name in held else torch.zeros(tie.shape, dtype=tie.dtype, device=self.device)
             for name, tie in ties.items()
-        ]
+        ] + marks
+
+    def _marks(self, held: Sequence[tuple[int, nn.Parameter] | None], dtype: torch.dtype) -> list[Tensor]:
+        """A number for each parameter that becomes, once reduced, how many ranks had a gradient for it."""
+        real = [entry is not None and entry[1].grad is not None for entry in held]
+        marks = torch.tensor(real, dtype=dtype, device=self.device)
+        for index, entry in enumerate(held):
+            if entry is not None and not real[index]:
+                self._idle.setdefault(entry[0], []).append((entry[1], marks[index]))
+        return [marks]
+
+    def forget_idle_gradients(self, stage: int) -> None:
+        """Takes the zeros away that stood in for gradients no rank had: the optimizer passes such weights by."""
+        for parameter, mark in self._idle.pop(stage, ()):
+            if not mark:
+                parameter.grad = None
 
     def counted_gradients(self, stage: int) -> list[Tensor]:
         """Gradients that this stage counts in the global norm: a tied weight counts where its first name lives."""
         counted = (o for o in self.owned[stage] if o.tie is None or o.tie.owner == o.name)
         return [o.parameter.grad for o in counted if o.parameter.grad is not None]
-
-    def _is_remote(self, owned: Owned) -> bool:
-        return owned.tie is not None
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -37,6 +37,7 @@ from pipefit.testing.task import Outcome, Task
 __all__ = ["delayed_reference", "version_rule"]
 
 Rule = Callable[[int, int], int]
+Gradients = list[Tensor | None]
 
 
 def version_rule(schedule: str, replicas: Sequence[int], num_microbatches: int, warmup: int = 1) -> Rule:
@@ -72,14 +73,13 @@ class _Part:
     optimizer: Optimizer | None
     scheduler: LRScheduler | None
     size: int
-    sums: dict[int, list[Tensor]]
+    sums: dict[int, Gradients]
 
     def accumulate(self, update: int) -> None:
         """Adds the gradients of the micro-batch that has just run to those of its update."""
-        zeros = [torch.zeros_like(parameter) for parameter in self.parameters]
-        gradients = [zero if p.grad is None else p.grad for p, zero in zip(self.parameters, zeros, strict=True)]
-        sums = self.sums.setdefault(update, zeros)
-        self.sums[update] = [old + new for old, new in zip(sums, gradients, strict=True)]
+        sums = self.sums.setdefault(update, [None] * len(self.parameters))
+        for index, parameter in enumerate(self.parameters):
+            sums[index] = _plus(sums[index], parameter.grad)
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -103,7 +103,9 @@ def delayed_reference(task: Task) -> Outcome:
         _clip(gradients, parts, owners, task.clip_norm)
         for s, update in done.items():
             if update == 0:
-                first.update({name: gradients[s][i] for i, names in enumerate(parts[s].names) for name in names})
+                for names, parameter, gradient in zip(parts[s].names, parts[s].parameters, gradients[s], strict=True):
+                    shown = torch.zeros_like(parameter) if gradient is None else gradient.clone()
+                    first.update(dict.fromkeys(names, shown))
             _step(parts[s], gradients[s], update)
     weights: dict[str, Tensor] = {}
     for part in parts:
@@ -156,37 +158,39 @@ def _point(part: _Part, version: int) -> None:
 
 def _summed(
     parts: Sequence[_Part], done: dict[int, int], owners: dict[str, str], m: int, total: int
-) -> dict[int, list[Tensor]]:
+) -> dict[int, Gradients]:
     """The gradients of the complete updates: the mean over their mini-batches, tied ones summed over stages."""
-    tied: dict[str, Tensor] = {}
-    result: dict[int, list[Tensor]] = {}
+    tied: dict[str, Tensor | None] = {}
     for s, update in done.items():
         size = parts[s].size
         mini_batches = -(-min(size, total - update * size) // m)
-        result[s] = [total / mini_batches for total in parts[s].sums.pop(update)]
-        for names, gradient in zip(parts[s].names, result[s], strict=True):
-            owner = owners[names[0]]
-            tied[owner] = tied[owner] + gradient if owner in tied else gradient
-    return {s: [tied[owners[names[0]]].clone() for names in parts[s].names] for s in done}
+        for names, gradient in zip(parts[s].names, parts[s].sums.pop(update), strict=True):
+            mean = None if gradient is None else gradient / mini_batches
+            tied[owners[names[0]]] = _plus(tied.get(owners[names[0]]), mean)
+    return {s: [tied[owners[names[0]]] for names in parts[s].names] for s in done}
+
+
+def _plus(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    return old if new is None else new.clone() if old is None else old + new
 
 
 def _clip(
-    gradients: dict[int, list[Tensor]], parts: Sequence[_Part], owners: dict[str, str], clip_norm: float | None
+    gradients: dict[int, Gradients], parts: Sequence[_Part], owners: dict[str, str], clip_norm: float | None
 ) -> None:
     """Scales all gradients of an update to a global norm of at most `clip_norm`; a tied weight counts once."""
     if clip_norm is None or not gradients:
         return
     once = {owners[names[0]]: g for s in gradients for names, g in zip(parts[s].names, gradients[s], strict=True)}
-    norm = sum(float(gradient.double().square().sum()) for gradient in once.values()) ** 0.5
+    norm = sum(float(g.double().square().sum()) for g in once.values() if g is not None) ** 0.5
     factor = min(1.0, clip_norm / (norm + 1e-6))
     for s in gradients:
-        gradients[s] = [gradient * factor for gradient in gradients[s]]
+        gradients[s] = [None if g is None else g * factor for g in gradients[s]]
 
 
-def _step(part: _Part, gradients: list[Tensor], update: int) -> None:
+def _step(part: _Part, gradients: Gradients, update: int) -> None:
     """w(t+1) = optimizer(w(t), gradient), whatever version the gradient was taken at."""
     for master, gradient in zip(part.masters, gradients, strict=True):
-        master.grad = gradient.clone()
+        master.grad = None if gradient is None else gradient.clone()
     if part.optimizer is not None:
         part.optimizer.step()
     if part.scheduler is not None:
