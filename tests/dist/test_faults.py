@@ -106,8 +106,9 @@ def test_a_stopped_rank_is_named_within_the_deadline(program):
 
 
 def test_a_rank_that_stays_outside_the_program_is_named():
-    with pytest.raises(LaunchError, match="rank 1 has been outside the program too long"):
+    with pytest.raises(LaunchError, match="rank 1 has been outside the program too long") as failure:
         launch(jobs.dawdle_between_steps, 2, 1, quiet=True, deadline_s=1.5)
+    assert "in dawdle_between_steps" in str(failure.value)
 
 
 def test_a_slow_checkpoint_is_no_hang(tmp_path):
@@ -143,7 +144,7 @@ def test_the_report_follows_the_chain_to_the_rank_that_waits_for_nobody():
     program = _chain()
     positions = {r: _at(program, r, Op.FWD, 0) for r in range(3)}
     page = hang_report(2, program, positions, 61.0, 60.0, 3)
-    assert page.startswith("rank 0 does not go on: it waits for no other rank, at 'fwd s0 m0")
+    assert page.startswith("rank 0 does not go on, though it waits for no other rank: at 'fwd s0 m0")
     assert "rank 2 waits for" in page and "rank 1 waits for" in page
 
 

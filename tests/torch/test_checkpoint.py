@@ -107,6 +107,15 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, optimiz
     assert same(second, whole)
 
 
+def test_a_checkpoint_saved_while_fit_runs_goes_on_at_the_updates_it_has_done(tmp_path):
+    whole = pipeline()
+    losses = whole.fit(batches(), on_step=lambda step, loss: whole.save(tmp_path) if step == 3 else None)
+    second = pipeline()
+    done = second.load(tmp_path).step
+    assert second.fit(batches()[done:]) == losses[done:]
+    assert same(second, whole)
+
+
 def test_an_asynchronous_run_goes_on_from_where_its_segment_ended(tmp_path):
     def run(pipe):
         return pipe.fit(batches()[:3], steps=3)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.progress import LOSS, OUTSIDE, SAVING, Progress
-from pipefit.runtime.signals import Stop, die_with_parent, listen
+from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
 __all__ = ["Session", "current", "join", "leave"]
@@ -116,7 +116,9 @@ def join() -> Session:
     progress = Progress(folder / f"rank-{rank}.progress" if folder else None)
     stop = Stop()
     listen(stop, folder)
-    if folder is None:
+    if folder is not None:
+        answer_with_stack(folder, rank)
+    else:
         atexit.register(_leave_well)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()

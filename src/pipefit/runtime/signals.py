@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -12,10 +13,13 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-__all__ = ["ENDING", "Stop", "die_with", "die_with_parent", "listen"]
+__all__ = ["ENDING", "STACK_SIGNAL", "Stop", "answer_with_stack", "die_with", "die_with_parent", "listen", "stack_file"]
 
 ENDING = "ending"
 """A file in the run's folder: the launcher has given up, so ranks need not be given time."""
+
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its Python stack to its `stack_file`, also while it is blocked."""
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
@@ -33,6 +37,18 @@ class Stop:
     def __init__(self) -> None:
         self.requested = False
         self.agreed = False
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its stack when it is asked."""
+    return folder / f"rank-{rank}.stack"
+
+
+def answer_with_stack(folder: Path, rank: int) -> None:
+    """Lets others ask for this rank's stack, unless the user has another meaning for the signal."""
+    if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
+        file = stack_file(folder, rank).open("w", encoding="utf-8")
+        faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
 
 
 def die_with_parent() -> None:

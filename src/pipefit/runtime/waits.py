@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pipefit.ir.graph import dependency_graph
@@ -71,6 +71,11 @@ def _where(program: Program | None, rank: int, position: Position) -> str:
     return f"at {name} of pass {position.passes}"
 
 
+def _states(positions: Mapping[int, Position]) -> dict[int, str]:
+    """The state letter of every known rank's process."""
+    return {rank: _state(position) for rank, position in positions.items()}
+
+
 def _culprit(
     program: Program, rank: int, positions: Mapping[int, Position], states: Mapping[int, str]
 ) -> tuple[int | None, list[str]]:
@@ -110,8 +115,9 @@ def _verdict(
         return f"rank {culprit} is stopped (by SIGSTOP or a debugger), {where}"
     if state in ("Z", ""):
         return f"rank {culprit} has ended without a word, {where}"
-    what = "has been outside the program too long" if positions[culprit].index == OUTSIDE else "does not go on"
-    return f"rank {culprit} {what}: it waits for no other rank, {where}"
+    if positions[culprit].index == OUTSIDE:
+        return f"rank {culprit} has been outside the program too long: {where}"
+    return f"rank {culprit} does not go on, though it waits for no other rank: {where}"
 
 
 def hang_report(
@@ -121,6 +127,7 @@ def hang_report(
     stood_s: float,
     deadline_s: float,
     num_ranks: int,
+    stacks: Callable[[int], str] = lambda rank: "",
 ) -> str:
     """One page about a rank that stands still: the verdict, the chain that leads to it, and where every rank is.
 
@@ -131,12 +138,13 @@ def hang_report(
         stood_s: seconds it has stood at its instruction.
         deadline_s: seconds it may.
         num_ranks: of the run.
+        stacks: gives the Python stack of a rank, "" if it cannot be had.
     """
-    states = {r: _state(position) for r, position in positions.items()}
+    states = _states(positions)
     culprit, chain = (rank, []) if program is None else _culprit(program, rank, positions, states)
     lines = [
         _verdict(program, culprit, positions, states, stood_s, rank),
-        f"seen by rank {rank}, which stood still for {stood_s:.1f} s {_where(program, rank, positions[rank])} "
+        f"seen by rank {rank}, which stood still for {stood_s:.1f} s, {_where(program, rank, positions[rank])} "
         f"(deadline {deadline_s:.1f} s; PIPEFIT_DEADLINE_S changes it, 0 turns it off)",
         *chain,
         "where the ranks are:",
@@ -147,4 +155,6 @@ def hang_report(
             lines.append(f"  rank {other}: {mark}{_where(program, other, positions[other])}")
         else:
             lines.append(f"  rank {other}: not known on this machine")
+    if culprit in positions and states[culprit] in ("R", "S", "D") and (stack := stacks(culprit)):
+        lines += [f"what rank {culprit} was doing (innermost call first):", stack.rstrip()]
     return "\n".join(lines) + "\n"

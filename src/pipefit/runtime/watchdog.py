@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.progress import LOSS, Position, Progress
+from pipefit.runtime.signals import STACK_SIGNAL, stack_file
 from pipefit.runtime.waits import hang_report
 
 __all__ = ["HANG_EXIT", "Watchdog", "deadline_from_environment", "hang_file"]
@@ -29,6 +30,7 @@ _FLOOR_S = 60.0
 _FIRST_S = 600.0
 _FACTOR = 10.0
 _KEPT_PASSES = 31
+_ANSWER_S = 0.2
 
 
 def hang_file(folder: Path, rank: int) -> Path:
@@ -92,8 +94,12 @@ class Watchdog:
         """A pass over a program; it is watched while it lasts."""
         began = time.monotonic()
         self._program = program
-        yield
-        # A pass that raised keeps its position, for the message that names the last instruction.
+        try:
+            yield
+        except BaseException:
+            # The position stays, for the message that names the last instruction; what follows is the user's affair.
+            self._stop.set()
+            raise
         self._steps_s.append((time.monotonic() - began) / program.header.num_steps)
 
     def stop(self) -> None:
@@ -112,8 +118,9 @@ class Watchdog:
                 self._end(position, stood_s)
 
     def _end(self, position: Position, stood_s: float) -> None:
+        positions = self._positions(position)
         page = hang_report(
-            self._rank, self._program, self._positions(position), stood_s, self.deadline_s, self._num_ranks
+            self._rank, self._program, positions, stood_s, self.deadline_s, self._num_ranks, self._stack_of(positions)
         )
         with contextlib.suppress(OSError):
             if self._folder is not None:
@@ -125,6 +132,21 @@ class Watchdog:
             sys.stderr.write(page)
             sys.stderr.flush()
         os._exit(HANG_EXIT)
+
+    def _stack_of(self, positions: dict[int, Position]) -> Callable[[int], str]:
+        def ask(rank: int) -> str:
+            if self._folder is None:
+                return ""
+            file = stack_file(self._folder, rank)
+            if not file.exists():
+                return ""
+            with contextlib.suppress(OSError):
+                os.kill(positions[rank].pid, STACK_SIGNAL)
+                time.sleep(_ANSWER_S)
+                return file.read_text(encoding="utf-8", errors="replace")
+            return ""
+
+        return ask
 
     def _positions(self, mine: Position) -> dict[int, Position]:
         found = {self._rank: mine}
