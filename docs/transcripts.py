@@ -1,0 +1,84 @@
+"""Runs the commands that the manual shows and writes down what they print: `python -m docs.transcripts`.
+
+A fenced block `console` whose commands are all quick verbs is run, in the order of the page and in one empty folder; the
+lines between a command and the next, or the end of the block, are its answer. A test holds the pages to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from pipefit.cli import main as pipefit
+
+ROOT = Path(__file__).parents[1]
+QUICK = frozenset({"draw", "schedules", "verify", "simulate"})
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_WIDTH = 110
+
+
+def pages() -> list[Path]:
+    """Those that may hold transcripts."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/schedules").glob("*.md"))]
+
+
+def is_quick(block: str) -> bool:
+    """Whether all commands of a block are run."""
+    commands = [shlex.split(line[2:]) for line in block.splitlines() if line.startswith("$ ")]
+    return bool(commands) and all(words[:1] == ["cat"] or words[0] == "pipefit" and words[1] in QUICK for words in commands)
+
+
+def answer(command: str) -> str:
+    """What a command prints to a terminal of 110 columns."""
+    words = shlex.split(command)
+    if words[0] == "cat":
+        return Path(words[1]).read_text().rstrip()
+    printed = io.StringIO()
+    environment = {"COLUMNS": str(_WIDTH), "NO_COLOR": "1"}
+    with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stderr(printed):
+            pipefit(words[1:])
+    return "\n".join(line.rstrip() for line in printed.getvalue().strip("\n").splitlines())
+
+
+@contextlib.contextmanager
+def _empty_folder() -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        yield
+
+
+def answered(page: str) -> str:
+    """The page with the answers its commands give now."""
+
+    def again(match: re.Match[str]) -> str:
+        if not is_quick(match[1]):
+            return match[0]
+        parts = []
+        for command in (line for line in match[1].splitlines() if line.startswith("$ ")):
+            parts.append(f"{command}\n{answer(command[2:])}")
+        return "```console\n" + "\n\n".join(parts) + "\n```"
+
+    with _empty_folder():
+        return _BLOCK.sub(again, page)
+
+
+def main() -> None:
+    """Brings all pages up to date."""
+    for path in pages():
+        before = path.read_text()
+        after = answered(before)
+        if after != before:
+            path.write_text(after)
+            sys.stdout.write(f"{path.relative_to(ROOT)}: brought up to date\n")
+
+
+if __name__ == "__main__":
+    main()
