@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["Holding", "held", "peaks", "small_program"]
+__all__ = ["Holding", "held", "held_replicated", "peaks", "small_program"]
 
 Key = tuple[str, int]
 
@@ -59,12 +59,15 @@ class Holding:
 
 
 @lru_cache(maxsize=8)
-def small_program(schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool) -> Program:
+def small_program(
+    schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool | tuple[int, ...]
+) -> Program:
     """One pipeline without copies: a few updates of an asynchronous schedule, one of a synchronous one."""
     # Two weight versions only meet where one update follows another.
     steps = 1 if find(schedule).is_synchronous else 3 if num_microbatches > 1 else 3 * depth + 2
     with collector_paused():
-        shape = Shape(depth, num_microbatches, chunks, steps, recompute=None if recompute else ())
+        replayed = recompute if isinstance(recompute, tuple) else None if recompute else ()
+        shape = Shape(depth, num_microbatches, chunks, steps, recompute=replayed)
         return generate(schedule, shape)
 
 
@@ -77,7 +80,7 @@ def held(
     With many micro-batches only so many are counted as fill the pipeline, and a few fewer to see whether what is held
     still grows with them.
     """
-    enough = depth + 2 if chunks == 1 else 2 * depth
+    enough = depth + 2 if chunks == 1 else 3 * depth
     counted = min(num_microbatches, enough)
     program = small_program(schedule, depth, counted, chunks, recompute)
     ranks = range(len(program.ranks))
@@ -97,6 +100,20 @@ def held(
                 growth[0, column] = max(growth[0, column] - old.get(key, 0.0), 0.0) / fewer
             result.append(Holding(keys, rows, growth))
     return tuple(result), counted
+
+
+@lru_cache(maxsize=64)
+def held_replicated(
+    schedule: str, replicas: tuple[int, ...], num_microbatches: int, recompute: bool
+) -> tuple[tuple[Holding, ...], int]:
+    """What one rank of each stage holds where stages have different numbers of replicas; nothing is extrapolated."""
+    counted = min(num_microbatches, 4 * sum(replicas))
+    steps = 1 if find(schedule).is_synchronous else 4 * sum(replicas)
+    shape = Shape(len(replicas), counted, 1, steps, replicas, recompute=None if recompute else ())
+    with collector_paused():
+        program = generate(schedule, shape)
+        counts = [_rows(lifetimes(program, ranks[0])) for ranks in program.header.placement]
+    return tuple(Holding(keys, rows, 0 * rows[:1]) for keys, rows in counts), 0
 
 
 def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]], further: int) -> list[float]:

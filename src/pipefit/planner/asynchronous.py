@@ -1,0 +1,125 @@
+"""PipeDream's plan, and its unequal replicas as candidates for synchronous training."""
+
+from __future__ import annotations
+
+from pipefit.errors import InfeasibleError, PlanError
+from pipefit.partition import PipeDreamResult, pipedream
+from pipefit.planner.space import Config, Ground, Space
+from pipefit.schedules import placement_of
+from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, StageSpec, Topology
+
+__all__ = ["plan_pipedream", "replicated"]
+
+
+def plan_pipedream(
+    profile: Profile,
+    topology: Topology,
+    *,
+    cost: str = "ring",
+    straight: bool = False,
+    state_per_weight: float | None = None,
+) -> Plan:
+    """PipeDream's plan: stages with replicas, a weight update per mini-batch, weight stashing.
+
+    Times are those of the partitioner's cost convention, per mini-batch of the profile's size. `state_per_weight` is
+    of the optimizer alone; one more byte per weight byte goes to gradients.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    state = 1.0 if state_per_weight is None else state_per_weight
+    found = pipedream(profile, topology, cost=cost, straight=straight, state_factor=1.0 + state)
+    if found.partition is None:
+        raise InfeasibleError(f"{profile.model}: {found.why}")
+    stages = found.partition.stages
+    alone = len(stages) == 1
+    counts = tuple(stage.replicas for stage in stages)
+    num_workers = sum(counts)
+    specs = stages if not alone else (StageSpec(stages[0].layers),)
+    placement = placement_of(num_workers, 1, "replicas") if alone else placement_of(len(stages), 1, "loop", counts)
+    per_update = num_workers if alone else 1
+    peaks = [0.0] * num_workers
+    for ranks, size in zip(placement, found.memory_bytes, strict=True):
+        for rank in ranks:
+            peaks[rank] = size
+    return Plan(
+        Partition(specs),
+        Placement(placement),
+        "data-parallel" if alone else "pipedream",
+        per_update,
+        profile.microbatch_size,
+        data=num_workers if alone else 1,
+        model=profile.model,
+        method="pipedream",
+        prediction=Prediction(
+            step_s=found.time_s * per_update,
+            period_s=found.time_s * per_update,
+            minibatch_s=found.time_s,
+            throughput=profile.microbatch_size / found.time_s,
+            peak_bytes=tuple(peaks),
+            speedup_over_data_parallel=found.speedup_over_data_parallel,
+        ),
+        candidates=_candidates(profile, found),
+    )
+
+
+def _candidates(profile: Profile, found: PipeDreamResult) -> tuple[Candidate, ...]:
+    size = profile.microbatch_size
+    time_s = found.time_s
+
+    def line(summary: str, family: str, seconds: float | None, why: str) -> Candidate:
+        rate = size / seconds if seconds and seconds < float("inf") else None
+        return Candidate(summary, family, seconds if rate else None, rate, None, why)
+
+    def behind(seconds: float) -> str:
+        if seconds <= time_s:
+            return f"{1 - seconds / time_s:.1%} faster, within the margin that data parallelism is preferred by"
+        return f"{seconds / time_s:.2f} times the time per mini-batch"
+
+    lines = [line(f"{found.configuration} ({found.shape}, {found.convention})", found.shape, time_s, "")]
+    for shape, seconds in (("flat", found.flat_s), ("hierarchical", found.hierarchical_s)):
+        if seconds is not None and found.shape != shape:
+            why = behind(seconds) if seconds < float("inf") else "nothing fits"
+            lines.append(line(f"best of the {shape} search", shape, seconds, why))
+    if found.shape != "data parallel":
+        why = behind(found.data_parallel_s) if found.data_parallel_fits else "does not fit the memory of a device"
+        lines.append(line("every device all layers", "data parallel", found.data_parallel_s, why))
+    if max(stage.replicas for stage in (found.partition or Partition((StageSpec((0,)),))).stages) > 1:
+        why = behind(found.straight_s) if found.straight_s < float("inf") else "nothing fits"
+        lines.append(line("best pipeline without replicas", "straight", found.straight_s, why))
+    return tuple(lines)
+
+
+def replicated(ground: Ground, space: Space) -> list[Config]:
+    """1F1B over PipeDream's stages, where these have different numbers of replicas."""
+    if "1f1b" not in space.schedules or ground.topology.num_devices < 3:
+        return []
+    result = []
+    for size in space.microbatch_sizes if space.num_microbatches is None else (None,):
+        batch = ground.global_batch
+        count = space.num_microbatches or 0
+        if size is not None:
+            if batch % size:
+                continue
+            count = batch // size
+        profile = ground.at(-(-batch // count), 1)
+        try:
+            found = pipedream(profile, ground.topology, weight_versions=False, state_factor=1 + ground.state, margin=0.0)
+        except PlanError:
+            continue
+        if found.partition is None:
+            continue
+        stages = found.partition.stages
+        counts = tuple(stage.replicas for stage in stages)
+        if len(set(counts)) == 1 or sum(counts) != ground.topology.num_devices or count < max(counts):
+            continue
+        layers = tuple(stage.layers for stage in stages)
+        for recompute in space.recompute:
+            if recompute != "some":
+                result.append(
+                    Config(
+                        "1f1b", 1, len(stages), 1, 1, profile.microbatch_size, count, recompute,
+                        replicas=counts, layers=layers,
+                    )  # fmt: skip
+                )
+    return result

@@ -1,0 +1,312 @@
+"""`plan`: from a profile and a topology to the plan that trains fastest, with reasons."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from pipefit.errors import InfeasibleError, PlanError, nearest
+from pipefit.planner.gpt import ARITHMETIC, is_gpt
+from pipefit.planner.judge import judge
+from pipefit.planner.rehearse import plan_of, rehearse
+from pipefit.planner.search import Finding, Found, search
+from pipefit.planner.space import Config, Ground, Space, configs
+from pipefit.schedules import find, names
+from pipefit.spec import Plan, Prediction, Profile, Topology
+
+__all__ = ["METHODS", "ground_of", "plan", "space_of"]
+
+METHODS = ("auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform")
+
+# What the flush does not need: schedules for lectures, and those whose gradients are late.
+_NOT_AUTOMATIC = ("naive", "data-parallel")
+
+
+def plan(
+    profile: Profile,
+    topology: Topology,
+    *,
+    method: str = "auto",
+    global_batch: int | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
+    num_microbatches: int | None = None,
+    schedules: Sequence[str] | None = None,
+    depths: Sequence[int] | None = None,
+    recompute: bool | None = None,
+    cost: str = "ring",
+    straight: bool = False,
+    state_per_weight: float | None = None,
+    executable: bool | None = None,
+    costs: Mapping[str, float] | None = None,
+) -> Plan:
+    """The fastest plan that fits, its prediction, and why every other lost.
+
+    >>> from pipefit.spec import Layer
+    >>> layers = tuple(Layer(f"layer{i}", 1e-3, 1e-3, 1e-3, 1e3, 1e3, 1e6) for i in range(8))
+    >>> found = plan(Profile("eight", 1, layers), Topology.local(2), global_batch=8)
+    >>> len(found.partition.stages) * found.data, found.prediction.throughput > 400
+    (2, True)
+
+    Args:
+        profile: seconds and bytes of the layers, at one or several micro-batch sizes.
+        topology: links and devices. A plan uses all devices.
+        method: "auto": all of depth, data width, tensor width (GPTs), chunks, micro-batch size, synchronous schedule,
+            recompute, partition, replicas and sharded optimizer. "2bw", "ptdp", "gpipe" and "pipedream" plan what these
+            papers plan; "uniform" gives every stage as many layers.
+        global_batch: samples per weight update; None: a micro-batch per device, and at least 8 micro-batches. The
+            mini-batch of "pipedream" is the profile's.
+        microbatch_sizes: to choose from; None: those of the profile and, between the smallest and the largest of them,
+            the powers of two; of a profile by arithmetic the powers of two up to 16.
+        num_microbatches: per weight update, when they are given; then sizes follow from it.
+        schedules: to choose from; None: those of the method.
+        depths: to choose from; None: all.
+        recompute: always or never; None: as is best.
+        cost: convention of "pipedream".
+        straight: no replicas, for "pipedream".
+        state_per_weight: optimizer bytes per weight byte; None: 6 for 2-byte weights with Adam and a master copy (a
+            profile by GPT arithmetic), else 2.
+        executable: only what the runtime of this package runs: no tensor parallelism, no sharded optimizer; None: on
+            "local:N".
+        costs: further costs for `pipefit.cost.from_profile`, such as overhead_s or post_s.
+
+    Raises:
+        InfeasibleError: nothing fits; what is missing, and the cheapest change that would help.
+        PlanError: a wish that has no meaning.
+    """
+    started = time.perf_counter()
+    if method not in METHODS:
+        raise PlanError(f"unknown method {method!r}; {nearest(method, METHODS)}")
+    if method == "pipedream":
+        from pipefit.planner.asynchronous import plan_pipedream
+
+        made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
+    else:
+        ground = ground_of(profile, topology, global_batch, state_per_weight, costs)
+        sizes = _sizes(ground, microbatch_sizes)
+        space = space_of(
+            ground,
+            method,
+            microbatch_sizes=sizes,
+            num_microbatches=num_microbatches,
+            schedules=schedules,
+            depths=depths,
+            recompute=recompute,
+            executable=_local(topology) if executable is None else executable,
+        )
+        made = _finish(ground, space, method, *_METHODS[method](ground, space))
+    return msgspec.structs.replace(made, plan_seconds=time.perf_counter() - started)
+
+
+def ground_of(
+    profile: Profile,
+    topology: Topology,
+    global_batch: int | None = None,
+    state_per_weight: float | None = None,
+    costs: Mapping[str, float] | None = None,
+) -> Ground:
+    """What candidates are judged on.
+
+    Raises:
+        PlanError: a batch below 1 or negative state.
+    """
+    if global_batch is None:
+        global_batch = profile.microbatch_size * max(topology.num_devices, 8)
+    if global_batch < 1:
+        raise PlanError(f"global_batch: expected at least 1, got {global_batch}")
+    if state_per_weight is None:
+        state_per_weight = 6.0 if profile.source.startswith(ARITHMETIC) else 2.0
+    if not state_per_weight >= 0:
+        raise PlanError(f"state_per_weight: expected 0 or more, got {state_per_weight}")
+    return Ground(profile, topology, global_batch, state_per_weight, dict(costs or {}))
+
+
+def _local(topology: Topology) -> bool:
+    return topology.name.startswith("local:")
+
+
+def _sizes(ground: Ground, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    profile = ground.profile
+    if wanted is not None:
+        if not wanted or min(wanted) < 1:
+            raise PlanError(f"microbatch_sizes: expected sizes of at least 1, got {list(wanted)}")
+        return tuple(sorted(set(wanted)))
+    powers = [2**k for k in range(12)]
+    if profile.source.startswith(ARITHMETIC):
+        return tuple(size for size in powers if size <= 16)
+    known = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
+    # Where times were not measured they are not known: small micro-batches are slower than the line says.
+    between = [size for size in powers if min(known) <= size <= max(known)]
+    return tuple(sorted({*known, *between}))
+
+
+def space_of(
+    ground: Ground,
+    method: str,
+    *,
+    microbatch_sizes: tuple[int, ...],
+    num_microbatches: int | None = None,
+    schedules: Sequence[str] | None = None,
+    depths: Sequence[int] | None = None,
+    recompute: bool | None = None,
+    executable: bool = False,
+) -> Space:
+    """The choices of a method.
+
+    Raises:
+        PlanError: a count below 1, or an unknown or unsuitable schedule.
+    """
+    if num_microbatches is not None and num_microbatches < 1:
+        raise PlanError(f"num_microbatches: expected at least 1, got {num_microbatches}")
+    for depth in depths or ():
+        if depth < 1:
+            raise PlanError(f"depths: expected at least 1, got {depth}")
+    chosen = tuple(schedules) if schedules else _schedules_of(method)
+    for name in chosen:
+        if method == "auto" and not find(name).is_synchronous:
+            raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
+    replays = {None: ("none", "some", "all"), True: ("all",), False: ("none",)}[recompute]
+    inner = ground.topology.levels[0].width
+    widths = tuple(2**k for k in range(12) if 2**k <= 2 * inner) if is_gpt(ground.profile) and not executable else (1,)
+    free = Space(
+        chosen,
+        tuple(depths) if depths else None,
+        tensors=widths,
+        microbatch_sizes=microbatch_sizes,
+        recompute=replays,
+        sharded=(False,) if executable else (False, True),
+        num_microbatches=num_microbatches,
+    )
+    if method == "2bw":
+        replays = tuple(mode for mode in replays if mode != "some") or replays
+        return replace(free, tensors=(1,), chunks=(1,), sharded=(False,), recompute=replays)
+    if method == "ptdp":
+        always = ("all",) if recompute is None else replays
+        inside = tuple(width for width in widths if width <= inner)
+        return replace(free, tensors=inside, sharded=(False,), recompute=always)
+    if method in ("gpipe", "uniform"):
+        always = ("all",) if method == "gpipe" and recompute is None else replays
+        return replace(free, tensors=(1,), chunks=(1,), sharded=(False,), recompute=always, partitioner=method)
+    return free
+
+
+def _schedules_of(method: str) -> tuple[str, ...]:
+    if method == "auto":
+        return tuple(name for name in names() if name not in _NOT_AUTOMATIC and find(name).is_synchronous)
+    return {
+        "2bw": ("pipedream-2bw",), "ptdp": ("1f1b", "interleaved"), "gpipe": ("gpipe",), "uniform": ("1f1b",)
+    }[method]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- methods
+
+
+def _auto(ground: Ground, space: Space) -> tuple[Found, list[Config]]:
+    listed = _listed(ground, space)
+    if ground.topology.num_devices <= 64 and space.depths is None:
+        from pipefit.planner.asynchronous import replicated
+
+        listed += replicated(ground, space)
+    return search(ground, listed), listed
+
+
+def _deepest(ground: Ground, space: Space) -> tuple[Found, list[Config]]:
+    """As many stages as there are devices, or the largest divisor of that for which there are layers."""
+    listed = _listed(ground, space)
+    deepest = max(config.depth for config in listed)
+    listed = [config for config in listed if config.depth == deepest]
+    return search(ground, listed), listed
+
+
+def _double_buffered(ground: Ground, space: Space) -> tuple[Found, list[Config]]:
+    listed = _listed(ground, space)
+    return search(ground, listed), listed
+
+
+def _ptdp(ground: Ground, space: Space) -> tuple[Found, list[Config]]:
+    """The rules of Megatron-LM (SC 2021), sections 3.2 to 3.4.
+
+    Takeaway 1: tensor parallelism up to the devices of a server, pipelines across servers. Takeaway 2: as few devices
+    per copy (t·p) as hold the model, data parallelism with the rest. Takeaway 3: the best micro-batch size is searched.
+    """
+    listed = _listed(ground, space)
+    shapes = sorted({(c.tensor * c.depth, -c.tensor, c.depth) for c in listed})
+    widest = max(space.tensors)
+    refused: list[InfeasibleError] = []
+    for _, minus_tensor, depth in shapes:
+        # A pipeline only where the server's width is used up.
+        if depth > 1 and -minus_tensor < widest:
+            continue
+        some = [c for c in listed if (c.tensor, c.depth) == (-minus_tensor, depth)]
+        try:
+            return search(ground, some, keep=6), listed
+        except InfeasibleError as problem:
+            refused.append(problem)
+    raise refused[-1] if refused else PlanError("ptdp: no width and depth divide the devices")
+
+
+_METHODS: dict[str, Callable[[Ground, Space], tuple[Found, list[Config]]]] = {
+    "auto": _auto,
+    "2bw": _double_buffered,
+    "ptdp": _ptdp,
+    "gpipe": _deepest,
+    "uniform": _deepest,
+}
+
+
+def _listed(ground: Ground, space: Space) -> list[Config]:
+    listed = list(configs(ground, space))
+    if not listed:
+        wanted = f"{space.num_microbatches} micro-batches" if space.num_microbatches else f"sizes {space.microbatch_sizes}"
+        raise PlanError(
+            f"no candidate: {ground.topology.num_devices} devices, {len(ground.profile)} layers, a batch of "
+            f"{ground.global_batch} in micro-batches ({wanted}) and the schedules {', '.join(space.schedules)} do not go "
+            "together; every copy of the pipeline needs as many micro-batches, so choose a batch that micro-batch size "
+            "× copies divides"
+        )
+    return listed
+
+
+def _finish(ground: Ground, space: Space, method: str, found: Found, listed: list[Config]) -> Plan:
+    winner = found.winner
+    made = plan_of(ground, winner.judged, method)
+    step_s = winner.rehearsal.step_s if winner.rehearsal else winner.judged.step_s
+    period_s = winner.time_s
+    prediction = Prediction(
+        step_s=step_s,
+        period_s=period_s,
+        minibatch_s=period_s,
+        throughput=ground.global_batch / period_s if period_s else math.inf,
+        peak_bytes=_peaks_of_all(made, winner),
+        speedup_over_data_parallel=_over_data_parallel(ground, listed, found),
+    )
+    return msgspec.structs.replace(made, prediction=prediction, candidates=found.candidates)
+
+
+def _peaks_of_all(made: Plan, winner: Finding) -> tuple[float, ...]:
+    """The peak of every rank; copies hold what the first pipeline holds."""
+    peaks = winner.judged.peak_bytes
+    result = [0.0] * made.placement.num_ranks
+    first = {ranks[0]: position for position, ranks in enumerate(made.placement.ranks[: len(peaks)])}
+    for ranks in made.placement.ranks:
+        for rank in ranks:
+            result[rank] = peaks[first[ranks[0]]] if ranks[0] in first else result[rank]
+    return tuple(result)
+
+
+def _over_data_parallel(ground: Ground, listed: list[Config], found: Found) -> float | None:
+    """Times faster than plain data parallelism, where that fits."""
+    plain = [f for f in found.findings if f.judged.config.family == "data parallel"]
+    if plain:
+        return min(f.time_s for f in plain) / found.winner.time_s
+    for config in sorted(config for config in listed if config.family == "data parallel"):
+        judged = judge(ground, config)
+        if judged.fits:
+            told = rehearse(ground, judged)
+            return (told.period_s if told else judged.step_s) / found.winner.time_s
+    return None
+
+
