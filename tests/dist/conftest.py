@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,14 @@ def _server() -> None:
     from pipefit.runtime.launch import launch
 
     launch(jobs.nothing, 1, quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_failed_runs_go_with_the_test(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of a run that failed is kept for its user; here nobody would take it away."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("runs")))
 
 
 @pytest.fixture(autouse=True)
