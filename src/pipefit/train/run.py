@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from pipefit.data import sample
-from pipefit.errors import PipefitError, nearest
 from pipefit.ir import text as program_text
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.runtime.session import Session, current
@@ -26,6 +25,7 @@ from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, compare
 from pipefit.train.config import RunConfig
 from pipefit.train.memory import peak_memory_bytes
+from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
@@ -33,8 +33,6 @@ from pipefit.train.setup import make_plan
 from pipefit.train.sources import Source, source_of
 
 __all__ = ["Observer", "RunResult", "run"]
-
-_STATE_PER_WEIGHT = {"sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 
 
 class Observer(Protocol):
@@ -78,7 +76,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     torch.manual_seed(config.seed)
     bundle = build(config.model, **parse_options(config.options, config.model))
     source = source_of(config, bundle)
-    optimizer = _optimizer(config)
+    optimizer = make_optimizer(config.optimizer, config.lr)
     example = bundle.example(config.batch, 0)
     plan = Plan.load(config.plan) if config.plan else None
     num = plan.num_microbatches if plan else config.microbatches
@@ -96,7 +94,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         seed=config.seed,
         device=config.device or None,
     )
-    cost = cost_of(profile, plan, topology, _STATE_PER_WEIGHT[config.optimizer])
+    cost = cost_of(profile, plan, topology, STATE_PER_WEIGHT[config.optimizer])
     forecast = _forecast(pipe, cost)
     plan = msgspec.structs.replace(plan, prediction=prediction_of(plan, forecast, config.batch))
     observer.planned(plan, profile, bundle, source)
@@ -133,19 +131,6 @@ def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Pro
         profile=profile,
         model=bundle.name,
     )
-
-
-def _optimizer(config: RunConfig) -> Any:
-    kinds: dict[str, Any] = {
-        "sgd": lambda parameters: torch.optim.SGD(parameters, config.lr, momentum=0.9),
-        "adam": lambda parameters: torch.optim.Adam(parameters, config.lr),
-        "adamw": lambda parameters: torch.optim.AdamW(
-            parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True
-        ),
-    }
-    if config.optimizer not in kinds:
-        raise PipefitError(f"unknown optimizer {config.optimizer!r}; {nearest(config.optimizer, kinds)}")
-    return kinds[config.optimizer]
 
 
 def _cosine(optimizer: torch.optim.Optimizer, config: RunConfig) -> torch.optim.lr_scheduler.LambdaLR:

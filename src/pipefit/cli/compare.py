@@ -1,0 +1,174 @@
+"""`pipefit compare`: every strategy on this machine, measured in one run."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.models import ModelOptions, importable
+from pipefit.cli.options import Json, count, help_of, whole_numbers
+from pipefit.errors import PipefitError
+
+if TYPE_CHECKING:
+    from pipefit.compare import CompareConfig, Comparison, Row
+
+__all__ = ["command"]
+
+
+def command(
+    *,
+    model: Annotated[
+        str, help_of("A built-in model, or your own as package.module:factory or file.py:factory.")
+    ] = "gpt",
+    option: ModelOptions = None,
+    data: Annotated[
+        list[str] | None,
+        Parameter(help="text, digits, synthetic, or your own text files.", consume_multiple=True, negative=()),
+    ] = None,
+    ranks: Annotated[int, help_of("Processes, one thread each.", "--ranks", "-n")] = 2,
+    strategies: Annotated[str | None, help_of("Names with commas between them; default: all.")] = None,
+    microbatches: Annotated[str, help_of("Numbers of micro-batches per update.", "--microbatches", "-m")] = (
+        "1,2,4,8,16,32"
+    ),
+    batch: Annotated[int, help_of("Samples per update.")] = 32,
+    steps: Annotated[int, help_of("Updates in a row of one repetition.")] = 4,
+    repeats: Annotated[int, help_of("Repetitions of everything, in turns; medians are shown.")] = 3,
+    stages: Annotated[str | None, help_of("Layers of each stage, like 3,3; default: balanced by a profile.")] = None,
+    chunks: Annotated[int, help_of("Stages per rank of the looped schedules.", "--chunks", "-v")] = 2,
+    optimizer: Annotated[Literal["adamw", "adam", "sgd"], help_of("Of every strategy.")] = "adamw",
+    lr: Annotated[float, help_of("Learning rate.")] = 1e-3,
+    seed: Annotated[int, help_of("Of weights, the order of the data, and dropout.")] = 0,
+    output: Annotated[Path | None, help_of("Folder for the figures and the chart.", "--output", "-o")] = None,
+    json: Json = False,
+) -> Answer:
+    """Measure every strategy side by side on this machine.
+
+    Example: pipefit compare --model gpt --ranks 2 -o runs/compared
+
+    One process, data parallelism, every schedule, and torch.distributed.pipelining, for several numbers of
+    micro-batches, in turns within one run, so that whatever slows the machine down slows all alike. Shown are samples
+    per second, speed-ups, measured beside predicted, memory, and the loss after equal samples.
+    """
+    from pipefit.compare.config import CompareConfig
+
+    for name, value in (("--batch", batch), ("--steps", steps), ("--repeats", repeats), ("--chunks", chunks)):
+        count(name, value)
+    if count("--ranks", ranks) < 2:
+        raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
+    if output is not None and output.exists() and not output.is_dir():
+        raise PipefitError(f"{output}: expected a folder, got a file")
+    settings = CompareConfig(
+        model=importable(model) if ":" in model else model,
+        options=",".join(option or []),
+        data=tuple(data or ()),
+        strategies=tuple(name.strip() for name in strategies.split(",")) if strategies else (),
+        microbatches=tuple(dict.fromkeys(whole_numbers("--microbatches", microbatches))),
+        batch=batch,
+        steps=steps,
+        repeats=repeats,
+        stages=whole_numbers("--stages", stages),
+        chunks=chunks,
+        optimizer=optimizer,
+        lr=lr,
+        seed=seed,
+    )
+    found = _compared(settings, ranks, quiet=json)
+    paths = found.save(output) if output is not None else {}
+    return Answer({**found.as_dict(), "paths": paths}, partial(_told, found, paths))
+
+
+def _compared(settings: CompareConfig, ranks: int, quiet: bool) -> Comparison:
+    from pipefit.runtime.launch import launch
+
+    result: Comparison = launch(compare_rank, ranks, settings, quiet, threads=1, quiet=quiet)[0]
+    return result
+
+
+def compare_rank(settings: CompareConfig, quiet: bool) -> Comparison:
+    """Compares as this rank; rank 0 tells people how far it is."""
+    from pipefit.compare import compare_on_ranks
+    from pipefit.runtime.session import current
+
+    return compare_on_ranks(settings, _say if current().rank == 0 and not quiet else lambda line: None)
+
+
+def _say(line: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{line}")
+        sys.stderr.flush()
+    elif not line.startswith("building"):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _told(found: Comparison, paths: dict[str, str]) -> str:
+    from io import StringIO
+
+    from rich.console import Console
+
+    stream = StringIO()
+    terminal = sys.stdout.isatty()
+    if terminal and sys.stderr.isatty():
+        stream.write("\r\x1b[K")
+    console = Console(
+        file=stream, width=None if terminal else 150, force_terminal=terminal, no_color=None if terminal else True
+    )
+    console.print(f"{found.model}; data: {found.data}", highlight=False)
+    console.print(
+        f"{found.num_ranks} ranks of one thread, stages of {' + '.join(map(str, found.layer_counts))} layers, "
+        f"{found.batch} samples per update; losses after {found.samples} samples",
+        highlight=False,
+    )
+    console.print(_table(found))
+    for reason, cells in _reasons(found).items():
+        console.print(f"not measured: {cells}: {reason}", highlight=False)
+    for kind, path in paths.items():
+        console.print(f"{kind:<8} {path}", highlight=False, soft_wrap=True)
+    return stream.getvalue()
+
+
+def _reasons(found: Comparison) -> dict[str, str]:
+    """What was not measured, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for item in found.refused:
+        reasons.setdefault(item.reason, []).append(f"{item.strategy} m={item.num_microbatches}")
+    return {reason: ", ".join(cells) for reason, cells in reasons.items()}
+
+
+def _table(found: Comparison) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("strategy")
+    heads = "m,samples/s,× one thread,× same m,bubble,predicted,pred./meas.,busy,memory,loss".split(",")
+    for head in heads:
+        table.add_column(head, justify="right")
+    rows = sorted(found.rows, key=lambda row: row.num_microbatches)
+    for index, row in enumerate(rows):
+        last = index + 1 == len(rows) or rows[index + 1].num_microbatches != row.num_microbatches
+        table.add_row(row.strategy, *_cells(row), end_section=last)
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    def of(value: float | None, how: str) -> str:
+        return "" if value is None else format(value, how)
+
+    megabytes = [f"{size / 2**20:.0f}" for size in row.peak_bytes]
+    return [
+        "–" if row.strategy in ("one-thread", "all-threads") else str(row.num_microbatches),
+        f"{row.samples_per_s:.1f}",
+        of(row.speedup, ".2f"),
+        of(row.speedup_accumulated, ".2f"),
+        of(row.bubble, ".1%"),
+        of(row.bubble_predicted, ".1%"),
+        of(row.predicted_over_measured, ".3f"),
+        " ".join(f"{share:.0%}" for share in row.utilisation),
+        f"{' + '.join(megabytes)} MiB" if megabytes else "",
+        of(row.final_loss, ".3f"),
+    ]

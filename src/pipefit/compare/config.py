@@ -1,0 +1,42 @@
+"""What a comparison is asked to do; the fields are the options of `pipefit compare`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CompareConfig"]
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """A comparison.
+
+    Attributes:
+        model: built-in name or pkg.mod:factory.
+        options: of the model, as "layers=8,hidden=256".
+        data: as for a training run; (): what the model is made for, random where that does not fit.
+        strategies: names from `STRATEGIES`; (): all.
+        microbatches: numbers of micro-batches per update; one process that is not cut into any comes once.
+        batch: samples per update.
+        steps: updates of one repetition, one after the other; a schedule without a flush drains only at their end.
+        repeats: repetitions of every cell, in turns; medians are taken.
+        stages: layer counts of one stage per rank; (): balanced by a profile.
+        chunks: stages per rank of the looped schedules.
+        optimizer: "adamw", "adam" or "sgd".
+        lr: learning rate.
+        seed: of weights, data and dropout.
+    """
+
+    model: str = "gpt"
+    options: str = ""
+    data: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+    microbatches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    batch: int = 32
+    steps: int = 4
+    repeats: int = 3
+    stages: tuple[int, ...] = ()
+    chunks: int = 2
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    seed: int = 0

@@ -1,0 +1,301 @@
+"""The measurement: every cell lives in the same processes, and repetitions go round them in turns.
+
+Whatever slows the machine down for a while then slows all cells alike. Ranks meet at a barrier before and after each
+turn; one that has nothing to do waits there, blocked in the kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipefit.compare.config import CompareConfig
+from pipefit.compare.memory import rise_bytes
+from pipefit.compare.peer import TorchPipeline
+from pipefit.compare.pipelines import ScheduledPipeline, plan_of
+from pipefit.compare.result import Comparison, Refusal, Row
+from pipefit.compare.strategies import (
+    STRATEGIES,
+    Batch,
+    DataParallel,
+    OneProcess,
+    Strategy,
+    Subject,
+    Trainer,
+    num_cores,
+    processor_s,
+)
+from pipefit.errors import DataError, PipefitError, nearest
+from pipefit.models import ModelBundle, build, parse_options
+from pipefit.profiling.clock import half_interquartile_range
+from pipefit.runtime.session import Session, current
+from pipefit.spec import Partition, Profile, Topology
+from pipefit.stage.split import named_layers
+from pipefit.train.config import RunConfig
+from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
+from pipefit.train.predicted import cost_of, links_of, predict
+from pipefit.train.profiled import agreed_profile
+from pipefit.train.setup import make_plan
+from pipefit.train.sources import source_of
+
+__all__ = ["compare_on_ranks"]
+
+Say = Callable[[str], None]
+
+_KEPT_LOSSES = 4
+_LEAST_MICROBATCHES = 32
+
+
+@dataclass
+class Cell:
+    """A strategy at one number of micro-batches, and what has been measured of it."""
+
+    strategy: Strategy
+    num_microbatches: int
+    trainer: Trainer
+    steps: int
+    seconds: list[float] = field(default_factory=list)
+    busy: list[list[float]] = field(default_factory=list)
+    bubbles: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    rise: float | None = None
+    predicted_s: float | None = None
+    predicted_bubble: float | None = None
+
+
+def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Comparison:
+    """Compares on this rank; every rank of the run calls it alike and gets the same answer.
+
+    Args:
+        config: what is asked.
+        say: takes a line about how far it is; only rank 0's need do anything.
+
+    Raises:
+        PipefitError: an unknown strategy or model, or nothing that can be measured.
+    """
+    session = current()
+    wanted = _strategies(config.strategies)
+    torch.manual_seed(config.seed)
+    bundle = build(config.model, **parse_options(config.options, config.model))
+    name, batches = _batches(config, bundle)
+    subject = Subject(
+        lambda: copy.deepcopy(bundle.layers), bundle.loss, _optimizer(config), session.num_ranks, session.rank
+    )
+    say("profiling the model at every micro-batch size, and the links")
+    counts = [num for num in config.microbatches if num <= config.batch]
+    if not counts:
+        raise DataError(f"a batch of {config.batch} cannot be cut into {list(config.microbatches)} micro-batches")
+    profiles = _profiles(subject, batches[0], sorted({1, *counts}), session)
+    topology = links_of(session, session.num_ranks)
+    partition = _partition(subject, config, profiles[counts[len(counts) // 2]])
+    cells, refused = _cells(config, wanted, subject, partition, profiles, say)
+    if not cells:
+        raise PipefitError("nothing can be measured: " + "; ".join(item.reason for item in refused[:3]))
+    for turn in range(config.repeats + 1):
+        say("warming up" if not turn else f"repetition {turn} of {config.repeats}, {len(cells)} cells in turns")
+        for cell in cells:
+            _measure(cell, batches, session, keep=turn > 0)
+    say("memory of every cell")
+    for cell in cells:
+        cell.rise = rise_bytes(lambda cell=cell: cell.trainer.train(batches[: cell.steps]))  # type: ignore[misc]
+        _predict(cell, profiles, topology, config)
+    samples = config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0
+    result = Comparison(
+        model=bundle.describe(),
+        data=name,
+        num_ranks=session.num_ranks,
+        batch=config.batch,
+        samples=samples,
+        layer_counts=tuple(len(stage.layers) for stage in partition.stages),
+        rows=[_row(cell, config, session) for cell in cells],
+        refused=refused,
+    )
+    return result.with_speedups()
+
+
+def _strategies(names: Sequence[str]) -> list[Strategy]:
+    for name in names:
+        if name not in STRATEGIES:
+            raise PipefitError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
+    return [strategy for name, strategy in STRATEGIES.items() if not names or name in names]
+
+
+def _optimizer(config: CompareConfig) -> Any:
+    return make_optimizer(config.optimizer, config.lr)
+
+
+def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batch]]:
+    """Batches that every cell trains on in the same order, and their name; random ones where the data do not fit."""
+    run = RunConfig(model=config.model, data=config.data, batch=config.batch, seed=config.seed)
+    count = max(min(config.steps * (config.repeats + 2), 64), _LEAST_MICROBATCHES)
+    example = bundle.example(1, 0)
+    try:
+        source = source_of(run, bundle)
+        found = list(islice(source.endless(), count))
+        fits = _shapes(found[0]) == _shapes(example)
+    except DataError:
+        if config.data:
+            raise
+        fits = False
+    if not fits and config.data:
+        raise DataError(
+            f"{', '.join(config.data)}: one sample is {_shapes(found[0])}, {bundle.name} takes {_shapes(example)}"
+        )
+    if not fits:
+        source = source_of(RunConfig(model=config.model, data=("synthetic",), batch=config.batch, seed=0), bundle)
+        found = list(islice(source.endless(), count))
+    return source.name, found
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    """The shapes of one sample."""
+    return [tuple(leaf.shape[1:]) for leaf in torch.utils._pytree.tree_leaves(batch)]
+
+
+def _profiles(subject: Subject, batch: Batch, counts: list[int], session: Session) -> dict[int, Profile]:
+    layers = named_layers(subject.make())
+    return {
+        num: agreed_profile(layers, batch, num, session, loss=subject.loss, optimizer=subject.optimizer, repeats=5)
+        for num in counts
+    }
+
+
+def _partition(subject: Subject, config: CompareConfig, profile: Profile) -> Partition:
+    layers = named_layers(subject.make())
+    return make_plan(
+        layers,
+        num_ranks=subject.num_ranks,
+        schedule="1f1b",
+        num_microbatches=1,
+        stages=config.stages or None,
+        profile=profile,
+    ).partition
+
+
+def _cells(
+    config: CompareConfig,
+    wanted: list[Strategy],
+    subject: Subject,
+    partition: Partition,
+    profiles: dict[int, Profile],
+    say: Say,
+) -> tuple[list[Cell], list[Refusal]]:
+    """Builds every cell. All ranks refuse alike, since what they look at is the same."""
+    cells, refused = [], []
+    for strategy in wanted:
+        for num in config.microbatches if strategy.cut else (1,):
+            say(f"building {strategy.name}, {num} micro-batches")
+            try:
+                if num > config.batch:
+                    raise DataError(f"a batch of {config.batch} samples cannot be cut into {num} micro-batches")
+                trainer = _trainer(strategy, num, config, subject, partition, profiles)
+                cells.append(Cell(strategy, num, trainer, _steps(trainer, num, config)))
+            except PipefitError as problem:
+                refused.append(Refusal(strategy.name, num, str(problem)))
+    return cells, refused
+
+
+def _steps(trainer: Trainer, num: int, config: CompareConfig) -> int:
+    """Updates of a turn: a schedule that fills and drains only once must be given enough to be in its rhythm."""
+    if isinstance(trainer, ScheduledPipeline) and not trainer.pipe.schedule.is_synchronous:
+        return max(config.steps, -(-_LEAST_MICROBATCHES // num))
+    return config.steps
+
+
+def _trainer(
+    strategy: Strategy,
+    num: int,
+    config: CompareConfig,
+    subject: Subject,
+    partition: Partition,
+    profiles: dict[int, Profile],
+) -> Trainer:
+    if strategy.kind == "single":
+        return OneProcess(subject, num, num_cores() if strategy.name == "all-threads" else 1)
+    if strategy.kind == "ddp":
+        if config.batch < subject.num_ranks:
+            raise DataError(f"a batch of {config.batch} samples is too small for {subject.num_ranks} ranks")
+        return DataParallel(subject, num)
+    if strategy.kind == "torch":
+        return TorchPipeline(subject, partition, num, strategy.name)
+    plan = plan_of(subject, strategy.name, num, partition, profiles[num], config.chunks)
+    return ScheduledPipeline(subject, plan, config.seed)
+
+
+def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> None:
+    """One turn of a cell: a few updates in a row, between two barriers."""
+    done = len(cell.losses)
+    mine = [batches[(done + index) % len(batches)] for index in range(cell.steps)]
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    began, used = time.perf_counter(), processor_s()
+    losses = cell.trainer.train(mine)
+    used = processor_s() - used
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    gc.enable()
+    if session.rank == 0:
+        cell.losses += losses
+    else:
+        cell.losses += [0.0] * len(mine)
+    if not keep:
+        return
+    cell.seconds.append(seconds / cell.steps)
+    if isinstance(cell.trainer, ScheduledPipeline):
+        timeline = cell.trainer.timeline(cell.steps)
+        cell.busy.append([timeline.busy_s(rank) / seconds for rank in range(session.num_ranks)])
+        cell.bubbles.append(timeline.bubble_fraction)
+    else:
+        cell.busy.append(_shared(used / seconds, session))
+
+
+def _shared(value: float, session: Session) -> list[float]:
+    """A number of every rank, on every rank."""
+    table = torch.zeros(session.num_ranks, dtype=torch.float64)
+    table[session.rank] = value
+    dist.all_reduce(table)
+    return table.tolist()
+
+
+def _predict(cell: Cell, profiles: dict[int, Profile], topology: Topology, config: CompareConfig) -> None:
+    profile = profiles[cell.num_microbatches]
+    if isinstance(cell.trainer, ScheduledPipeline):
+        cost = cost_of(profile, cell.trainer.plan, topology, STATE_PER_WEIGHT[config.optimizer])
+        timeline = predict(cell.trainer.timeline(cell.steps).program, cost, cell.trainer.num_passes(cell.steps))
+        cell.predicted_s = timeline.makespan_s / cell.steps
+        cell.predicted_bubble = timeline.bubble_fraction
+    elif cell.strategy.name in ("accumulate", "one-thread"):
+        cell.predicted_s = (profile.step_s or 0.0) * cell.num_microbatches + profile.optimizer_s
+
+
+def _row(cell: Cell, config: CompareConfig, session: Session) -> Row:
+    """The figures of a cell; every rank must ask, and rank 0's count."""
+    told = torch.tensor([cell.rise if cell.rise is not None else -1.0, cell.trainer.state_bytes], dtype=torch.float64)
+    rises, states = (_shared(float(value), session) for value in told)
+    peaks = tuple(a + b for a, b in zip(rises, states, strict=True)) if min(rises) >= 0 else ()
+    middle = statistics.median(cell.seconds)
+    seen = cell.losses[: config.steps * (config.repeats + 1)]
+    return Row(
+        strategy=cell.strategy.name,
+        num_microbatches=cell.num_microbatches,
+        step_s=middle,
+        samples_per_s=config.batch / middle,
+        bubble=statistics.median(cell.bubbles) if cell.bubbles else None,
+        bubble_predicted=cell.predicted_bubble,
+        predicted_step_s=cell.predicted_s,
+        predicted_over_measured=cell.predicted_s / middle if cell.predicted_s else None,
+        utilisation=tuple(statistics.median(shares) for shares in zip(*cell.busy, strict=True)),
+        peak_bytes=peaks,
+        final_loss=statistics.mean(seen[-_KEPT_LOSSES:]) if session.rank == 0 else None,
+        spread=half_interquartile_range(cell.seconds) / middle,
+    )

@@ -1,0 +1,74 @@
+"""Schedules of pipefit as strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipefit.compare.strategies import Subject, bytes_of, optimizer_tensors
+from pipefit.schedules import find
+from pipefit.spec import Partition, Plan, Profile
+from pipefit.stage.split import named_layers
+from pipefit.timeline import Timeline
+from pipefit.train.pipeline import Pipeline
+from pipefit.train.setup import make_plan
+
+__all__ = ["ScheduledPipeline", "plan_of"]
+
+
+def plan_of(
+    subject: Subject, schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int
+) -> Plan:
+    """The plan of a schedule: the given cut where it has one stage per rank, else one balanced by the profile."""
+    chunks = num_chunks if find(schedule).chunks else 1
+    plain = chunks == 1 and find(schedule).layout != "replicas"
+    return make_plan(
+        named_layers(subject.make()),
+        num_ranks=subject.num_ranks,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+        num_chunks=chunks,
+        stages=[len(stage.layers) for stage in partition.stages] if plain else None,
+        profile=profile,
+    )
+
+
+class ScheduledPipeline:
+    """A pipeline under one schedule.
+
+    Args:
+        subject: what it trains.
+        plan: how.
+        seed: of dropout.
+
+    Raises:
+        PipefitError: the schedule has no meaning for the plan's shape.
+    """
+
+    def __init__(self, subject: Subject, plan: Plan, seed: int = 0) -> None:
+        self.plan = plan
+        self.pipe = Pipeline(
+            subject.make(), loss=subject.loss, optimizer=subject.optimizer, plan=plan, seed=seed, device="cpu"
+        )
+
+    def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
+        """Trains one update per batch; a schedule without a flush drains at the end."""
+        return self.pipe.fit(list(batches), steps=len(batches))
+
+    def timeline(self, steps: int) -> Timeline:
+        """The last updates as they were measured; every rank must ask."""
+        return self.pipe.timeline(last=self.num_passes(steps))
+
+    def num_passes(self, steps: int) -> int:
+        """Passes over the program that some updates take."""
+        return steps if self.pipe.schedule.is_synchronous else 1
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the stages of this rank."""
+        tensors = []
+        for worker in self.pipe._engine.workers:
+            for stage in worker.stages.values():
+                tensors += [tensor for layer in stage.layers for tensor in layer.module.state_dict().values()]
+            tensors += [tensor for made in worker.optimizers.values() for tensor in optimizer_tensors(made)]
+        return bytes_of(tensors)

@@ -1,0 +1,173 @@
+"""What a comparison found: one row per strategy and number of micro-batches, and its files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pipefit.draw.chart import chart
+from pipefit.spec.files import write_atomically
+
+__all__ = ["Comparison", "Refusal", "Row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy at one number of micro-batches; None where a figure has no meaning.
+
+    Attributes:
+        strategy: its name.
+        num_microbatches: per update.
+        step_s: median seconds per update.
+        samples_per_s: of the median.
+        speedup: over one process with one thread that takes the whole batch at once.
+        speedup_accumulated: over one process that accumulates as many micro-batches.
+        bubble: measured; the share of the ranks' time without forward or backward.
+        bubble_predicted: of the simulation.
+        predicted_step_s: seconds per update that the simulation says.
+        predicted_over_measured: of the seconds per update.
+        utilisation: of each rank, busy time over wall time.
+        peak_bytes: of each rank: what it keeps, and the most that an update adds.
+        final_loss: mean of the last updates of the samples that every row has seen.
+        spread: half the distance between the quartiles of the seconds per update, relative to the median.
+    """
+
+    strategy: str
+    num_microbatches: int
+    step_s: float
+    samples_per_s: float
+    speedup: float | None = None
+    speedup_accumulated: float | None = None
+    bubble: float | None = None
+    bubble_predicted: float | None = None
+    predicted_step_s: float | None = None
+    predicted_over_measured: float | None = None
+    utilisation: tuple[float, ...] = ()
+    peak_bytes: tuple[float, ...] = ()
+    final_loss: float | None = None
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A cell that could not be measured, and why."""
+
+    strategy: str
+    num_microbatches: int
+    reason: str
+
+
+@dataclass
+class Comparison:
+    """All that was measured, the same on every rank.
+
+    Attributes:
+        model: described in one line.
+        data: name of what was trained on.
+        num_ranks: of the run.
+        batch: samples per update.
+        samples: after which the final losses are taken.
+        layer_counts: of the stages, one per rank.
+        rows: measured.
+        refused: not measured.
+    """
+
+    model: str
+    data: str
+    num_ranks: int
+    batch: int
+    samples: int
+    layer_counts: tuple[int, ...]
+    rows: list[Row] = field(default_factory=list)
+    refused: list[Refusal] = field(default_factory=list)
+
+    def with_speedups(self) -> Comparison:
+        """Fills in the speed-ups, where what they are measured against is there."""
+        single = next((row.step_s for row in self.rows if row.strategy == "one-thread"), None)
+        summed = {row.num_microbatches: row.step_s for row in self.rows if row.strategy == "accumulate"}
+        if single is not None:
+            summed.setdefault(1, single)
+        rows = [
+            replace(
+                row,
+                speedup=single / row.step_s if single else None,
+                speedup_accumulated=summed[row.num_microbatches] / row.step_s
+                if row.num_microbatches in summed and row.strategy not in ("one-thread", "all-threads")
+                else None,
+            )
+            for row in self.rows
+        ]
+        return replace(self, rows=rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The comparison as JSON data."""
+        return {"format": "pipefit.comparison/1", **asdict(self)}
+
+    def chart(self) -> str:
+        """Samples per second over micro-batches, one line per strategy, as SVG."""
+        return chart(
+            self._lines(lambda row: row.samples_per_s),
+            title=f"{self.model.partition('(')[0]} on {self.num_ranks} ranks",
+            x_label=f"micro-batches per update of {self.batch} samples",
+            y_label="samples per second",
+            log_x=True,
+            width=980,
+            height=520,
+        )
+
+    def _lines(self, figure: Callable[[Row], float | None]) -> dict[str, list[tuple[float | str, float]]]:
+        counts = sorted({row.num_microbatches for row in self.rows})
+        lines: dict[str, list[tuple[float | str, float]]] = {}
+        for row in self.rows:
+            value = figure(row)
+            if value is None:
+                continue
+            # What is not cut into micro-batches is a level to compare with.
+            places = counts if row.strategy in ("one-thread", "all-threads") else [row.num_microbatches]
+            lines.setdefault(row.strategy, []).extend((float(place), value) for place in places)
+        return lines
+
+    def save(self, folder: str | Path) -> dict[str, str]:
+        """Writes the figures as JSON and the chart as SVG, and as PNG where matplotlib is installed.
+
+        Returns:
+            What was written, by kind.
+        """
+        place = Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.as_dict(), indent=1, default=float, allow_nan=False)
+        paths = {"json": write_atomically(place / "compare.json", text + "\n")}
+        if self.rows:
+            paths["chart"] = write_atomically(place / "compare.svg", self.chart())
+            picture = self._png(place / "compare.png")
+            paths |= {"picture": picture} if picture else {}
+        return {kind: str(path) for kind, path in paths.items()}
+
+    def _png(self, path: Path) -> Path | None:
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError:
+            return None
+        from io import BytesIO
+
+        figure = Figure(figsize=(9.8, 5.2))
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+        lines = self._lines(lambda row: row.samples_per_s)
+        for index, (name, points) in enumerate(lines.items()):
+            axes.plot(*zip(*points, strict=True), "s--" if index >= 10 else "o-", label=name, markersize=4)
+        axes.set_xscale("log", base=2)
+        places = sorted({row.num_microbatches for row in self.rows})
+        axes.set_xticks(places, [str(place) for place in places])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel(f"micro-batches per update of {self.batch} samples")
+        axes.set_ylabel("samples per second")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
+        axes.grid(alpha=0.25)
+        picture = BytesIO()
+        figure.savefig(picture, format="png", dpi=140, bbox_inches="tight")
+        return write_atomically(path, picture.getvalue())

@@ -1,0 +1,196 @@
+"""The strategies by name, and those that are no pipeline: one process, and torch's data parallel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipefit.train.batch import cut
+
+__all__ = ["STRATEGIES", "DataParallel", "OneProcess", "Strategy", "Subject", "Trainer"]
+
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to train.
+
+    Attributes:
+        name: how users ask for it.
+        kind: "single", "ddp", "schedule" or "torch".
+        about: one line for people.
+        cut: whether the number of micro-batches means anything to it.
+    """
+
+    name: str
+    kind: str
+    about: str
+    cut: bool = True
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("one-thread", "single", "one process, one thread, the whole batch at once", cut=False),
+        Strategy("all-threads", "single", "one process, as many threads as cores, the whole batch at once", cut=False),
+        Strategy("accumulate", "single", "one process, one thread, gradients of m micro-batches added up"),
+        Strategy("ddp", "ddp", "torch's DistributedDataParallel: each rank a share of the batch, in m/ranks parts"),
+        Strategy("data-parallel", "schedule", "the same as a program of pipefit"),
+        Strategy("naive", "schedule", "stage after stage, one micro-batch at a time"),
+        Strategy("gpipe", "schedule", "all forwards, then all backwards"),
+        Strategy("1f1b", "schedule", "one forward, one backward"),
+        Strategy("interleaved", "schedule", "1F1B with several stages per rank"),
+        Strategy("breadth-first", "schedule", "GPipe with several stages per rank"),
+        Strategy("pipedream", "schedule", "1F1B without flush, weights stashed"),
+        Strategy("pipedream-2bw", "schedule", "1F1B without flush, two weight versions"),
+        Strategy("torch-gpipe", "torch", "torch.distributed.pipelining, ScheduleGPipe"),
+        Strategy("torch-1f1b", "torch", "torch.distributed.pipelining, Schedule1F1B"),
+    )
+}
+"""Every strategy, in the order of the table."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What every strategy trains.
+
+    Attributes:
+        make: a fresh copy of the model, the same on every rank.
+        loss: (output, target) -> the mean over the samples.
+        optimizer: from parameters to their optimizer.
+        num_ranks: of the run.
+        rank: of this process.
+    """
+
+    make: Callable[[], nn.Sequential]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    num_ranks: int
+    rank: int
+
+
+class Trainer(Protocol):
+    """A strategy at work on this rank, with weights of its own."""
+
+    def train(self, batches: Sequence[Batch]) -> Sequence[float]:
+        """Trains one update per batch; gives the losses on rank 0, anything on others."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Of weights and optimizer states that this rank keeps between updates."""
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> float:
+    """Bytes of tensors, shared memory counted once."""
+    real = (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
+    storages = {storage.data_ptr(): storage.nbytes() for storage in real}
+    return float(sum(storages.values()))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The states of an optimizer."""
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+class OneProcess:
+    """Rank 0 alone trains; the others wait.
+
+    Args:
+        subject: what it trains.
+        num_microbatches: whose gradients are added up before an update.
+        threads: of torch while it trains.
+    """
+
+    def __init__(self, subject: Subject, num_microbatches: int, threads: int = 1) -> None:
+        self._subject, self._num, self._threads = subject, num_microbatches, threads
+        if subject.rank == 0:
+            self._model = subject.make()
+            self._optimizer = subject.optimizer([p for p in self._model.parameters() if p.requires_grad])
+
+    def train(self, batches: Sequence[Batch]) -> Sequence[float]:
+        """Trains on rank 0."""
+        if self._subject.rank:
+            return []
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return [self._step(x, y) for x, y in batches]
+        finally:
+            torch.set_num_threads(before)
+
+    def _step(self, x: Any, y: Any) -> float:
+        total = accumulate(self._model, self._subject.loss, x, y, self._num)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return total
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the whole model on rank 0."""
+        if self._subject.rank:
+            return 0.0
+        return bytes_of([*self._model.parameters(), *self._model.buffers(), *optimizer_tensors(self._optimizer)])
+
+
+def accumulate(model: nn.Module, loss: Callable[[Any, Any], Tensor], x: Any, y: Any, num: int) -> float:
+    """Adds up the gradients of `num` micro-batches and gives the mean loss of the batch."""
+    parts, wanted = cut(x, num), cut(y, num, "the target")
+    sizes = [float(torch.utils._pytree.tree_leaves(part)[0].shape[0]) for part in wanted]
+    total = torch.zeros(())
+    last = len(parts) - 1
+    for index, (part, target, size) in enumerate(zip(parts, wanted, sizes, strict=True)):
+        # Torch's data parallel sums over ranks inside the last backward only.
+        waits = isinstance(model, DistributedDataParallel) and index < last
+        with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
+            value = loss(model(part), target) * (size / sum(sizes))
+            value.backward()
+        total += value.detach()
+    return float(total)
+
+
+class DataParallel:
+    """Torch's `DistributedDataParallel`: every rank trains the whole model on its share of each batch."""
+
+    def __init__(self, subject: Subject, num_microbatches: int) -> None:
+        self._subject = subject
+        self._num = max(1, num_microbatches // subject.num_ranks)
+        self._model = DistributedDataParallel(subject.make())
+        self._optimizer = subject.optimizer([p for p in self._model.parameters() if p.requires_grad])
+
+    def train(self, batches: Sequence[Batch]) -> Sequence[float]:
+        """Trains on this rank's share."""
+        losses = []
+        ranks, rank = self._subject.num_ranks, self._subject.rank
+        for x, y in batches:
+            part, target = cut(x, ranks)[rank], cut(y, ranks, "the target")[rank]
+            losses.append(accumulate(self._model, self._subject.loss, part, target, self._num))
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        table = torch.tensor(losses, dtype=torch.float64)
+        dist.all_reduce(table)
+        return (table / ranks).tolist()
+
+    @property
+    def state_bytes(self) -> float:
+        """Of the whole model."""
+        return bytes_of([*self._model.parameters(), *self._model.buffers(), *optimizer_tensors(self._optimizer)])
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor_s() -> float:
+    """Processor time of the calling thread, which does the work of a rank on a CPU."""
+    return time.thread_time()

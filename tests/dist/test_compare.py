@@ -1,0 +1,90 @@
+"""`pipefit compare` on two processes, small: every strategy trains the same, and what cannot be cut is said."""
+
+import json
+import math
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.compare import STRATEGIES, CompareConfig, Comparison, Row, compare_on_ranks
+from pipefit.runtime.launch import launch
+
+SMALL = CompareConfig(
+    model="gpt",
+    options="layers=2,hidden=16,context=8",
+    microbatches=(1, 4, 16),
+    batch=8,
+    steps=2,
+    repeats=1,
+    optimizer="sgd",
+    lr=0.05,
+)
+REFUSED = {("data-parallel", 1), ("torch-1f1b", 1)}
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    first, second = launch(compare_on_ranks, 2, SMALL, threads=1, quiet=True)
+    assert [row.step_s for row in first.rows] != [] and len(first.rows) == len(second.rows)
+    return first
+
+
+def of(found: Comparison, strategy: str, m: int) -> Row:
+    return next(row for row in found.rows if (row.strategy, row.num_microbatches) == (strategy, m))
+
+
+def test_every_strategy_is_measured_where_it_has_a_meaning(found):
+    cells = {(name, m) for name, s in STRATEGIES.items() for m in ((1, 4) if s.cut else (1,))}
+    assert {(row.strategy, row.num_microbatches) for row in found.rows} == cells - REFUSED
+    assert all(row.step_s > 0 and len(row.utilisation) == 2 for row in found.rows)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(found):
+    reasons = {(item.strategy, item.num_microbatches): item.reason for item in found.refused}
+    assert {cell for cell in reasons if cell[1] < 16} == REFUSED
+    assert "8 samples cannot be cut into 16" in reasons["gpipe", 16]
+    assert "fewer micro-batches (1) than stages (2)" in reasons["torch-1f1b", 1]
+
+
+def test_synchronous_strategies_have_one_loss_and_delayed_ones_another(found):
+    expected = of(found, "one-thread", 1).final_loss
+    delayed = {"pipedream", "pipedream-2bw"}
+    for row in found.rows:
+        if row.strategy not in delayed:
+            assert math.isclose(row.final_loss, expected, rel_tol=1e-4), row
+    assert of(found, "pipedream-2bw", 4).final_loss != expected
+
+
+def test_a_pipeline_keeps_half_the_weights_on_each_rank(found):
+    one = of(found, "one-thread", 1)
+    assert one.speedup == 1 and one.peak_bytes[0] > one.peak_bytes[1]
+    assert of(found, "accumulate", 4).speedup_accumulated == 1
+    assert of(found, "1f1b", 4).bubble_predicted > 0.1
+    assert of(found, "1f1b", 4).predicted_over_measured > 0
+
+
+def test_the_verb_answers_json_and_leaves_figures_and_a_chart(tmp_path, capsys):
+    words = "compare --model mlp --option layers=3,width=8 --strategies one-thread,gpipe -m 2 --batch 4 --steps 1"
+    assert main([*words.split(), "--repeats", "1", "-o", str(tmp_path / "out"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [row["strategy"] for row in data["rows"]] == ["one-thread", "gpipe"]
+    assert data["rows"][1]["speedup"] == pytest.approx(data["rows"][0]["step_s"] / data["rows"][1]["step_s"])
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["rows"] == data["rows"]
+    assert (tmp_path / "out" / "compare.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--strategies gpip", "did you mean gpipe?"),
+        ("--ranks 1", "expected at least 2, got 1"),
+        ("-m 64 --batch 8", "cannot be cut"),
+        ("--model gpd", "did you mean gpt"),
+        ("--microbatches 1,x", "--microbatches"),
+        ("--model mlp --option layers=2 --ranks 5", "5 stages need"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_message(words, told, capsys):
+    assert main(["compare", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert told in err and "Traceback" not in err
