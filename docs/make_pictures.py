@@ -9,7 +9,7 @@ from typing import Any
 from pipefit.draw.drawing import Drawing, draw
 
 PICTURES = Path(__file__).parent / "pictures"
-_WIDTH = 960.0
+WIDTH = 960.0
 
 SHAPES: dict[str, dict[str, Any]] = {
     "naive": {"schedule": "naive", "num_stages": 4, "num_microbatches": 4},
@@ -35,7 +35,7 @@ def main(folder: Path = PICTURES) -> None:
     """Writes all of them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in SHAPES:
-        path = drawing(name).save(folder / f"{name}.svg", width=_WIDTH)
+        path = drawing(name).save(folder / f"{name}.svg", width=WIDTH)
         sys.stdout.write(f"{path.name}: {path.stat().st_size / 1000:.0f} kB\n")
 
 

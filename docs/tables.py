@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from docs.make_pictures import SHAPES, drawing
+
 from pipefit.draw.axes import label_number
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.schedules import find
@@ -54,7 +55,9 @@ def instructions() -> str:
 
 def rules() -> str:
     """One row per rule of the verifier."""
-    return "\n".join(["| rule | holds when |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in RULES.items())])
+    return "\n".join(
+        ["| rule | holds when |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in RULES.items())]
+    )
 
 
 TABLES = {

@@ -1,7 +1,7 @@
 """Runs the commands that the manual shows and writes down what they print: `python -m docs.transcripts`.
 
-A fenced block `console` whose commands are all quick verbs is run, in the order of the page and in one empty folder; the
-lines between a command and the next, or the end of the block, are its answer. A test holds the pages to it.
+A fenced block `console` whose commands are all quick verbs is run, in the order of the page and in one empty folder;
+the lines between a command and the next, or the end of the block, are its answer. A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def pages() -> list[Path]:
 def is_quick(block: str) -> bool:
     """Whether all commands of a block are run."""
     commands = [shlex.split(line[2:]) for line in block.splitlines() if line.startswith("$ ")]
-    return bool(commands) and all(words[:1] == ["cat"] or words[0] == "pipefit" and words[1] in QUICK for words in commands)
+    return bool(commands) and all(
+        words[:1] == ["cat"] or (words[0] == "pipefit" and words[1] in QUICK) for words in commands
+    )
 
 
 def answer(command: str) -> str:

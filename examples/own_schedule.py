@@ -4,10 +4,11 @@ python examples/own_schedule.py                all ranks in this process
 pipefit run -n 2 examples/own_schedule.py      each rank a process
 """
 
-import pipefit as pf
 import torch
-from pipefit.verify import verify
 from torch import nn
+
+import pipefit as pf
+from pipefit.verify import verify
 
 
 @pf.schedule

@@ -6,9 +6,10 @@ torchrun --nproc-per-node 2 examples/train_sequential.py       processes on a cl
 """
 
 import torch
+from torch import nn
+
 from pipefit import Pipeline
 from pipefit.data import ArrayBatches, digits
-from torch import nn
 
 torch.manual_seed(0)
 data = digits()
