@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import Contract
-from torch import Tensor
 
 __all__ = ["DistributedTransport"]
 
@@ -49,10 +49,19 @@ class DistributedTransport:
         self._told: set[tuple[int, int, object]] = set()
         self._signatures: Sequence[object] = ()
         self._open: dict[tuple[int, str], deque[_Sent]] = {}
+        self._deferred: dict[int, deque[_Receive]] = {}
+        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._parity = 0
 
-    def prepare(self, member_sets: Sequence[tuple[int, ...]]) -> None:
-        """Makes the process groups of a program's reductions; every rank must call it with the same sets."""
+    def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
+        """Makes the process groups of a program's reductions and links; every rank must call it with the same ones.
+
+        NCCL runs what two ranks exchange in one stream, in order, where a send waits for its receive: the two
+        directions of a pair would block each other, so each gets a group of its own. Gloo needs none, it has tags.
+        """
+        if self.device.type == "cuda":
+            for link in sorted(set(links) - set(self._links)):
+                self._links[link] = dist.new_group(sorted(link))
         for members in sorted(set(member_sets)):
             if members not in self._groups:
                 whole = len(members) == dist.get_world_size()
@@ -71,8 +80,9 @@ class DistributedTransport:
         if i.kind == Kind.ACT:
             self._agree(i, message, sent)
         first = self._tag(i)
+        group, peer = self._channel(self.rank, i.peer, i.peer)
         for offset, leaf in enumerate(leaves):
-            sent.works.append(self._world.send([leaf], i.peer, first + offset))
+            sent.works.append(group.send([leaf], peer, first + offset))
             self.bytes_sent += leaf.nbytes
         queue = self._open.setdefault((i.peer, i.kind), deque())
         queue.append(sent)
@@ -103,10 +113,25 @@ class DistributedTransport:
             sent.works.extend((self._world.send([head], i.peer, tag), self._world.send([text], i.peer, tag + 1)))
 
     def receive(self, instruction: Instruction) -> _Receive:
-        """Posts a receive; one whose shapes are not known yet is posted when it is waited for."""
+        """Posts a receive.
+
+        One whose shapes are not known yet is posted when it is waited for, and so are those behind it on the same link:
+        without tags, receives must be posted in the sender's order.
+        """
         receive = _Receive(self, instruction)
-        receive.try_to_post()
+        waiting = self._deferred.setdefault(instruction.peer, deque())
+        if waiting or not receive.try_to_post():
+            waiting.append(receive)
         return receive
+
+    def post_deferred(self, receive: _Receive) -> None:
+        """Posts the deferred receives of a link up to this one, learning their shapes on the way."""
+        waiting = self._deferred[receive.instruction.peer]
+        while not receive.is_posted:
+            if waiting[0].try_to_post():
+                waiting.popleft()
+            else:
+                self.learn(waiting[0].instruction)
 
     def contract_of(self, i: Instruction) -> Contract | None:
         """The contract of a value that will arrive, if it is known already."""
@@ -130,7 +155,8 @@ class DistributedTransport:
         wanted = contract.leaves if i.kind == Kind.ACT else [leaf for leaf in contract.leaves if leaf[2]]
         buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in wanted]
         first = self._tag(i)
-        return buffers, [self._world.recv([buffer], i.peer, first + k) for k, buffer in enumerate(buffers)]
+        group, peer = self._channel(i.peer, self.rank, i.peer)
+        return buffers, [group.recv([buffer], peer, first + k) for k, buffer in enumerate(buffers)]
 
     def delivered(self, kind: str, stage: int, mb: int) -> None:
         """Lets go of a send whose receiver has answered, and of all before it on the same link."""
@@ -154,6 +180,11 @@ class DistributedTransport:
         for queue in self._open.values():
             while queue:
                 queue.popleft().finish()
+
+    def _channel(self, source: int, target: int, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """The group that carries a link, and the peer's number in it."""
+        group = self._links.get((source, target))
+        return (self._world, peer) if group is None else (group, dist.get_group_rank(group, peer))
 
     def _tag(self, i: Instruction) -> int:
         message = ((i.mb % 4096) * self._stages + i.stage) * 2 + self._parity
@@ -180,15 +211,21 @@ class _Receive:
     """A receive under way, or one that still waits for its contract."""
 
     def __init__(self, transport: DistributedTransport, instruction: Instruction) -> None:
+        self.instruction = instruction
         self._transport = transport
-        self._instruction = instruction
         self._posted: tuple[Contract, list[Tensor], list[Any]] | None = None
 
-    def try_to_post(self) -> None:
+    @property
+    def is_posted(self) -> bool:
+        """Whether its buffers are open."""
+        return self._posted is not None
+
+    def try_to_post(self) -> bool:
         """Posts the buffers if their shapes are known."""
-        contract = self._transport.contract_of(self._instruction)
+        contract = self._transport.contract_of(self.instruction)
         if contract is not None:
-            self._posted = (contract, *self._transport.post(self._instruction, contract))
+            self._posted = (contract, *self._transport.post(self.instruction, contract))
+        return self.is_posted
 
     def ready(self) -> bool:
         """`wait` may block: the process has nothing else to run."""
@@ -196,11 +233,10 @@ class _Receive:
 
     def wait(self) -> Message:
         """The message."""
-        i = self._instruction
-        while self._posted is None:
-            self.try_to_post()
-            if self._posted is None:
-                self._transport.learn(i)
+        i = self.instruction
+        if self._posted is None:
+            self._transport.post_deferred(self)
+        assert self._posted is not None
         contract, buffers, works = self._posted
         for work in works:
             work.wait()

@@ -13,6 +13,7 @@ from torch import Tensor
 from pipefit.errors import InvalidProgramError
 from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
+from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
@@ -104,9 +105,10 @@ class Engine:
             _agree_on(program, self.session.num_ranks)
         graph = dependency_graph(program)
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
+        links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]
         for transport in self.transports:
             if isinstance(transport, DistributedTransport):
-                transport.prepare(sets)
+                transport.prepare(sets, links)
         number = self.session.programs.setdefault(program.digest, len(self.session.programs))
         if self.session.folder and self.session.rank == 0:
             text.save(program, program_file(self.session.folder, number))

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Handle, Message, Transport
 from pipefit.runtime.worker import Worker
-from torch import Tensor
 
 __all__ = ["Execution", "Feed"]
 

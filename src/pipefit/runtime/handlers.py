@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-import torch
 from pipefit.errors import ModelError
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
@@ -15,7 +16,6 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.values import tied_stages
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
-from torch import Tensor
 
 if TYPE_CHECKING:
     from pipefit.runtime.executor import Execution

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from pipefit.ir.instruction import Instruction
 from pipefit.runtime.transport import Message
-from torch import Tensor
 
 __all__ = ["LocalTransport", "Mailbox"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.ir.instruction import Instruction
-from torch import Tensor
 
 __all__ = ["Handle", "Message", "Transport"]
 
