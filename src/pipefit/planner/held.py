@@ -71,7 +71,6 @@ def small_program(
         return generate(schedule, shape)
 
 
-@lru_cache(maxsize=512)
 def held(
     schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool
 ) -> tuple[tuple[Holding, ...], int]:
@@ -82,24 +81,30 @@ def held(
     """
     enough = depth + 2 if chunks == 1 else 3 * depth
     counted = min(num_microbatches, enough)
+    return _held(schedule, depth, counted, chunks, recompute, counted == enough), counted
+
+
+@lru_cache(maxsize=512)
+def _held(
+    schedule: str, depth: int, counted: int, chunks: int, recompute: bool, grows: bool
+) -> tuple[Holding, ...]:
     program = small_program(schedule, depth, counted, chunks, recompute)
-    ranks = range(len(program.ranks))
     with collector_paused():
-        counts = [_rows(lifetimes(program, rank)) for rank in ranks]
-    if counted == num_microbatches:
-        return tuple(Holding(keys, rows, 0 * rows[:1]) for keys, rows in counts), counted
+        counts = [_rows(lifetimes(program, rank)) for rank in range(len(program.ranks))]
+    if not grows:
+        return tuple(Holding(keys, rows, 0 * rows[:1]) for keys, rows in counts)
     fewer = depth if chunks > 1 else 1
     before = small_program(schedule, depth, counted - fewer, chunks, recompute)
     result = []
     with collector_paused():
-        for rank, (keys, rows) in zip(ranks, counts, strict=True):
+        for rank, (keys, rows) in enumerate(counts):
             old_keys, old_rows = _rows(lifetimes(before, rank))
-            old = dict(zip(old_keys, old_rows.max(axis=0), strict=True)) if len(old_rows) else {}
+            old = dict(zip(old_keys, old_rows.max(axis=0), strict=True))
             growth = rows.max(axis=0)[None, :].copy()
             for column, key in enumerate(keys):
                 growth[0, column] = max(growth[0, column] - old.get(key, 0.0), 0.0) / fewer
             result.append(Holding(keys, rows, growth))
-    return tuple(result), counted
+    return tuple(result)
 
 
 @lru_cache(maxsize=64)
@@ -144,12 +149,11 @@ def _rows(lives: list[Lifetime]) -> tuple[tuple[Key, ...], Array]:
 
 
 def _highest(rows: Array) -> Array:
-    """The rows that no other row covers in every count."""
+    """The rows that no other row covers in every count; of very many, the highest count of each in one row."""
     import numpy as np
 
-    rows = rows[np.argsort(-rows.sum(axis=1), kind="stable")]
-    kept: list[Array] = []
-    for row in rows:
-        if not any((other >= row).all() for other in kept):
-            kept.append(row)
-    return np.array(kept)
+    if len(rows) > 400:
+        return np.asarray(rows.max(axis=0)[None, :])
+    covers = (rows[:, None, :] >= rows[None, :, :]).all(axis=2)
+    # Rows are distinct, so each one covers itself and no two cover each other.
+    return np.asarray(rows[covers.sum(axis=0) == 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pipefit.cost import CostModel
@@ -148,7 +149,7 @@ def _judge(ground: Ground, config: Config) -> Judged:
             found = _weigh(ground, config, partition, recomputed, holdings, further, limits)
             if found.fits:
                 return found
-    if config.chunks == 1 and config.partitioner == "minmax":
+    if config.chunks == 1 and config.partitioner in ("minmax", "links"):
         mixed = tuple(_pick(holdings, rank, rank in recomputed) for rank in range(config.depth))
         tight = _cut(ground, config, recomputed, (mixed, further), limits)
         if tight is not None:
@@ -212,13 +213,14 @@ def _cut(
         everywhere = config.recompute == "all"
         return Partition(tuple(StageSpec(layers, count, recompute=everywhere) for layers, count in stages))
     profile = ground.at(config.microbatch_size, config.tensor)
-    if config.partitioner != "minmax":
+    if config.partitioner in ("gpipe", "uniform"):
         found = (gpipe if config.partitioner == "gpipe" else uniform)(profile, config.num_stages)
         counts: list[int] | None = [len(stage.layers) for stage in found.stages]
     else:
         slow = _slowness(ground, config)
         # Only what decides the cut belongs to the key: many candidates share one.
         key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), tuple(sorted(recomputed)))
+        key = (*key, config.partitioner, config.depth if config.partitioner == "links" else 0)
         if held_by is None:
             counts = ground.once(key, lambda: divide(_time_spans(ground, config, recomputed, slow)))
         else:
@@ -246,14 +248,29 @@ def _time_spans(ground: Ground, config: Config, recomputed: set[int], slow: list
     whole, forward = ground.once(("spans", config.microbatch_size, config.tensor), make)
     replayed = whole + forward
     kinds: dict[tuple[float, bool], Array] = {}
+    links = _link_spans(ground, config) if config.partitioner == "links" else 0.0
     result = []
     owner = positions(config)
     for stage in range(config.num_stages):
         kind = slow[owner[stage]], stage in recomputed
         if kind not in kinds:
-            kinds[kind] = (replayed if kind[1] else whole) * kind[0]
+            kinds[kind] = (replayed if kind[1] else whole) * kind[0] + links
         result.append(kinds[kind])
     return result
+
+
+def _link_spans(ground: Ground, config: Config) -> Array:
+    """What a stage would pay for its messages, in and out, both ways, if none overlapped with its work."""
+    import numpy as np
+
+    profile = ground.at(config.microbatch_size, config.tensor)
+    ranks = placement_for(config).ranks
+    topology = ground.ranks(config.tensor)
+    joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
+    bandwidth = min(level.bandwidth_bytes_per_s for level in joints)
+    latency = max(level.latency_s for level in joints)
+    cost = [0.0, *(2 * (size / config.tensor / bandwidth + latency) for size in profile.cut_bytes), 0.0]
+    return np.array(cost)[:, None] + np.array(cost)[None, :]
 
 
 def _within_memory(

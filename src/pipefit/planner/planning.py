@@ -179,6 +179,7 @@ def space_of(
         recompute=replays,
         sharded=(False,) if executable else (False, True),
         num_microbatches=num_microbatches,
+        links=ground.topology.num_devices <= 64,
     )
     if method == "2bw":
         replays = tuple(mode for mode in replays if mode != "some") or replays
@@ -189,7 +190,7 @@ def space_of(
         return replace(free, tensors=inside, sharded=(False,), recompute=always)
     if method in ("gpipe", "uniform"):
         always = ("all",) if method == "gpipe" and recompute is None else replays
-        return replace(free, tensors=(1,), chunks=(1,), sharded=(False,), recompute=always, partitioner=method)
+        return replace(free, tensors=(1,), chunks=(1,), sharded=(False,), recompute=always, partitioner=method, links=False)
     return free
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipefit.errors import InfeasibleError
 from pipefit.planner.judge import Judged, judge, quick_bytes, quick_s
@@ -14,7 +14,7 @@ from pipefit.units import format_bytes
 __all__ = ["Finding", "Found", "search"]
 
 # Families whose optimistic time is further behind than this are not looked at closely.
-_HOPELESS = 1.6
+_HOPELESS = 1.3
 # Candidates whose estimate is further behind the best simulated one are not simulated.
 _CLOSE = 1.15
 # Forwards that all rehearsals together may simulate.
@@ -103,22 +103,29 @@ def _look(ground: Ground, family: Family, keep: int) -> None:
     if not able:
         return
     # The most frugal one first: if even that does not fit, none does, and its figures are the reason.
-    frugal = min(able, key=lambda item: (quick_bytes(ground, item[1]), item))[1]
+    frugal = min(able, key=lambda item: (quick_bytes(ground, item[1]), item[1].microbatch_size, item))[1]
     first = judge(ground, frugal)
     family.closest = first
     for tried, (quick, config) in enumerate(able):
         if len(family.feasible) >= keep or (family.feasible and quick > 1.3 * family.feasible[0].step_s):
             break
-        if tried >= 60 or (tried >= 12 and not first.fits):
+        if tried >= 40 or not first.fits:
             break
         judged = judge(ground, config)
-        if judged.fits:
+        if judged.partition is None:
+            continue
+        if judged.fits and all(judged.partition != other.partition for other in family.feasible if _alike(judged, other)):
             family.feasible.append(judged)
-        elif judged.partition is not None and judged.overflow < family.closest.overflow:
+        elif not judged.fits and judged.overflow < family.closest.overflow:
             family.closest = judged
-    if first.fits and first not in family.feasible:
+    if first.fits and not family.feasible:
         family.feasible.append(first)
     family.feasible.sort(key=lambda judged: (judged.step_s, judged.config))
+
+
+def _alike(a: Judged, b: Judged) -> bool:
+    """Whether two candidates differ in nothing but how they were cut."""
+    return replace(a.config, partitioner="", recompute="") == replace(b.config, partitioner="", recompute="")
 
 
 def _rehearsed(ground: Ground, fitting: list[Judged]) -> tuple[Finding, ...]:

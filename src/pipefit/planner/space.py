@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,7 +34,7 @@ class Config:
         num_microbatches: per weight update, over all copies.
         recompute: "none", "all", or "some": only where memory asks for it.
         sharded: optimizer states divided over the copies.
-        partitioner: "minmax", "gpipe", "uniform".
+        partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
         replicas: of each stage where they differ; then data is 1.
         layers: of each stage, where a partitioner has chosen them already.
     """
@@ -80,7 +80,7 @@ class Config:
         widths += [f"tensor {self.tensor}"] * (self.tensor > 1) + [f"chunks {self.chunks}"] * (self.chunks > 1)
         words = [self.schedule, " × ".join(widths), f"{self.num_microbatches} micro-batches of {self.microbatch_size}"]
         words += ["recompute" if self.recompute == "all" else "recompute where needed"] * (self.recompute != "none")
-        words += ["sharded optimizer"] * self.sharded
+        words += ["sharded optimizer"] * self.sharded + ["cut for the links"] * (self.partitioner == "links")
         return ", ".join(words)
 
 
@@ -91,7 +91,7 @@ def data_parallel_name(depth: int, schedule: str) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """The choices."""
+    """The choices; `links`: also cuts that avoid slow messages."""
 
     schedules: tuple[str, ...]
     depths: tuple[int, ...] | None = None
@@ -102,6 +102,7 @@ class Space:
     sharded: tuple[bool, ...] = (False,)
     partitioner: str = "minmax"
     num_microbatches: int | None = None
+    links: bool = False
 
 
 @dataclass
@@ -190,9 +191,10 @@ def _at_shape(
                 if recompute == "some" and (chunks > 1 or depth == 1):
                     continue
                 for sharded in shards:
-                    yield Config(
-                        name, data, depth, tensor, chunks, size, count, recompute, sharded, space.partitioner
-                    )
+                    made = Config(name, data, depth, tensor, chunks, size, count, recompute, sharded, space.partitioner)
+                    yield made
+                    if space.links and depth > 1 and recompute != "some":
+                        yield replace(made, partitioner="links")
 
 
 def _divisors(number: int) -> list[int]:

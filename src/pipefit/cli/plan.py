@@ -1,0 +1,175 @@
+"""`pipefit plan`: from a model and a machine to the best pipeline, with reasons."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.options import Json, check_suffix, count, flag, help_of, whole_numbers
+from pipefit.errors import PipefitError
+
+if TYPE_CHECKING:
+    from pipefit.spec import Plan, Profile, Topology
+
+__all__ = ["command"]
+
+
+def command(
+    *,
+    profile: Annotated[
+        str, help_of("A profile (.json), a published one (vgg16, resnet50, gnmt), or gpt:layers=96,hidden=12288,heads=96.")
+    ],
+    topology: Annotated[str, help_of("A TOML file, local:N, or a machine by name, like dgx-a100-1024.")],
+    method: Annotated[
+        Literal["auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform"], help_of("Whose rules to plan by.")
+    ] = "auto",
+    cost: Annotated[
+        Literal["ring", "paper", "pipedream-code"], help_of("How --method pipedream counts communication.")
+    ] = "ring",
+    straight: Annotated[bool, flag("No replicas (--method pipedream).")] = False,
+    global_batch: Annotated[int | None, help_of("Samples per weight update.", "--global-batch")] = None,
+    microbatch_size: Annotated[
+        str | None, help_of("Micro-batch sizes to choose from, like 1,2,4.", "--microbatch-size", "-b")
+    ] = None,
+    microbatches: Annotated[int | None, help_of("Micro-batches per update, when they are given.", "-m")] = None,
+    schedule: Annotated[str | None, help_of("Schedules to choose from, like 1f1b,gpipe.")] = None,
+    depth: Annotated[str | None, help_of("Depths to choose from, like 2,4.")] = None,
+    recompute: Annotated[Literal["auto", "always", "never"], help_of("Replay forwards to save memory?")] = "auto",
+    memory: Annotated[str | None, help_of('Memory of every device, like "8 GiB", in place of the topology\'s.')] = None,
+    state: Annotated[float | None, help_of("Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.")] = None,
+    executable: Annotated[bool, flag("Only what `pipefit train` runs: no tensor width, no sharding.")] = False,
+    tokens: Annotated[float | None, help_of("Say how long training a GPT on so many tokens takes.")] = None,
+    refit: Annotated[Path | None, help_of("Correct the profile by this measured trace; needs --of.")] = None,
+    of: Annotated[Path | None, help_of("The plan (.json) that the trace of --refit ran.")] = None,
+    picture: Annotated[Path | None, help_of("Draw the partition over the model as .svg.")] = None,
+    output: Annotated[Path | None, help_of("Write the plan to this JSON file.", "--output", "-o")] = None,
+    json: Json = False,
+) -> Answer:
+    """Find the best pipeline for a model on a machine, and say why every other lost.
+
+    Example: pipefit plan --profile gpt:layers=96,hidden=12288,heads=96 --topology dgx-a100-1024 --global-batch 1536
+
+    --method pipedream plans asynchronous training with a weight update per mini-batch; auto, gpipe, ptdp and uniform plan
+    synchronous training; 2bw updates with gradients one update old.
+    """
+    from pipefit.planner import plan
+
+    check_suffix(output, (".json",))
+    check_suffix(picture, (".svg",))
+    machine = _machine(topology, memory)
+    figures = _profile(profile, machine, whole_numbers("--microbatch-size", microbatch_size))
+    if refit is not None:
+        figures = _refitted(figures, refit, of)
+    for name, value in (("--global-batch", global_batch), ("--microbatches", microbatches)):
+        if value is not None:
+            count(name, value)
+    if tokens is not None and not tokens > 0:
+        raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
+    made = plan(
+        figures,
+        machine,
+        method=method,
+        global_batch=global_batch,
+        microbatch_sizes=whole_numbers("--microbatch-size", microbatch_size) or None,
+        num_microbatches=microbatches,
+        schedules=schedule.split(",") if schedule else None,
+        depths=whole_numbers("--depth", depth) or None,
+        recompute={"auto": None, "always": True, "never": False}[recompute],
+        cost=cost,
+        straight=straight,
+        state_per_weight=state,
+        executable=executable or None,
+    )
+    return _answer(made, figures, machine, tokens, picture, output)
+
+
+def _machine(name: str, memory: str | None) -> Topology:
+    import msgspec
+
+    from pipefit.planner.machines import load_topology
+    from pipefit.units import parse_quantity
+
+    machine = load_topology(name)
+    if memory is None:
+        return machine
+    size = parse_quantity(memory, "bytes", "--memory")
+    if not size > 0:
+        raise PipefitError(f"--memory: expected more than 0, got {memory!r}")
+    every = tuple(msgspec.structs.replace(device, memory_bytes=size) for device in machine.devices)
+    return msgspec.structs.replace(
+        machine, device=msgspec.structs.replace(machine.device, memory_bytes=size), devices=every
+    )
+
+
+def _profile(name: str, machine: Topology, sizes: tuple[int, ...]) -> Profile:
+    from pipefit.planner.gpt import gpt_profile, gpt_settings
+    from pipefit.spec.published import load_profile
+
+    if not name.startswith("gpt:"):
+        return load_profile(name)
+    return gpt_profile(**gpt_settings(name), microbatch=sizes[0] if sizes else 1, device=machine.device)
+
+
+def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:
+    from pipefit.planner.refit import refit
+    from pipefit.spec import Plan
+    from pipefit.timeline import load_trace
+
+    if of is None:
+        of = trace.parent / "plan.json"
+        if not of.is_file():
+            raise PipefitError(f"--refit {trace}: say with --of which plan it ran; there is no {of}")
+    return refit(profile, Plan.load(of), load_trace(trace))
+
+
+def _answer(
+    made: Plan, profile: Profile, machine: Topology, tokens: float | None, picture: Path | None, output: Path | None
+) -> Answer:
+    from pipefit.planner.explain import explain, training
+
+    data = _figures(made) | {"training": training(made, machine, tokens)}
+    written = []
+    if output is not None:
+        made.save(output)
+        written.append(output)
+    if picture is not None:
+        from pipefit.planner.pictures import partition_svg
+        from pipefit.spec.files import write_atomically
+
+        write_atomically(picture, partition_svg(made, profile, machine))
+        written.append(picture)
+    data |= {"output": [str(path) for path in written]} if written else {}
+    lines = [f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in data["training"].items()]
+    lines += [f"wrote {path}" for path in written]
+    return Answer(data, lambda: "\n".join([explain(made, profile), "", *lines, f"({made.plan_seconds:.2f} s)"]))
+
+
+def _figures(made: Plan) -> dict[str, Any]:
+    stages = [
+        {
+            "layers": [stage.layers[0], stage.layers[-1]] if _runs(stage.layers) else list(stage.layers),
+            "replicas": stage.replicas * made.data,
+            "tensor": stage.tensor,
+            "recompute": stage.recompute,
+        }
+        for stage in made.partition.stages
+    ]
+    return {
+        "method": made.method,
+        "model": made.model,
+        "stages": stages,
+        "schedule": made.schedule,
+        "num_microbatches": made.num_microbatches,
+        "microbatch_size": made.microbatch_size,
+        "num_chunks": made.num_chunks,
+        "data": made.data,
+        "sharded_optimizer": made.sharded_optimizer,
+        "predicted": made.prediction,
+        "candidates": made.candidates,
+        "plan_seconds": made.plan_seconds,
+    }
+
+
+def _runs(layers: tuple[int, ...]) -> bool:
+    return len(layers) > 1 and layers == tuple(range(layers[0], layers[-1] + 1))

@@ -1,0 +1,118 @@
+"""A plan in words: its stages, what they hold, what is predicted, and why every other candidate lost."""
+
+from __future__ import annotations
+
+from pipefit.planner.estimate import Gpt, mfu, num_parameters, training_days
+from pipefit.planner.gpt import gpt_settings
+from pipefit.spec import Plan, Profile, StageSpec, Topology
+from pipefit.units import format_bytes, format_seconds
+
+__all__ = ["explain", "training"]
+
+
+def explain(plan: Plan, profile: Profile | None = None) -> str:
+    """The plan as text of several lines.
+
+    Args:
+        plan: to explain.
+        profile: of the model, for the seconds and weights of each stage.
+    """
+    lines = [f"{plan.model or 'plan'}: {plan.schedule} by {plan.method}, {_counts(plan)}", ""]
+    lines += _table(_stages(plan, profile))
+    prediction = plan.prediction
+    if prediction is not None:
+        rate = f"{prediction.throughput:.4g} samples/s"
+        lines += ["", f"predicted: {format_seconds(prediction.period_s)} per update, {rate}"]
+        if prediction.minibatch_s != prediction.period_s:
+            lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
+        ahead = prediction.speedup_over_data_parallel
+        lines[-1] += f", {ahead:.2f} × plain data parallelism" if ahead else ""
+    losers = [candidate for candidate in plan.candidates if candidate.why_lost]
+    if losers:
+        lines += ["", "why the others lost:"]
+        lines += [f"  {candidate.summary}: {candidate.why_lost}" for candidate in losers]
+    return "\n".join(lines)
+
+
+def training(
+    plan: Plan, topology: Topology, tokens: float | None = None, recompute: bool | None = None
+) -> dict[str, float | str]:
+    """What the prediction means for training a GPT: FLOP/s, the fraction of the peak, days.
+
+    Args:
+        plan: for a model named "gpt:layers=…".
+        topology: with the device's peak.
+        tokens: to train on.
+        recompute: whether forwards are replayed; None: as the plan says.
+    """
+    if not plan.model.startswith("gpt:") or plan.prediction is None:
+        return {}
+    gpt = Gpt(**gpt_settings(plan.model))
+    replayed = any(stage.recompute for stage in plan.partition.stages) if recompute is None else recompute
+    devices = sum(len(ranks) * stage.tensor for stage, ranks in zip(_first_lap(plan), plan.placement.ranks, strict=False))
+    rate = plan.prediction.throughput
+    found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
+    peak = topology.device.flops
+    if peak:
+        used = mfu(gpt, rate, devices, peak)
+        found |= {
+            "model_flops_per_device": used * peak,
+            "mfu": used,
+            "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
+        }
+        if replayed:
+            found["hfu"] = mfu(gpt, rate, devices, peak, "hardware", True)
+    if tokens is not None:
+        found["tokens"] = tokens
+        found["training_days"] = tokens / (rate * gpt.sequence) / 86400
+        if peak:
+            per_device = mfu(gpt, rate, devices, peak) * peak
+            found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, devices, per_device, recompute=False)
+    return found
+
+
+def _first_lap(plan: Plan) -> tuple[StageSpec, ...]:
+    """The stages whose ranks are all ranks, once."""
+    return plan.partition.stages[: max(len(plan.partition.stages) // plan.num_chunks, 1)]
+
+
+def _counts(plan: Plan) -> str:
+    size = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
+    words = [f"{len(plan.partition.stages)} stages", f"{plan.num_microbatches} micro-batches{size} per update"]
+    words += [f"{plan.num_chunks} chunks per rank"] * (plan.num_chunks > 1)
+    words += [f"{plan.data} copies"] * (plan.data > 1)
+    words += [f"tensor width {plan.partition.stages[0].tensor}"] * (plan.partition.stages[0].tensor > 1)
+    words += ["sharded optimizer"] * plan.sharded_optimizer
+    return ", ".join(words)
+
+
+def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
+    head = ["stage", "layers", "ranks", "recompute", "peak per rank"]
+    rows = [head + (["forward", "backward", "weights"] if profile else [])]
+    figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
+    for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
+        row = [str(index), _layers(stage.layers), _ranks(ranks), "yes" if stage.recompute else "no"]
+        peaks = plan.prediction.peak_bytes if plan.prediction else ()
+        row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
+        if figures:
+            layers = [figures.layers[layer] for layer in stage.layers]
+            row.append(format_seconds(sum(layer.forward_s for layer in layers) / stage.tensor))
+            row.append(format_seconds(sum(layer.backward_s for layer in layers) / stage.tensor))
+            row.append(format_bytes(sum(layer.weight_bytes for layer in layers) / stage.tensor))
+        rows.append(row)
+    return rows
+
+
+def _layers(layers: tuple[int, ...]) -> str:
+    if layers == tuple(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}…{layers[-1]}"
+    return f"{len(layers)} from {layers[0]} on"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} {ranks[1]} … {ranks[-1]} ({len(ranks)})"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,0 +1,81 @@
+"""A profile corrected by a measured run: what a stage really took, put down to its layers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipefit.errors import PlanError
+from pipefit.ir.op import Op
+from pipefit.spec import Layer, Plan, Profile
+from pipefit.timeline import Timeline
+
+__all__ = ["refit"]
+
+_Factors = dict[int, dict[str, float]]
+
+
+def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
+    """The profile with its seconds scaled so that each stage takes what it took in the run.
+
+    For every stage and kind of instruction the median of the measured times is set against the sum of the profile's
+    layers; the layers of a stage keep their proportions. Backwards in one piece scale both halves alike, the loss and
+    the optimizer's step are taken over as measured. The same factors are applied at the profile's other micro-batch
+    sizes. Bytes stay.
+
+    Raises:
+        PlanError: the run was of another partition, or simulated times are missing.
+    """
+    stages = plan.partition.stages
+    if measured.program.header.num_stages != len(stages) or plan.partition.num_layers != len(profile):
+        raise PlanError(
+            f"refit: the trace has {measured.program.header.num_stages} stages, the plan {len(stages)} with "
+            f"{plan.partition.num_layers} layers, the profile {len(profile)} layers; they must belong together"
+        )
+    figures = profile.at(plan.microbatch_size) if plan.microbatch_size else profile
+    times = {key: item.median_s for key, item in measured.by_kind().items()}
+    if not any(op == Op.FWD.value for op, _ in times):
+        raise PlanError("refit: the trace holds no forward")
+    factors = {index: _factors(figures, stage.layers, stage.tensor, times, index) for index, stage in enumerate(stages)}
+    owner = {layer: index for index, stage in enumerate(stages) for layer in stage.layers}
+    loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
+    loss_factor = loss[0] / figures.loss_s if loss and figures.loss_s else 1.0
+    steps = [seconds for (op, _), seconds in times.items() if op == Op.STEP.value]
+
+    def corrected(one: Profile) -> Profile:
+        layers = tuple(_scaled(layer, factors[owner[index]]) for index, layer in enumerate(one.layers))
+        source = f"{one.source}; refitted to a measured run".lstrip("; ")
+        return msgspec.structs.replace(
+            one,
+            layers=layers,
+            source=source,
+            step_s=None,
+            loss_s=one.loss_s * loss_factor if figures.loss_s else (loss[0] if loss else 0.0),
+            optimizer_s=sum(steps) if steps else one.optimizer_s,
+        )
+
+    return msgspec.structs.replace(corrected(profile), others=tuple(corrected(other) for other in profile.others))
+
+
+def _factors(
+    profile: Profile, layers: tuple[int, ...], tensor: int, times: dict[tuple[str, int], float], stage: int
+) -> dict[str, float]:
+    """What each field of the stage's layers is multiplied with."""
+    factors = {"forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0}
+    asked = [
+        (Op.FWD, ("forward_s",)),
+        (Op.BWD, ("backward_input_s", "backward_weight_s")),
+        (Op.BWD_INPUT, ("backward_input_s",)),
+        (Op.BWD_WEIGHT, ("backward_weight_s",)),
+    ]
+    for op, fields in asked:
+        if (op.value, stage) not in times:
+            continue
+        expected = sum(getattr(profile.layers[layer], field) for layer in layers for field in fields) / tensor
+        if expected:
+            factors |= dict.fromkeys(fields, times[op.value, stage] / expected)
+    return factors
+
+
+def _scaled(layer: Layer, factors: dict[str, float]) -> Layer:
+    changed = {name: getattr(layer, name) * factor for name, factor in factors.items()}
+    return msgspec.structs.replace(layer, **changed)
