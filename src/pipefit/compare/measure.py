@@ -100,6 +100,9 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     cells, refused = _cells(config, wanted, subject, partition, profiles, say)
     if not cells:
         raise PipefitError("nothing can be measured: " + "; ".join(item.reason for item in refused[:3]))
+    # What is there now stays: looking through all of it again at every turn would take longer than the turn.
+    gc.collect()
+    gc.freeze()
     for turn in range(config.repeats + 1):
         say("warming up" if not turn else f"repetition {turn} of {config.repeats}, {len(cells)} cells in turns")
         for cell in cells:
@@ -108,6 +111,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     for cell in cells:
         cell.rise = rise_bytes(lambda cell=cell: cell.trainer.train(batches[: cell.steps]))  # type: ignore[misc]
         _predict(cell, profiles, topology, config)
+    gc.unfreeze()
     samples = config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0
     result = Comparison(
         model=bundle.describe(),

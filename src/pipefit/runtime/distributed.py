@@ -47,6 +47,8 @@ class DistributedTransport:
         self._made: dict[tuple[int, object], Contract] = {}
         self._announced: dict[tuple[int, int, object], Contract] = {}
         self._told: set[tuple[int, int, object]] = set()
+        # Announced in this pass, and no answer to such a message has come yet.
+        self._unproven: set[tuple[int, int, object]] = set()
         self._signatures: Sequence[object] = ()
         self._open: dict[tuple[int, str], deque[_Sent]] = {}
         self._deferred: dict[int, deque[_Receive]] = {}
@@ -71,6 +73,7 @@ class DistributedTransport:
         """A pass begins."""
         self._signatures = signatures
         self._parity ^= 1
+        self._unproven.clear()
 
     def send(self, instruction: Instruction, message: Message) -> None:
         """Starts to send the leaves of a message."""
@@ -86,7 +89,9 @@ class DistributedTransport:
             self.bytes_sent += leaf.nbytes
         queue = self._open.setdefault((i.peer, i.kind), deque())
         queue.append(sent)
-        while len(queue) > _MAX_OPEN_SENDS:
+        # A receiver that has not learnt a contract yet posts later than its program says: until an answer shows that it
+        # has, waiting here could mean that both ends wait for each other.
+        while len(queue) > _MAX_OPEN_SENDS and not any(peer == i.peer for peer, _, _ in self._unproven):
             queue.popleft().finish()
 
     def _agree(self, i: Instruction, message: Message, sent: _Sent) -> None:
@@ -106,6 +111,8 @@ class DistributedTransport:
             )
         if (i.peer, i.stage, signature) not in self._told:
             self._told.add((i.peer, i.stage, signature))
+            self._unproven.add((i.peer, i.stage, signature))
+            self._post_what_can_be()
             text = torch.frombuffer(bytearray(contract.to_bytes()), dtype=torch.uint8)
             head = torch.tensor([text.numel(), i.mb])
             sent.held.extend((text, head))
@@ -132,6 +139,13 @@ class DistributedTransport:
                 waiting.popleft()
             else:
                 self.learn(waiting[0].instruction)
+                self._post_what_can_be()
+
+    def _post_what_can_be(self) -> None:
+        """Shapes have become known: posts the deferred receives of every link, in order, as far as that goes."""
+        for waiting in self._deferred.values():
+            while waiting and waiting[0].try_to_post():
+                waiting.popleft()
 
     def contract_of(self, i: Instruction) -> Contract | None:
         """The contract of a value that will arrive, if it is known already."""
@@ -160,6 +174,9 @@ class DistributedTransport:
 
     def delivered(self, kind: str, stage: int, mb: int) -> None:
         """Lets go of a send whose receiver has answered, and of all before it on the same link."""
+        if self._unproven:
+            known = (stage, self._signatures[mb])
+            self._unproven = {key for key in self._unproven if key[1:] != known}
         for (_, sent_kind), queue in self._open.items():
             if sent_kind == kind and any((sent.stage, sent.mb) == (stage, mb) for sent in queue):
                 while (sent := queue.popleft()) and (sent.stage, sent.mb) != (stage, mb):

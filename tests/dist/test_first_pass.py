@@ -1,0 +1,32 @@
+"""The first pass, in which shapes are still unknown to receivers, does not stand still."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit import Pipeline
+from pipefit.runtime.launch import launch
+
+
+def train_at_once(schedule: str) -> list[float]:
+    """Many micro-batches in flight both ways before any gradient has come back."""
+    torch.manual_seed(0)
+    chunks = 2 if schedule in ("breadth-first", "interleaved") else 1
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 * chunks)))
+    pipe = Pipeline(
+        model,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        schedule=schedule,
+        microbatches=24,
+        chunks=chunks,
+    )
+    return pipe.fit([(torch.ones(24, 4), torch.zeros(24, 4))] * 3)
+
+
+@pytest.mark.parametrize("schedule", ["breadth-first", "interleaved", "gpipe", "pipedream-2bw"])
+def test_ranks_do_not_wait_for_each_other_over_shapes_that_are_unknown(schedule):
+    """Each rank once waited for its sends to be received, which the other posted only when it needed them."""
+    losses = launch(train_at_once, 2, schedule, threads=1, quiet=True, deadline_s=15)
+    assert losses[0] == losses[1]
+    assert losses[0][2] < losses[0][0], "2BW is one update late"
