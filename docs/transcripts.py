@@ -22,7 +22,7 @@ from pipefit.cli import main as pipefit
 ROOT = Path(__file__).parents[1]
 QUICK = frozenset({"draw", "schedules", "verify", "simulate"})
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_WIDTH = 110
+_WIDTH = 90
 
 
 def pages() -> list[Path]:
@@ -39,7 +39,7 @@ def is_quick(block: str) -> bool:
 
 
 def answer(command: str) -> str:
-    """What a command prints to a terminal of 110 columns."""
+    """What a command prints to a terminal of 90 columns."""
     words = shlex.split(command)
     if words[0] == "cat":
         return Path(words[1]).read_text().rstrip()

@@ -1,8 +1,11 @@
 """What the manual shows is what the code gives: transcripts, tables, pictures, pages."""
 
+import re
+
 import pytest
 from docs import make_pictures, tables, transcripts
 
+from pipefit.cli import main
 from pipefit.ir.op import Op
 from pipefit.schedules import find, names
 
@@ -42,6 +45,21 @@ def test_every_schedule_has_a_page_a_picture_and_a_row():
 def test_the_page_on_architecture_names_every_operation():
     page = (transcripts.ROOT / "docs/architecture.md").read_text()
     assert all(f"| `{op.value}` |" in page for op in Op)
+
+
+def test_the_page_on_architecture_names_every_folder():
+    page = (transcripts.ROOT / "docs/architecture.md").read_text()
+    folders = [path.parent.name for path in (transcripts.ROOT / "src/pipefit").glob("*/__init__.py")]
+    assert len(folders) > 15
+    assert [name for name in folders if f"`{name}`" not in page] == []
+
+
+def test_the_page_on_the_command_line_names_every_verb(capsys):
+    page = (transcripts.ROOT / "docs/command-line.md").read_text()
+    main(["--help"])
+    verbs = re.findall(r"^│ ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
+    assert len(verbs) > 8
+    assert [verb for verb in verbs if f"| `{verb}` |" not in page] == []
 
 
 def test_a_page_that_shows_something_else_is_found():
