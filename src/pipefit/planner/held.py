@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["Holding", "held", "held_replicated", "peaks", "small_program"]
+__all__ = ["Holding", "held", "held_replicated", "holds_all", "peaks", "small_program"]
 
 Key = tuple[str, int]
 
@@ -76,35 +76,52 @@ def held(
 ) -> tuple[tuple[Holding, ...], int]:
     """What each rank of a pipeline holds, and the micro-batches that were really counted.
 
-    With many micro-batches only so many are counted as fill the pipeline, and a few fewer to see whether what is held
-    still grows with them.
+    With many micro-batches only so many are counted as fill the pipeline. Whether what is held still grows with them is
+    seen on a pipeline of at most four ranks.
     """
-    enough = depth + 2 if chunks == 1 else 3 * depth
+    enough = depth + 2 if chunks == 1 else 2 * depth
     counted = min(num_microbatches, enough)
-    return _held(schedule, depth, counted, chunks, recompute, counted == enough), counted
+    return _held(schedule, depth, counted, chunks, recompute, counted < num_microbatches), counted
 
 
 @lru_cache(maxsize=512)
 def _held(
     schedule: str, depth: int, counted: int, chunks: int, recompute: bool, grows: bool
 ) -> tuple[Holding, ...]:
+    import numpy as np
+
     program = small_program(schedule, depth, counted, chunks, recompute)
     with collector_paused():
         counts = [_rows(lifetimes(program, rank)) for rank in range(len(program.ranks))]
-    if not grows:
-        return tuple(Holding(keys, rows, 0 * rows[:1]) for keys, rows in counts)
-    fewer = depth if chunks > 1 else 1
-    before = small_program(schedule, depth, counted - fewer, chunks, recompute)
-    result = []
-    with collector_paused():
-        for rank, (keys, rows) in enumerate(counts):
-            old_keys, old_rows = _rows(lifetimes(before, rank))
-            old = dict(zip(old_keys, old_rows.max(axis=0), strict=True))
-            growth = rows.max(axis=0)[None, :].copy()
-            for column, key in enumerate(keys):
-                growth[0, column] = max(growth[0, column] - old.get(key, 0.0), 0.0) / fewer
-            result.append(Holding(keys, rows, growth))
-    return tuple(result)
+    growth = _growth(schedule, min(depth, 4), chunks, recompute) if grows else {}
+    return tuple(
+        Holding(keys, rows, np.array([[growth.get(kind, 0.0) for kind, _ in keys]])) for keys, rows in counts
+    )
+
+
+@lru_cache(maxsize=512)
+def _growth(schedule: str, depth: int, chunks: int, recompute: bool) -> dict[str, float]:
+    """How many more values of each kind a stage holds per further micro-batch, once the pipeline is full."""
+    few, many = 3 * depth, 4 * depth
+    most: list[dict[Key, float]] = []
+    for count in (few, many):
+        program = small_program(schedule, depth, count, chunks, recompute)
+        found: dict[Key, float] = {}
+        for rank in range(len(program.ranks)):
+            keys, rows = _rows(lifetimes(program, rank))
+            # A boundary's value may lie on both its ranks, so ranks are kept apart.
+            found |= {(f"{kind} {rank}", stage): high for (kind, stage), high in zip(keys, rows.max(axis=0), strict=True)}
+        most.append(found)
+    growth: dict[str, float] = {}
+    for key, high in most[1].items():
+        kind = key[0].split()[0]
+        growth[kind] = max(growth.get(kind, 0.0), (high - most[0].get(key, 0.0)) / (many - few))
+    return growth
+
+
+def holds_all(schedule: str, chunks: int) -> bool:
+    """Whether a rank holds every micro-batch of an update at once, as GPipe does."""
+    return _growth(schedule, 4, chunks, False).get("saved", 0.0) >= 1
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from pipefit.ir.op import Op
 from pipefit.ir.values import Value
 from pipefit.partition import gpipe, uniform
 from pipefit.planner.divide import divide, spans
-from pipefit.planner.held import Holding, held, held_replicated, peaks
+from pipefit.planner.held import Holding, held, held_replicated, holds_all, peaks
 from pipefit.planner.space import Config, Ground
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Partition, Placement, Profile, StageSpec
@@ -108,13 +108,20 @@ def _reduce_bound_s(ground: Ground, config: Config, weight_bytes: float) -> floa
 def quick_bytes(ground: Ground, config: Config) -> float:
     """Bytes that some rank needs at least, however the layers are cut."""
     profile = ground.at(config.microbatch_size, config.tensor)
-    weights, saved = ground.once(
+    weights, saved, cut = ground.once(
         ("bytes", config.microbatch_size, config.tensor),
-        lambda: (sum(x.weight_bytes for x in profile.layers), sum(x.saved_bytes for x in profile.layers)),
+        lambda: (
+            sum(x.weight_bytes for x in profile.layers),
+            sum(x.saved_bytes for x in profile.layers),
+            min(profile.cut_bytes, default=0.0),
+        ),
     )
     state = ground.state / (config.data if config.sharded else 1)
     versions = 2 if config.schedule == "pipedream-2bw" else 1
     kept = saved if config.recompute == "none" else 0.0
+    if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
+        # At least what enters each of a rank's stages, of every micro-batch.
+        kept = max(kept, cut * config.num_stages) * config.per_pipeline
     return float((weights * (1 + versions + state) + kept) / config.depth)
 
 

@@ -18,7 +18,9 @@ _HOPELESS = 1.3
 # Candidates whose estimate is further behind the best simulated one are not simulated.
 _CLOSE = 1.15
 # Forwards that all rehearsals together may simulate.
-_BUDGET = 60_000
+_BUDGET = 40_000
+# With at most so many devices more candidates of every family are looked at.
+_SMALL = 64
 
 
 @dataclass
@@ -54,18 +56,20 @@ class Found:
     candidates: tuple[Candidate, ...]
 
 
-def search(ground: Ground, listed: list[Config], keep: int = 3) -> Found:
+def search(ground: Ground, listed: list[Config], keep: int | None = None) -> Found:
     """The best of the listed candidates.
 
     Raises:
         InfeasibleError: none fits.
     """
     families = _families(ground, listed)
+    small = ground.topology.num_devices <= _SMALL
+    keep = keep or (3 if small else 2)
     best_s = float("inf")
     for family in sorted(families, key=lambda item: (item.configs[0], item.name)):
         if family.configs[0][0] > _HOPELESS * best_s:
             continue
-        _look(ground, family, keep)
+        _look(ground, family, keep, 40 if small else 16)
         best_s = min([best_s, *(judged.step_s for judged in family.feasible)])
     fitting = sorted(
         (judged for family in families for judged in family.feasible), key=lambda j: (j.step_s, j.config)
@@ -86,7 +90,7 @@ def _families(ground: Ground, listed: list[Config]) -> list[Family]:
     return list(families.values())
 
 
-def _look(ground: Ground, family: Family, keep: int) -> None:
+def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
     """Judges the members of a family, fastest first, until enough of them fit."""
     limit = max(
         (ground.topology.device_of(rank).memory_bytes for rank in range(ground.topology.num_devices))
@@ -109,7 +113,7 @@ def _look(ground: Ground, family: Family, keep: int) -> None:
     for tried, (quick, config) in enumerate(able):
         if len(family.feasible) >= keep or (family.feasible and quick > 1.3 * family.feasible[0].step_s):
             break
-        if tried >= 40 or not first.fits:
+        if tried >= tries or not first.fits:
             break
         judged = judge(ground, config)
         if judged.partition is None:
