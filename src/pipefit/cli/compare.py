@@ -17,7 +17,7 @@ from pipefit.errors import PipefitError
 if TYPE_CHECKING:
     from pipefit.compare import CompareConfig, Comparison, Row
 
-__all__ = ["command"]
+__all__ = ["command", "compare_rank", "told"]
 
 
 def command(
@@ -79,7 +79,7 @@ def command(
     )
     found = _compared(settings, ranks, quiet=json)
     paths = found.save(output) if output is not None else {}
-    return Answer({**found.as_dict(), "paths": paths}, partial(_told, found, paths))
+    return Answer({**found.as_dict(), "paths": paths}, partial(told, found, paths))
 
 
 def _compared(settings: CompareConfig, ranks: int, quiet: bool) -> Comparison:
@@ -105,7 +105,8 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _told(found: Comparison, paths: dict[str, str]) -> str:
+def told(found: Comparison, paths: dict[str, str]) -> str:
+    """A comparison as a table for people."""
     from io import StringIO
 
     from rich.console import Console

@@ -54,9 +54,7 @@ def lean(num_microbatches: int = 16, steps: int = 10, repeats: int = 15, names: 
         repeats: repetitions of everything, in turns.
         names: contestants; (): all.
     """
-    rows: list[LeanRow] = launch(
-        lean_rank, 2, num_microbatches, steps, repeats, tuple(names), threads=1, quiet=True
-    )[0]
+    rows: list[LeanRow] = launch(lean_rank, 2, num_microbatches, steps, repeats, tuple(names), threads=1, quiet=True)[0]
     return rows
 
 

@@ -1,0 +1,95 @@
+"""`pipefit bench`: the speed that pipefit publishes of itself, measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.options import Json, count, help_of
+from pipefit.errors import PipefitError, nearest
+
+__all__ = ["command"]
+
+
+def command(
+    name: Annotated[str | None, Parameter(help="Which; without one, a list.")] = None,
+    *,
+    repeats: Annotated[int | None, help_of("Repetitions, in turns; default: the benchmark's own.")] = None,
+    microbatches: Annotated[str | None, help_of("For lean and prediction.", "--microbatches", "-m")] = None,
+    option: Annotated[list[str] | None, help_of("Options of the model, for prediction.", "--option")] = None,
+    json: Json = False,
+) -> Answer:
+    """Measure what pipefit says about its own speed.
+
+    Example: pipefit bench lean
+
+    Ranks share this machine with whatever else runs on it: compare figures of one run with each other.
+    """
+    if name is None:
+        width = max(map(len, _BENCHES))
+        lines = [f"{key:<{width}}  {about}" for key, (_, about) in _BENCHES.items()]
+        return Answer({"benchmarks": {key: about for key, (_, about) in _BENCHES.items()}}, "\n".join(lines))
+    if name not in _BENCHES:
+        raise PipefitError(f"unknown benchmark {name!r}; {nearest(name, _BENCHES)}")
+    if repeats is not None:
+        count("--repeats", repeats)
+    return _BENCHES[name][0](repeats, microbatches, option)
+
+
+def _lean(repeats: int | None, microbatches: str | None, option: list[str] | None) -> Answer:
+    from pipefit.cli.options import whole_numbers
+    from pipefit.compare.bench.lean import lean
+
+    num = (whole_numbers("--microbatches", microbatches) or (16,))[0]
+    rows = lean(num, repeats=repeats or 15)
+    lines = [f"µs per micro-batch and stage, {num} micro-batches, two ranks; median, and the least of all repetitions"]
+    lines += [f"{row.name:<18} {row.num_stages} stages {row.microseconds:8.0f} {row.least:8.0f}" for row in rows]
+    return Answer({"num_microbatches": num, "rows": [row._asdict() for row in rows]}, "\n".join(lines))
+
+
+def _prediction(repeats: int | None, microbatches: str | None, option: list[str] | None) -> Answer:
+    from dataclasses import replace
+
+    from pipefit.cli.compare import told
+    from pipefit.cli.options import whole_numbers
+    from pipefit.compare.bench.prediction import CONFIG, prediction
+
+    config = replace(
+        CONFIG,
+        repeats=repeats or CONFIG.repeats,
+        microbatches=whole_numbers("--microbatches", microbatches) or CONFIG.microbatches,
+        options=",".join(option) if option else CONFIG.options,
+    )
+    found = prediction(config)
+    return Answer(found.as_dict(), lambda: told(found, {}))
+
+
+def _start(repeats: int | None, microbatches: str | None, option: list[str] | None) -> Answer:
+    from pipefit.compare.bench.start import start
+    from pipefit.units import format_seconds
+
+    rows = start(repeats or 5)
+    lines = [f"{row.what:<46} {format_seconds(row.seconds):>9}, least {format_seconds(row.least)}" for row in rows]
+    return Answer({"rows": [row._asdict() for row in rows]}, "\n".join(lines))
+
+
+def _partition(repeats: int | None, microbatches: str | None, option: list[str] | None) -> Answer:
+    from pipefit.compare.bench.partitioning import partition_times
+
+    rows = list(partition_times())
+    lines = [
+        f"{row.model:14} {row.shape:9} {row.cost:14} {row.found:14} {row.note:13} {row.seconds:6.2f} s of processor"
+        for row in rows
+    ]
+    return Answer({"rows": [row._asdict() for row in rows]}, "\n".join(lines))
+
+
+_BENCHES: dict[str, tuple[Callable[[int | None, str | None, list[str] | None], Any], str]] = {
+    "lean": (_lean, "overhead of the executor: µs per micro-batch and stage, beside torch and a bare loop"),
+    "prediction": (_prediction, "measured beside predicted for every schedule, each rank on a core of its own"),
+    "start": (_start, "how fast the verbs answer and ranks start"),
+    "partition": (_partition, "how long PipeDream's partitioner takes, and how that grows"),
+}
