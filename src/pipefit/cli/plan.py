@@ -18,7 +18,8 @@ __all__ = ["command"]
 def command(
     *,
     profile: Annotated[
-        str, help_of("A profile (.json), a published one (vgg16, resnet50, gnmt), or gpt:layers=96,hidden=12288,heads=96.")
+        str,
+        help_of("A profile (.json), a published one (vgg16, resnet50, gnmt), or gpt:layers=96,hidden=12288,heads=96."),
     ],
     topology: Annotated[str, help_of("A TOML file, local:N, or a machine by name, like dgx-a100-1024.")],
     method: Annotated[
@@ -50,8 +51,8 @@ def command(
 
     Example: pipefit plan --profile gpt:layers=96,hidden=12288,heads=96 --topology dgx-a100-1024 --global-batch 1536
 
-    --method pipedream plans asynchronous training with a weight update per mini-batch; auto, gpipe, ptdp and uniform plan
-    synchronous training; 2bw updates with gradients one update old.
+    --method pipedream plans asynchronous training with a weight update per mini-batch; auto, gpipe, ptdp and uniform
+    plan synchronous training; 2bw updates with gradients one update old.
     """
     from pipefit.planner import plan
 
@@ -140,7 +141,9 @@ def _answer(
         write_atomically(picture, partition_svg(made, profile, machine))
         written.append(picture)
     data |= {"output": [str(path) for path in written]} if written else {}
-    lines = [f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in data["training"].items()]
+    lines = [
+        f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in data["training"].items()
+    ]
     lines += [f"wrote {path}" for path in written]
     return Answer(data, lambda: "\n".join([explain(made, profile), "", *lines, f"({made.plan_seconds:.2f} s)"]))
 

@@ -104,7 +104,9 @@ def replicated(ground: Ground, space: Space) -> list[Config]:
             count = batch // size
         profile = ground.at(-(-batch // count), 1)
         try:
-            found = pipedream(profile, ground.topology, weight_versions=False, state_factor=1 + ground.state, margin=0.0)
+            found = pipedream(
+                profile, ground.topology, weight_versions=False, state_factor=1 + ground.state, margin=0.0
+            )
         except PlanError:
             continue
         if found.partition is None:
@@ -118,8 +120,16 @@ def replicated(ground: Ground, space: Space) -> list[Config]:
             if recompute != "some":
                 result.append(
                     Config(
-                        "1f1b", 1, len(stages), 1, 1, profile.microbatch_size, count, recompute,
-                        replicas=counts, layers=layers,
-                    )  # fmt: skip
+                        "1f1b",
+                        1,
+                        len(stages),
+                        1,
+                        1,
+                        profile.microbatch_size,
+                        count,
+                        recompute,
+                        replicas=counts,
+                        layers=layers,
+                    )
                 )
     return result

@@ -22,7 +22,8 @@ def spans(figures: Sequence[float]) -> Array:
     import numpy as np
 
     total = np.concatenate(([0.0], np.cumsum(np.asarray(figures, dtype=np.float64))))
-    return np.maximum(total[None, :] - total[:, None], 0.0)
+    between: Array = np.maximum(total[None, :] - total[:, None], 0.0)
+    return between
 
 
 def divide(costs: Sequence[Array]) -> list[int] | None:

@@ -1,6 +1,6 @@
 """PTD-P's estimators: parameters, FLOP, communication, memory, throughput, days.
 
-Legend: l layers, h hidden, a heads, V vocabulary, s sequence, B global batch, b micro-batch, p pipeline depth, v chunks,
+Legend: l layers, h hidden, a heads, V vocabulary, s sequence, B global batch, b micro-batch, p depth, v chunks,
 t tensor width, d data-parallel width, n = p·t·d devices.
 Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters" (SC 2021), sections 2, 3, 5
 and the appendix; Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), table 2.

@@ -49,7 +49,9 @@ def training(
         return {}
     gpt = Gpt(**gpt_settings(plan.model))
     replayed = any(stage.recompute for stage in plan.partition.stages) if recompute is None else recompute
-    devices = sum(len(ranks) * stage.tensor for stage, ranks in zip(_first_lap(plan), plan.placement.ranks, strict=False))
+    devices = sum(
+        len(ranks) * stage.tensor for stage, ranks in zip(_first_lap(plan), plan.placement.ranks, strict=False)
+    )
     rate = plan.prediction.throughput
     found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
     peak = topology.device.flops
@@ -67,7 +69,9 @@ def training(
         found["training_days"] = tokens / (rate * gpt.sequence) / 86400
         if peak:
             per_device = mfu(gpt, rate, devices, peak) * peak
-            found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, devices, per_device, recompute=False)
+            found["training_days_6TP"] = training_days(
+                num_parameters(gpt), tokens, devices, per_device, recompute=False
+            )
     return found
 
 

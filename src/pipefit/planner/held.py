@@ -85,9 +85,7 @@ def held(
 
 
 @lru_cache(maxsize=512)
-def _held(
-    schedule: str, depth: int, counted: int, chunks: int, recompute: bool, grows: bool
-) -> tuple[Holding, ...]:
+def _held(schedule: str, depth: int, counted: int, chunks: int, recompute: bool, grows: bool) -> tuple[Holding, ...]:
     import numpy as np
 
     program = small_program(schedule, depth, counted, chunks, recompute)
@@ -95,33 +93,47 @@ def _held(
         counts = [_rows(lifetimes(program, rank)) for rank in range(len(program.ranks))]
     growth = _growth(schedule, min(depth, 4), chunks, recompute) if grows else {}
     return tuple(
-        Holding(keys, rows, np.array([[growth.get(kind, 0.0) for kind, _ in keys]])) for keys, rows in counts
+        Holding(keys, rows, np.array([[growth.get(_role(program, rank, key), 0.0) for key in keys]]))
+        for rank, (keys, rows) in enumerate(counts)
     )
 
 
+Role = tuple[str, str, str, int]
+
+
+def _role(program: Program, rank: int, key: Key) -> Role:
+    """What a value is to its rank, whatever the depth: its kind, the rank's place, whose it is, on which chunk."""
+    place = "first" if rank == 0 else "last" if rank == len(program.ranks) - 1 else "middle"
+    stages = program.header.stages_of(rank)
+    for whose, stage in (("own", key[1]), ("entering", key[1] + 1)):
+        if stage in stages:
+            return key[0], place, whose, stages.index(stage)
+    return key[0], place, "other", 0
+
+
 @lru_cache(maxsize=512)
-def _growth(schedule: str, depth: int, chunks: int, recompute: bool) -> dict[str, float]:
-    """How many more values of each kind a stage holds per further micro-batch, once the pipeline is full."""
+def _growth(schedule: str, depth: int, chunks: int, recompute: bool) -> dict[Role, float]:
+    """How many more values of each role a rank holds per further micro-batch, once the pipeline is full."""
     few, many = 3 * depth, 4 * depth
-    most: list[dict[Key, float]] = []
+    before: dict[tuple[int, Key], float] = {}
+    growth: dict[Role, float] = {}
     for count in (few, many):
         program = small_program(schedule, depth, count, chunks, recompute)
-        found: dict[Key, float] = {}
         for rank in range(len(program.ranks)):
             keys, rows = _rows(lifetimes(program, rank))
-            # A boundary's value may lie on both its ranks, so ranks are kept apart.
-            found |= {(f"{kind} {rank}", stage): high for (kind, stage), high in zip(keys, rows.max(axis=0), strict=True)}
-        most.append(found)
-    growth: dict[str, float] = {}
-    for key, high in most[1].items():
-        kind = key[0].split()[0]
-        growth[kind] = max(growth.get(kind, 0.0), (high - most[0].get(key, 0.0)) / (many - few))
+            for key, high in zip(keys, rows.max(axis=0), strict=True):
+                if count == few:
+                    before[rank, key] = high
+                else:
+                    role = _role(program, rank, key)
+                    more = (high - before.get((rank, key), 0.0)) / (many - few)
+                    growth[role] = max(growth.get(role, 0.0), more)
     return growth
 
 
 def holds_all(schedule: str, chunks: int) -> bool:
     """Whether a rank holds every micro-batch of an update at once, as GPipe does."""
-    return _growth(schedule, 4, chunks, False).get("saved", 0.0) >= 1
+    return _growth(schedule, 4, chunks, False).get(("saved", "first", "own", 0), 0.0) >= 1
 
 
 @lru_cache(maxsize=64)
@@ -138,7 +150,9 @@ def held_replicated(
     return tuple(Holding(keys, rows, 0 * rows[:1]) for keys, rows in counts), 0
 
 
-def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]], further: int) -> list[float]:
+def peaks(
+    holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]], further: int
+) -> list[float]:
     """The most bytes of each rank, optimizer state included."""
     result = []
     for holding, stages in zip(holdings, stages_of, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["Judged", "costs_of", "estimate_s", "judge", "placement_for", "positions", "quick_bytes", "quick_s", "reduce_s"]
+__all__ = [
+    "Judged",
+    "costs_of",
+    "estimate_s",
+    "judge",
+    "placement_for",
+    "positions",
+    "quick_bytes",
+    "quick_s",
+    "reduce_s",
+]
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,13 @@ def positions(config: Config) -> tuple[int, ...]:
 def quick_s(ground: Ground, config: Config) -> float:
     """Seconds per update if the layers could be cut anywhere: a lower bound, roughly, for ranking."""
     total, largest, cut = ground.once(
-        ("quick", config.microbatch_size, config.tensor), lambda: _totals(ground.at(config.microbatch_size, config.tensor))
+        ("quick", config.microbatch_size, config.tensor),
+        lambda: _totals(ground.at(config.microbatch_size, config.tensor)),
     )
     factor = 1 + (total[1] / total[0] if config.recompute == "all" and total[0] else 0.0)
     work = max(total[0] / config.depth, largest) * factor
+    if config.replicas:
+        work = total[0] / sum(config.replicas) * factor
     topology = ground.ranks(config.tensor)
     message_s = 0.0
     if config.depth > 1:
@@ -170,7 +183,9 @@ Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
 def _holdings(config: Config) -> tuple[Both, int]:
     """What ranks hold without and with recompute, and the micro-batches beyond those counted."""
     if config.replicas:
-        found, more = held_replicated(config.schedule, config.replicas, config.num_microbatches, config.recompute == "all")
+        found, more = held_replicated(
+            config.schedule, config.replicas, config.num_microbatches, config.recompute == "all"
+        )
         return (found, found), more
     name, count = config.schedule, config.per_pipeline
     plain, counted = held(name, config.depth, count, config.chunks, config.recompute == "all")
@@ -227,9 +242,11 @@ def _cut(
         slow = _slowness(ground, config)
         # Only what decides the cut belongs to the key: many candidates share one.
         key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), tuple(sorted(recomputed)))
-        key = (*key, config.partitioner, config.depth if config.partitioner == "links" else 0)
+        where = config.depth if config.partitioner == "links" else 0
         if held_by is None:
-            counts = ground.once(key, lambda: divide(_time_spans(ground, config, recomputed, slow)))
+            counts = ground.once(
+                (key, config.partitioner, where), lambda: divide(_time_spans(ground, config, recomputed, slow))
+            )
         else:
             times = _time_spans(ground, config, recomputed, slow)
             counts = divide(_within_memory(ground, config, times, held_by, limits))
@@ -277,7 +294,8 @@ def _link_spans(ground: Ground, config: Config) -> Array:
     bandwidth = min(level.bandwidth_bytes_per_s for level in joints)
     latency = max(level.latency_s for level in joints)
     cost = [0.0, *(2 * (size / config.tensor / bandwidth + latency) for size in profile.cut_bytes), 0.0]
-    return np.array(cost)[:, None] + np.array(cost)[None, :]
+    both: Array = np.array(cost)[:, None] + np.array(cost)[None, :]
+    return both
 
 
 def _within_memory(
@@ -316,6 +334,7 @@ def costs_of(ground: Ground, config: Config, partition: Partition) -> tuple[Cost
     """Costs for time, and costs for memory: with scatter/gather a message is 1/t of the value that is held."""
     profile = ground.at(config.microbatch_size, config.tensor)
     shards = config.data if config.sharded else 1
+    options: dict[str, Any] = dict(ground.options)
     step_s = ground.profile.optimizer_s / ground.weight_bytes if ground.weight_bytes else 0.0
     plain = Partition(tuple(StageSpec(stage.layers, recompute=stage.recompute) for stage in partition.stages))
     cost = CostModel.from_profile(
@@ -325,7 +344,7 @@ def costs_of(ground: Ground, config: Config, partition: Partition) -> tuple[Cost
         optimizer_bytes_per_weight_byte=ground.state / shards,
         step_s_per_weight_byte=step_s / shards,
         loss_s=profile.loss_s,
-        **ground.options,
+        **options,
     )
     if config.tensor == 1:
         return cost, cost
@@ -401,7 +420,7 @@ def reduce_s(cost: CostModel, stage: int, ranks: tuple[int, ...]) -> float:
 
 
 def _step_s(config: Config, worst: float, others: float, message_s: float) -> float:
-    """The schedule's closed form with the slowest rank's work W in place of f+b, and the rest of the pipe as its fill."""
+    """The schedule's closed form with the slowest rank's work in place of f+b, and the others' as its fill."""
     m, p, v = config.per_pipeline, config.depth, config.chunks
     if p == 1:
         return m * worst
@@ -413,5 +432,3 @@ def _step_s(config: Config, worst: float, others: float, message_s: float) -> fl
     if config.schedule == "gpipe":
         return m * worst + others + 2 * (p - 1) * message_s
     return m * worst + others + 2 * message_s * ((p - 1) * m / p + p - 2)
-
-

@@ -42,6 +42,4 @@ def load_topology(name: str | Path) -> Topology:
             if not isinstance(found, Topology):
                 raise TopologyError(f"entry point {text} of pipefit.topologies: expected a Topology, got {type(found)}")
             return found
-    raise TopologyError(
-        f"{text}: no such topology: a TOML file, local:N, or a name; {nearest(text, topology_names())}"
-    )
+    raise TopologyError(f"{text}: no such topology: a TOML file, local:N, or a name; {nearest(text, topology_names())}")

@@ -1,4 +1,4 @@
-"""Pictures of plans: the partition over the model, throughput against memory, and against depth and micro-batch size."""
+"""Pictures of plans: the partition over the model, throughput against memory, against depth and micro-batch size."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def _point(ground: Ground, judged: Judged, simulated: bool) -> Point:
     told = rehearse(ground, judged) if simulated else None
     seconds = told.period_s if told else judged.step_s
     peak = max(judged.peak_bytes, default=quick_bytes(ground, config))
-    return Point(
-        config.summary, config.depth, config.microbatch_size, ground.global_batch / seconds, peak, judged.fits
-    )
+    return Point(config.summary, config.depth, config.microbatch_size, ground.global_batch / seconds, peak, judged.fits)
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
@@ -122,7 +120,11 @@ def depth_svg(points: Sequence[Point], title: str = "") -> str:
                 best[point.depth] = max(best.get(point.depth, 0.0), point.throughput)
         series[f"micro-batch {size}"] = [(float(depth), best[depth]) for depth in sorted(best)]
     return chart(
-        series, title=title or "Throughput against depth", x_label="depth of the pipeline", y_label="samples/s", log_x=True
+        series,
+        title=title or "Throughput against depth",
+        x_label="depth of the pipeline",
+        y_label="samples/s",
+        log_x=True,
     )
 
 
@@ -130,7 +132,7 @@ def depth_svg(points: Sequence[Point], title: str = "") -> str:
 
 
 def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None, width: int = 900) -> str:
-    """The layers as a strip in the colours of their stages, each as wide as its time; below, each stage's time and memory.
+    """The layers as a strip in the colours of their stages, each as wide as its time; below, their time and memory.
 
     Args:
         plan: with a prediction, or memory is left out.
@@ -147,7 +149,9 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" font-family="system-ui,-apple-system,Segoe UI,Roboto,Arial,sans-serif" font-size="12">',
         f'<title>{escape(plan.model)}</title><rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(24, 32, f"{plan.model}: {plan.schedule}, {len(stages)} stages, {plan.num_microbatches} micro-batches", 17),
+        _text(
+            24, 32, f"{plan.model}: {plan.schedule}, {len(stages)} stages, {plan.num_microbatches} micro-batches", 17
+        ),
         _text(24, 54, "layers, each as wide as its forward and backward take; bars: their weights", colour="#5a6675"),
     ]
     parts += _strip(figures, owner, width)
@@ -164,7 +168,9 @@ def _strip(figures: Profile, owner: dict[int, int], width: int) -> list[str]:
     for index, layer in enumerate(figures.layers):
         wide = least + room * layer.total_s / total
         hue = _hue(owner[index])
-        words = f"{layer.name}: stage {owner[index]}, {format_seconds(layer.total_s)}, {format_bytes(layer.weight_bytes)}"
+        words = (
+            f"{layer.name}: stage {owner[index]}, {format_seconds(layer.total_s)}, {format_bytes(layer.weight_bytes)}"
+        )
         tall = 40 * layer.weight_bytes / heaviest
         gap = 0.8 if wide > 3 else 0.0
         parts.append(
@@ -179,9 +185,7 @@ def _strip(figures: Profile, owner: dict[int, int], width: int) -> list[str]:
     return parts
 
 
-def _stage_rows(
-    plan: Plan, figures: Profile, topology: Topology | None, width: int, top: int, row: int
-) -> list[str]:
+def _stage_rows(plan: Plan, figures: Profile, topology: Topology | None, width: int, top: int, row: int) -> list[str]:
     stages = plan.partition.stages
     peaks = plan.prediction.peak_bytes if plan.prediction else ()
     seconds = [

@@ -190,7 +190,9 @@ def space_of(
         return replace(free, tensors=inside, sharded=(False,), recompute=always)
     if method in ("gpipe", "uniform"):
         always = ("all",) if method == "gpipe" and recompute is None else replays
-        return replace(free, tensors=(1,), chunks=(1,), sharded=(False,), recompute=always, partitioner=method, links=False)
+        return replace(
+            free, tensors=(1,), chunks=(1,), sharded=(False,), recompute=always, partitioner=method, links=False
+        )
     return free
 
 
@@ -261,12 +263,14 @@ _METHODS: dict[str, Callable[[Ground, Space], tuple[Found, list[Config]]]] = {
 def _listed(ground: Ground, space: Space) -> list[Config]:
     listed = list(configs(ground, space))
     if not listed:
-        wanted = f"{space.num_microbatches} micro-batches" if space.num_microbatches else f"sizes {space.microbatch_sizes}"
+        wanted = (
+            f"{space.num_microbatches} micro-batches" if space.num_microbatches else f"sizes {space.microbatch_sizes}"
+        )
         raise PlanError(
             f"no candidate: {ground.topology.num_devices} devices, {len(ground.profile)} layers, a batch of "
-            f"{ground.global_batch} in micro-batches ({wanted}) and the schedules {', '.join(space.schedules)} do not go "
-            "together; every copy of the pipeline needs as many micro-batches, so choose a batch that micro-batch size "
-            "× copies divides"
+            f"{ground.global_batch} in micro-batches ({wanted}) and the schedules {', '.join(space.schedules)} do not "
+            "go together; every copy of the pipeline needs as many micro-batches, so choose a batch that micro-batch "
+            "size × copies divides"
         )
     return listed
 
@@ -309,5 +313,3 @@ def _over_data_parallel(ground: Ground, listed: list[Config], found: Found) -> f
             told = rehearse(ground, judged)
             return (told.period_s if told else judged.step_s) / found.winner.time_s
     return None
-
-

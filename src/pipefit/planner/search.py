@@ -71,9 +71,7 @@ def search(ground: Ground, listed: list[Config], keep: int | None = None) -> Fou
             continue
         _look(ground, family, keep, 40 if small else 16)
         best_s = min([best_s, *(judged.step_s for judged in family.feasible)])
-    fitting = sorted(
-        (judged for family in families for judged in family.feasible), key=lambda j: (j.step_s, j.config)
-    )
+    fitting = sorted((judged for family in families for judged in family.feasible), key=lambda j: (j.step_s, j.config))
     if not fitting:
         raise InfeasibleError(_nothing_fits(ground, families))
     findings = _rehearsed(ground, fitting)
@@ -118,7 +116,9 @@ def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
         judged = judge(ground, config)
         if judged.partition is None:
             continue
-        if judged.fits and all(judged.partition != other.partition for other in family.feasible if _alike(judged, other)):
+        if judged.fits and all(
+            judged.partition != other.partition for other in family.feasible if _alike(judged, other)
+        ):
             family.feasible.append(judged)
         elif not judged.fits and judged.overflow < family.closest.overflow:
             family.closest = judged
@@ -224,6 +224,11 @@ def _nothing_fits(ground: Ground, families: list[Family]) -> str:
     """What is missing, and the least that would help."""
     lines = []
     least: tuple[float, str] | None = None
+    unjudged = sorted((f for f in families if f.closest is None and f.needs), key=lambda f: (f.needs or (0.0,))[0])
+    for family in unjudged[:8]:
+        # A lower bound ruled these out; what they really need is asked only now.
+        assert family.needs is not None
+        family.closest = judge(ground, family.needs[1])
     for family in families:
         summary, _, _, _, peak, why = _shortage(ground, family)
         lines.append(f"{why} ({summary})")
@@ -233,5 +238,3 @@ def _nothing_fits(ground: Ground, families: list[Family]) -> str:
     if least is not None:
         text += f"\nthe cheapest change: devices with {format_bytes(least[0])} of memory ({least[1]})"
     return text
-
-

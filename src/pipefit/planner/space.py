@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pipefit.spec import Layer, Level, Profile, Topology
+from pipefit.spec import Device, Layer, Level, Profile, Topology
 
 __all__ = ["Config", "Ground", "Space", "configs", "data_parallel_name"]
 
@@ -217,7 +217,7 @@ def _grouped(topology: Topology, tensor: int) -> Topology:
         levels.append(Level(level.name, max(level.width // rest, 1), level.bandwidth_bytes_per_s, level.latency_s))
         rest = max(rest // level.width, 1)
     kept = [level for level in levels if level.width > 1] or levels[-1:]
-    devices = ()
+    devices: tuple[Device, ...] = ()
     if topology.devices:
         groups = (topology.devices[k : k + tensor] for k in range(0, len(topology.devices), tensor))
         # A group is as fast, and holds as much, as the weakest in it.
@@ -262,5 +262,3 @@ def _widened(profile: Profile, tensor: int, topology: Topology) -> Profile:
             )
         )
     return msgspec.structs.replace(profile, layers=tuple(layers), others=())
-
-
