@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import DataError
 from pipefit.runtime.executor import Feed
 
-__all__ = ["Weigh", "cut", "feed_of"]
+__all__ = ["Weigh", "cut", "feed_of", "largest_part"]
 
 Weigh = Callable[[Any], float]
 """How much a micro-batch counts in the mean of its batch, from its target: by default its number of samples."""
@@ -38,6 +38,11 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
         )
     parts = [leaf.tensor_split(num_microbatches) for leaf in leaves]
     return [pytree.tree_unflatten(list(pieces), structure) for pieces in zip(*parts, strict=True)]
+
+
+def largest_part(batch: Any, num_microbatches: int) -> int:
+    """Samples of the largest micro-batch of a batch."""
+    return _num_samples(cut(batch, num_microbatches)[0])
 
 
 def feed_of(

@@ -23,7 +23,7 @@ from pipefit.schedules.forward import forward_only
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
 from pipefit.timeline import Timeline
-from pipefit.train.batch import Weigh, feed_of
+from pipefit.train.batch import Weigh, feed_of, largest_part
 from pipefit.train.gather import forget_others, full_state
 from pipefit.train.losses import PendingLosses
 from pipefit.train.measured import PassHistory
@@ -107,7 +107,7 @@ class Pipeline:
                 replicas=copies,
                 recompute=recompute,
                 options=options,
-                profile=self._profile(example, microbatches) if stages == "auto" else None,
+                profile=self._profile(example, microbatches, loss) if stages == "auto" else None,
                 model=type(model).__name__,
             )
         else:
@@ -147,14 +147,15 @@ class Pipeline:
                 f"start {num_ranks}, or plan again"
             )
 
-    def _profile(self, example: tuple[Any, Any] | None, microbatches: int) -> Profile:
+    def _profile(self, example: tuple[Any, Any] | None, microbatches: int, loss: Any) -> Profile:
         from pipefit.train.profiled import agreed_profile
 
         if example is None:
             raise PlanError(
                 'stages="auto" measures the layers first and needs example=(input, target), one batch of data'
             )
-        return agreed_profile(self.layers, example, microbatches, self._session)
+        sizes = [largest_part(example[0], microbatches)]
+        return agreed_profile(self.layers, example, sizes, self._session, loss=loss)
 
     def _program(self, num_steps: int) -> Program:
         """The program of some steps, proven before it is used."""

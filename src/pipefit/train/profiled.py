@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.errors import ProfileError
-from pipefit.profiling import profile_layers
+from pipefit.profiling import profile_sizes
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.spec.files import decode, encode
 from pipefit.stage.split import NamedLayer
-from pipefit.train.batch import cut
 
 __all__ = ["agreed_profile"]
 
@@ -25,37 +24,53 @@ __all__ = ["agreed_profile"]
 def agreed_profile(
     layers: Sequence[NamedLayer],
     example: tuple[Any, Any],
-    num_microbatches: int,
+    microbatch_sizes: Sequence[int],
     session: Session,
     *,
     loss: Callable[[Any, Any], Tensor] | None = None,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     repeats: int = 9,
+    limit_s: float = 5.0,
 ) -> Profile:
-    """Measures the layers at the micro-batch size of the run; every rank gets the figures of rank 0.
+    """Measures the layers at the micro-batch sizes of the run; every rank gets the figures of rank 0.
 
     All ranks measure at the same time, so that they slow each other down as they will in the run.
+
+    Args:
+        layers: of the whole model.
+        example: (input, target) of at least the largest size.
+        microbatch_sizes: the first is the profile's own, further ones are its `others`.
+        session: the ranks of the run.
+        loss: as in `profile_layers`.
+        optimizer: as in `profile_layers`.
+        repeats: measured turns for each size.
+        limit_s: seconds after which a size is measured no longer.
     """
     x, y = example
-    first, target = cut(x, num_microbatches)[0], cut(y, num_microbatches, "the target")[0]
     if session.is_distributed:
         dist.barrier()
-    profile = profile_layers(
+    profile = profile_sizes(
         [(layer.prefix, layer.module) for layer in layers],
-        first,
+        x,
         loss,
-        target,
+        y,
+        microbatch_sizes=microbatch_sizes,
         repeats=repeats,
+        limit_s=limit_s,
         threads=None,
         optimizer=optimizer,
     )
-    if not session.is_distributed:
-        return profile
+    return _from_rank_0(profile) if session.is_distributed else profile
+
+
+def _from_rank_0(profile: Profile) -> Profile:
     text = json.dumps(encode("profile", profile)).encode()
     size = torch.tensor([len(text)])
     dist.broadcast(size, 0)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if session.rank == 0:
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    data = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if dist.get_rank() == 0
+        else torch.empty(int(size), dtype=torch.uint8)
+    )
     dist.broadcast(data, 0)
     return decode("profile", json.loads(data.numpy().tobytes()), Profile, ProfileError, "the profile of rank 0")

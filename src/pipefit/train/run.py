@@ -16,13 +16,15 @@ from torch import nn
 from pipefit.data import sample
 from pipefit.ir import text as program_text
 from pipefit.models import ModelBundle, build, parse_options
+from pipefit.planner import plan as plan_for
 from pipefit.runtime.session import Session, current
 from pipefit.schedules import shape_of
-from pipefit.spec import Plan, Prediction, Profile
+from pipefit.spec import Plan, Prediction, Profile, Topology
 from pipefit.spec.files import write_atomically, write_json
 from pipefit.stage.split import named_layers
 from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, compare
+from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
 from pipefit.train.memory import peak_memory_bytes
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
@@ -31,6 +33,10 @@ from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan
 from pipefit.train.sources import Source, source_of
+
+AUTO = "auto"
+_COUNTS = (2, 4, 8, 16)
+"""Micro-batches per update that a run with the schedule "auto" chooses from."""
 
 __all__ = ["Observer", "RunResult", "run"]
 
@@ -79,11 +85,12 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     optimizer = make_optimizer(config.optimizer, config.lr)
     example = bundle.example(config.batch, 0)
     plan = Plan.load(config.plan) if config.plan else None
-    num = plan.num_microbatches if plan else config.microbatches
     layers = named_layers(bundle.layers)
-    profile = agreed_profile(layers, example, num, session, loss=bundle.loss, optimizer=optimizer)
+    sizes = _sizes(config, plan, example)
+    profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer)
     topology = links_of(session, plan.placement.num_ranks if plan else config.ranks)
-    plan = plan or _plan(config, session, bundle, profile)
+    plan = plan or _plan(config, session, bundle, profile, topology)
+    profile = profile.at(largest_part(example[0], plan.num_microbatches))
     pipe = Pipeline(
         bundle.layers,
         loss=bundle.loss,
@@ -118,7 +125,24 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     return result
 
 
-def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Profile) -> Plan:
+def _sizes(config: RunConfig, plan: Plan | None, example: tuple[Any, Any]) -> list[int]:
+    """The micro-batch sizes to measure: that of the run, or those to choose from."""
+    if plan is None and config.schedule == AUTO:
+        counts = [count for count in _COUNTS if count <= config.batch]
+        return list(dict.fromkeys(largest_part(example[0], count) for count in reversed(counts)))
+    return [largest_part(example[0], plan.num_microbatches if plan else config.microbatches)]
+
+
+def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Profile, topology: Topology) -> Plan:
+    if config.schedule == AUTO:
+        return plan_for(
+            profile,
+            topology,
+            global_batch=config.batch,
+            microbatch_sizes=[size for size in (profile.microbatch_size, *_others(profile)) if not config.batch % size],
+            state_per_weight=STATE_PER_WEIGHT[config.optimizer],
+            executable=True,
+        )
     return make_plan(
         named_layers(bundle.layers),
         num_ranks=session.num_ranks if session.is_distributed else config.ranks,
@@ -131,6 +155,10 @@ def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Pro
         profile=profile,
         model=bundle.name,
     )
+
+
+def _others(profile: Profile) -> list[int]:
+    return [other.microbatch_size for other in profile.others]
 
 
 def _cosine(optimizer: torch.optim.Optimizer, config: RunConfig) -> torch.optim.lr_scheduler.LambdaLR:
