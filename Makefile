@@ -8,7 +8,7 @@ MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
 
 PY         := .venv/bin/python
-DEMO_ARGS  ?= train --model gpt --ranks 2 --schedule auto --steps 300 -o runs/demo
+DEMO_ARGS  ?=
 BENCH_ARGS ?= --help
 PYTEST     := $(PY) -m pytest -q
 XDIST      := -n 2
@@ -28,8 +28,8 @@ venv: .venv/stamp ## create the environment in .venv (done by every other target
 .venv/stamp: pyproject.toml constraints.txt scripts/make-venv
 	@PYTHON="$(PYTHON)" scripts/make-venv
 
-demo: .venv/stamp ## train a small language model over a pipeline of two processes
-	@$(PY) -m pipefit $(DEMO_ARGS)
+demo: .venv/stamp ## profile, plan and train a small language model over a pipeline of two processes
+	@scripts/demo $(DEMO_ARGS)
 
 test: .venv/stamp ## all tests: the pure tier on two workers, then those with torch
 	@$(PYTEST) $(XDIST) tests/pure
