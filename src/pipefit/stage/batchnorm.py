@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["DeferredBatchNorm", "deferred"]
 

@@ -6,11 +6,11 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import torch
 from pipefit.errors import ModelError
-from torch import Tensor
 
 __all__ = ["Contract", "carries_gradient", "flatten", "unflatten"]
 

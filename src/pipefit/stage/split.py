@@ -6,10 +6,11 @@ import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipefit.errors import ModelError
-from pipefit.spec.plan import Partition
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from pipefit.errors import ModelError
+from pipefit.spec.plan import Partition
 
 __all__ = ["NamedLayer", "named_layers", "split", "tied_groups"]
 

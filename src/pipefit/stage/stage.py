@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-import torch
 from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import DeferredBatchNorm, deferred
 from pipefit.stage.split import NamedLayer
-from torch import Tensor, nn
 
 __all__ = ["Stage", "layer_seed"]
 
