@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipefit.planner.estimate import Gpt, mfu, num_parameters, training_days
 from pipefit.planner.gpt import gpt_settings
+from pipefit.planner.held import small_program
 from pipefit.spec import Plan, Profile, StageSpec, Topology
 from pipefit.units import format_bytes, format_seconds
 
@@ -34,21 +35,17 @@ def explain(plan: Plan, profile: Profile | None = None) -> str:
     return "\n".join(lines)
 
 
-def training(
-    plan: Plan, topology: Topology, tokens: float | None = None, recompute: bool | None = None
-) -> dict[str, float | str]:
+def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dict[str, float | str]:
     """What the prediction means for training a GPT: FLOP/s, the fraction of the peak, days.
 
     Args:
         plan: for a model named "gpt:layers=…".
         topology: with the device's peak.
         tokens: to train on.
-        recompute: whether forwards are replayed; None: as the plan says.
     """
     if not plan.model.startswith("gpt:") or plan.prediction is None:
         return {}
     gpt = Gpt(**gpt_settings(plan.model))
-    replayed = any(stage.recompute for stage in plan.partition.stages) if recompute is None else recompute
     devices = sum(
         len(ranks) * stage.tensor for stage, ranks in zip(_first_lap(plan), plan.placement.ranks, strict=False)
     )
@@ -62,8 +59,10 @@ def training(
             "mfu": used,
             "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
         }
+        replayed = _replayed(plan)
         if replayed:
-            found["hfu"] = mfu(gpt, rate, devices, peak, "hardware", True)
+            every = mfu(gpt, rate, devices, peak, "hardware", True)
+            found["hfu"] = used + replayed * (every - used)
     if tokens is not None:
         found["tokens"] = tokens
         found["training_days"] = tokens / (rate * gpt.sequence) / 86400
@@ -73,6 +72,18 @@ def training(
                 num_parameters(gpt), tokens, devices, per_device, recompute=False
             )
     return found
+
+
+def _replayed(plan: Plan) -> float:
+    """The share of forwards that the program replays: none where the backward follows at once."""
+    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.recompute)
+    if not recompute:
+        return 0.0
+    num_stages = len(plan.partition.stages)
+    depth = num_stages // plan.num_chunks
+    count = min(-(-plan.num_microbatches // plan.data), depth + 2)
+    program = small_program(plan.schedule, depth, count, plan.num_chunks, recompute)
+    return len(program.recomputed) / (num_stages * program.header.total_microbatches)
 
 
 def _first_lap(plan: Plan) -> tuple[StageSpec, ...]:

@@ -69,7 +69,7 @@ def search(ground: Ground, listed: list[Config], keep: int | None = None) -> Fou
     for family in sorted(families, key=lambda item: (item.configs[0], item.name)):
         if family.configs[0][0] > _HOPELESS * best_s:
             continue
-        _look(ground, family, keep, 40 if small else 16)
+        _look(ground, family, keep, 40 if small else 32)
         best_s = min([best_s, *(judged.step_s for judged in family.feasible)])
     fitting = sorted((judged for family in families for judged in family.feasible), key=lambda j: (j.step_s, j.config))
     if not fitting:
