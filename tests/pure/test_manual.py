@@ -67,3 +67,9 @@ def test_a_page_that_shows_something_else_is_found():
     assert "rank 1" in transcripts.answered(block)
     slow = block.replace("draw naive -p 2 -m 1", "check --model gpt")
     assert transcripts.answered(slow) == slow
+
+
+def test_what_the_readme_links_to_is_there():
+    links = re.findall(r"\]\(([^)#:]+)\)", (transcripts.ROOT / "README.md").read_text())
+    assert len(links) > 15
+    assert [link for link in links if not (transcripts.ROOT / link).exists()] == []
