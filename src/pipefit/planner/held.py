@@ -28,6 +28,9 @@ __all__ = ["Holding", "held", "held_replicated", "holds_all", "peaks", "small_pr
 
 Key = tuple[str, int]
 
+# Forwards of a program that is counted whole.
+_SMALL = 600
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -36,7 +39,8 @@ class Holding:
     Attributes:
         keys: (kind, stage) of each column.
         rows: array [moment, key] of counts, only moments that no other exceeds in every count.
-        growth: for each key, more of it per further micro-batch of the pipeline, beyond what was counted.
+        growth: for each key, more of it per further micro-batch of the pipeline, beyond what was counted; each at its
+            own highest moment, so all together are an upper bound.
     """
 
     keys: tuple[Key, ...]
@@ -55,6 +59,7 @@ class Holding:
         if not self.keys:
             return 0.0
         sizes = np.array([size.get(key, 0.0) for key in self.keys])
+        # A line through two counts would fall short: with more micro-batches another moment becomes the highest.
         return float(((self.rows + further * self.growth) @ sizes).max())
 
 
@@ -76,11 +81,12 @@ def held(
 ) -> tuple[tuple[Holding, ...], int]:
     """What each rank of a pipeline holds, and the micro-batches that were really counted.
 
-    With many micro-batches only so many are counted as fill the pipeline. Whether what is held still grows with them is
-    seen on a pipeline of at most four ranks.
+    A small program is counted whole. With many micro-batches only so many are counted as fill the pipeline. Whether
+    what is held still grows with them is seen on a pipeline of at most four ranks.
     """
     enough = depth + 2 if chunks == 1 else 2 * depth
-    counted = min(num_microbatches, enough)
+    small = depth * chunks * num_microbatches <= _SMALL
+    counted = num_microbatches if small else min(num_microbatches, enough)
     return _held(schedule, depth, counted, chunks, recompute, counted < num_microbatches), counted
 
 

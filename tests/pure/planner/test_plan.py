@@ -49,7 +49,7 @@ def test_every_plan_is_executable_and_verifies_clean(method):
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("breadth-first", 2)])
 @pytest.mark.parametrize("recompute", ["none", "all"])
-@pytest.mark.parametrize("count", [3, 8, 24])
+@pytest.mark.parametrize("count", [3, 8, 24, 160])
 def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunks, recompute, count):
     ground = ground_of(model(8), Topology.local(4), 2 * count)
     config = Config(schedule, 1, 4, 1, chunks, 2, count, recompute)
@@ -59,8 +59,7 @@ def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunk
     for rank in range(4):
         held = peak(lifetimes(program, rank), cost.size_bytes) + cost.resident_bytes(program.header.stages_of(rank))
         assert judged.peak_bytes[rank] >= held * (1 - 1e-9)
-        # Beyond what was counted it is an upper bound: not everything that grows is highest at one moment.
-        assert judged.peak_bytes[rank] == pytest.approx(held, rel=1e-9 if count < 24 else 0.06)
+        assert judged.peak_bytes[rank] == pytest.approx(held, rel=1e-9 if count < 160 else 0.25)
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
