@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pipefit.spec import Partition, Placement, Plan, Profile, Topology
     from pipefit.timeline import Timeline
     from pipefit.train.pipeline import Pipeline
+    from pipefit.train.planned import plan
     from pipefit.verify import Report
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ _HOMES = {
     "bwd_weight": "ir",
     "draw": "draw",
     "fwd": "ir",
+    "plan": "train.planned",
     "schedule": "schedules",
 }
 
@@ -60,6 +62,7 @@ __all__ = [
     "bwd_weight",
     "draw",
     "fwd",
+    "plan",
     "schedule",
 ]
 

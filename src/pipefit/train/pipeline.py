@@ -28,6 +28,7 @@ from pipefit.train.gather import forget_others, full_state
 from pipefit.train.losses import PendingLosses
 from pipefit.train.measured import PassHistory
 from pipefit.train.memory import peak_memory_bytes
+from pipefit.train.planned import Planned
 from pipefit.train.report import PipelineReport
 from pipefit.train.setup import make_plan
 from pipefit.train.stream import stream_feed
@@ -55,7 +56,7 @@ class Pipeline:
         chunks: stages per rank, for the looped schedules.
         replicas: copies of each stage, or one number for all.
         recompute: keep only stage inputs and replay forwards before backwards.
-        plan: a plan, or the path of one; then stages, schedule, microbatches, chunks, replicas and recompute are its.
+        plan: a plan, what `pipefit.plan` gave, or a path; then stages, schedule, microbatches, chunks, replicas and recompute are its.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
         clip_norm: largest global norm of an update's gradients, over all stages.
         weigh: how much a micro-batch counts in its batch's mean, from its target; None: its number of samples. Give the
@@ -81,7 +82,7 @@ class Pipeline:
         chunks: int = 1,
         replicas: int | Sequence[int] = (),
         recompute: bool = False,
-        plan: Plan | str | None = None,
+        plan: Plan | Planned | str | None = None,
         scheduler: MakeScheduler | None = None,
         clip_norm: float | None = None,
         weigh: Weigh | None = None,
@@ -111,7 +112,7 @@ class Pipeline:
                 model=type(model).__name__,
             )
         else:
-            self.plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+            self.plan = plan.plan if isinstance(plan, Planned) else plan if isinstance(plan, Plan) else Plan.load(plan)
             self._check_ranks(self.plan.placement.num_ranks)
         self.schedule = find(self.plan.schedule)
         self._training = Training(loss, optimizer, scheduler, clip_norm, seed)

@@ -11,14 +11,11 @@ from pipefit.runtime.session import Session
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Prediction, Profile, Topology
 from pipefit.timeline import Timeline
+from pipefit.train.calibrate import USUAL, RuntimeCosts
 
 __all__ = ["cost_of", "links_of", "predict", "prediction_of"]
 
 _TRIES = 3
-_OVERHEAD_S = 10e-6
-"""Of the executor on every instruction of the compute lane; see benchmarks/README.md, "lean"."""
-_POST_S = 20e-6
-"""Of posting one message."""
 _COPY_S_PER_BYTE = 0.2e-9
 """Gloo copies what it sends on the caller's core."""
 
@@ -41,8 +38,10 @@ def links_of(session: Session, num_ranks: int) -> Topology:
     return Topology.local(num_ranks)
 
 
-def cost_of(profile: Profile, plan: Plan, topology: Topology, state_per_weight: float = 2.0) -> CostModel:
-    """Costs of the plan's stages on these links."""
+def cost_of(
+    profile: Profile, plan: Plan, topology: Topology, state_per_weight: float = 2.0, runtime: RuntimeCosts = USUAL
+) -> CostModel:
+    """Costs of the plan's stages on these links, with what the executor itself costs."""
     weights = sum(layer.weight_bytes for layer in profile.layers)
     return CostModel.from_profile(
         profile,
@@ -51,8 +50,8 @@ def cost_of(profile: Profile, plan: Plan, topology: Topology, state_per_weight: 
         optimizer_bytes_per_weight_byte=state_per_weight,
         step_s_per_weight_byte=profile.optimizer_s / weights if weights else 0.0,
         loss_s=profile.loss_s,
-        overhead_s=_OVERHEAD_S,
-        post_s=_POST_S,
+        overhead_s=runtime.overhead_s,
+        post_s=runtime.post_s,
         copy_s_per_byte=_COPY_S_PER_BYTE,
     )
 

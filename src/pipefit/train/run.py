@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipefit.data import sample
+from pipefit.errors import PipefitError
 from pipefit.ir import text as program_text
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.planner import plan as plan_for
@@ -34,11 +35,12 @@ from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan
 from pipefit.train.sources import Source, source_of
 
+__all__ = ["Observer", "RunResult", "run"]
+
 AUTO = "auto"
+_CHECKPOINTS = "checkpoints"
 _COUNTS = (2, 4, 8, 16)
 """Micro-batches per update that a run with the schedule "auto" chooses from."""
-
-__all__ = ["Observer", "RunResult", "run"]
 
 
 class Observer(Protocol):
@@ -106,7 +108,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     plan = msgspec.structs.replace(plan, prediction=prediction_of(plan, forecast, config.batch))
     observer.planned(plan, profile, bundle, source)
     if config.resume:
-        source.resume(pipe.load(config.resume).extra.get("data", {}))
+        _resume(pipe, config, source)
     losses, seconds = _train(pipe, config, source, observer)
     measured = pipe.timeline(last=8 if pipe.schedule.is_synchronous else 1)
     judged = _judge(pipe, source)
@@ -179,6 +181,17 @@ def _forecast(pipe: Pipeline, cost: Any) -> Timeline:
     return predict(pipe.schedule(shape_of(pipe.plan, num_steps=steps)), cost)
 
 
+def _resume(pipe: Pipeline, config: RunConfig, source: Source) -> None:
+    """Goes on from a run's folder, or from the folder of its checkpoints or of one of them."""
+    inside = Path(config.resume) / _CHECKPOINTS
+    source.resume(pipe.load(inside if inside.is_dir() else config.resume).extra.get("data", {}))
+    if pipe.num_updates >= config.steps:
+        raise PipefitError(
+            f"{config.resume} has done {pipe.num_updates} steps, and --steps {config.steps} counts them all: "
+            f"ask for more than {pipe.num_updates}"
+        )
+
+
 def _train(pipe: Pipeline, config: RunConfig, source: Source, observer: Observer) -> tuple[list[float], float]:
     """Trains in segments between checkpoints."""
     losses: list[float] = []
@@ -196,12 +209,12 @@ def _train(pipe: Pipeline, config: RunConfig, source: Source, observer: Observer
         losses += pipe.fit(batches, steps=count, on_step=shown)
         done += count
         if config.checkpoint_every and config.output and done < config.steps:
-            pipe.save(_checkpoint(config, done), extra={"data": source.state()})
+            pipe.save(_checkpoints(config), extra={"data": source.state()})
     return losses, time.perf_counter() - began
 
 
-def _checkpoint(config: RunConfig, step: int) -> str:
-    return str(Path(config.output) / "checkpoints")
+def _checkpoints(config: RunConfig) -> str:
+    return str(Path(config.output) / _CHECKPOINTS)
 
 
 def _judge(pipe: Pipeline, source: Source) -> tuple[float | None, float | None]:
@@ -254,7 +267,7 @@ def _leave(
     """Writes what the run leaves; every rank takes part in gathering, rank 0 writes."""
     state = pipe.state_dict()
     if config.output:
-        pipe.save(_checkpoint(config, config.steps), extra={"data": source.state()})
+        pipe.save(_checkpoints(config), extra={"data": source.state()})
     if pipe.rank:
         return
     result.rows = compare(forecast, measured)
@@ -271,7 +284,7 @@ def _leave(
     forecast.save_trace(folder / "predicted.trace.json")
     measured.save_trace(folder / "measured.trace.json")
     result.paths = _pictures(folder, forecast, measured)
-    result.paths |= {"checkpoint": str(folder / "checkpoints"), "metrics": str(folder / "metrics.jsonl")}
+    result.paths |= {"checkpoint": _checkpoints(config), "metrics": str(folder / "metrics.jsonl")}
     write_json(folder / "run.json", {"format": "pipefit.run/1", "config": asdict(config), "result": _plain(result)})
 
 
