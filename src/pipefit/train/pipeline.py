@@ -56,7 +56,8 @@ class Pipeline:
         chunks: stages per rank, for the looped schedules.
         replicas: copies of each stage, or one number for all.
         recompute: keep only stage inputs and replay forwards before backwards.
-        plan: a plan, what `pipefit.plan` gave, or a path; then stages, schedule, microbatches, chunks, replicas and recompute are its.
+        plan: a plan, what `pipefit.plan` gave, or a path; then stages, schedule, microbatches, chunks, replicas and
+            recompute are its.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
         clip_norm: largest global norm of an update's gradients, over all stages.
         weigh: how much a micro-batch counts in its batch's mean, from its target; None: its number of samples. Give the

@@ -1,0 +1,31 @@
+"""`pipefit.plan`: a model in, a plan out that trains."""
+
+import pytest
+import torch
+from torch import nn
+
+import pipefit as pf
+from pipefit.errors import PlanError
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+
+def test_a_planned_model_trains_as_the_plan_says():
+    x = torch.randn(8, 16)
+    model = make()
+    planned = pf.plan(model, example=(x, x), topology="local:2", loss=nn.MSELoss(), num_microbatches=(2, 4), depths=[2])
+    pipe = pf.Pipeline(model, loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1), plan=planned)
+    assert pipe.plan == planned.plan and pipe.plan.placement.num_ranks == 2
+    assert 8 % pipe.plan.num_microbatches == 0
+    first = pipe.step(x, x)
+    assert pipe.step(x, x) < first
+    assert "predicted:" in str(planned) and "why the others lost:" in planned.explain()
+
+
+def test_counts_that_do_not_divide_the_batch_are_refused():
+    x = torch.randn(9, 16)
+    with pytest.raises(PlanError, match="none of \\[2, 4\\] divides the batch of 9"):
+        pf.plan(make(), example=(x, x), topology="local:2", num_microbatches=(2, 4))
