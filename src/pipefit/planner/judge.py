@@ -30,6 +30,7 @@ __all__ = [
     "costs_of",
     "estimate_s",
     "judge",
+    "least_bytes",
     "placement_for",
     "positions",
     "quick_bytes",
@@ -298,6 +299,18 @@ def _link_spans(ground: Ground, config: Config) -> Array:
     return both
 
 
+def least_bytes(ground: Ground, config: Config) -> float:
+    """The memory with which a candidate of one stage per rank fits, cut for memory alone."""
+    both, further = _holdings(config)
+    holdings = both[0] if config.recompute == "none" else both[1]
+    needs = _needs(ground, config, holdings, further)
+    counts = divide(needs)
+    if counts is None:
+        return float("inf")
+    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
+    return max(float(need[end - count, end]) for need, end, count in zip(needs, ends, counts, strict=True))
+
+
 def _within_memory(
     ground: Ground,
     config: Config,
@@ -308,6 +321,14 @@ def _within_memory(
     """The times, infinite where a stage would not fit its rank. One stage per rank."""
     import numpy as np
 
+    needs = _needs(ground, config, *held_by)
+    return [np.where(need <= limit, time, np.inf) for need, limit, time in zip(needs, limits, times, strict=True)]
+
+
+def _needs(ground: Ground, config: Config, holdings: tuple[Holding, ...], further: int) -> list[Array]:
+    """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
+    import numpy as np
+
     profile = ground.at(config.microbatch_size, config.tensor)
     sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in ("weight_bytes", "saved_bytes")}
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
@@ -315,10 +336,10 @@ def _within_memory(
     entering, leaving = cuts[:, None] + 0 * weights, cuts[None, :] + 0 * weights
     state = ground.state / (config.data if config.sharded else 1)
     result = []
-    for stage, (time, holding) in enumerate(zip(times, held_by[0], strict=True)):
+    for stage, holding in enumerate(holdings):
         sizes = {"weights": weights, "wgrad": weights, "saved": saved, "half": leaving}
         need = 0 * weights
-        for row in holding.rows + held_by[1] * holding.growth:
+        for row in holding.rows + further * holding.growth:
             total = state * weights
             for count, (kind, owner) in zip(row, holding.keys, strict=True):
                 if kind in ("act", "grad"):
@@ -326,7 +347,7 @@ def _within_memory(
                 elif kind in sizes:
                     total = total + count * sizes[kind]
             need = np.maximum(need, total)
-        result.append(np.where(need <= limits[stage], time, np.inf))
+        result.append(need)
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from pipefit.errors import InfeasibleError
-from pipefit.planner.judge import Judged, judge, quick_bytes, quick_s
+from pipefit.planner.judge import Judged, judge, least_bytes, quick_bytes, quick_s
 from pipefit.planner.rehearse import Rehearsal, rehearse, size_of
 from pipefit.planner.space import Config, Ground
 from pipefit.spec import Candidate
@@ -232,9 +232,15 @@ def _nothing_fits(ground: Ground, families: list[Family]) -> str:
     for family in families:
         summary, _, _, _, peak, why = _shortage(ground, family)
         lines.append(f"{why} ({summary})")
+        config = family.closest.config if family.closest else None
+        if config and config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.replicas:
+            peak = least_bytes(ground, config)
         if peak is not None and (least is None or peak < least[0]):
             least = peak, summary
     text = f"{ground.profile.model} fits no plan on {ground.topology.num_devices} devices:\n  " + "\n  ".join(lines)
     if least is not None:
         text += f"\nthe cheapest change: devices with {format_bytes(least[0])} of memory ({least[1]})"
+    sizes = [config.microbatch_size for family in families for _, config in family.configs]
+    if min(sizes) > 1:
+        text += f"; or smaller micro-batches than {min(sizes)}, if the profile has their times"
     return text
