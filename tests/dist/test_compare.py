@@ -7,7 +7,11 @@ import pytest
 
 from pipefit.cli import main
 from pipefit.compare import STRATEGIES, CompareConfig, Comparison, Row, compare_on_ranks
+from pipefit.compare.bench.lean import lean
 from pipefit.runtime.launch import launch
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.session import Session, current
+from pipefit.train.calibrate import USUAL, RuntimeCosts, runtime_costs
 
 SMALL = CompareConfig(
     model="gpt",
@@ -90,3 +94,27 @@ def test_what_cannot_be_compared_is_refused_in_one_message(words, told, capsys):
     assert main(["compare", *words.split()]) == 2
     err = capsys.readouterr().err
     assert told in err and "Traceback" not in err
+
+
+def calibrated() -> RuntimeCosts:
+    return runtime_costs(current())
+
+
+def test_what_the_executor_costs_is_measured_once_for_all_ranks():
+    first, second = launch(calibrated, 2, threads=1, quiet=True)
+    assert first == second
+    assert USUAL.overhead_s <= first.overhead_s < 5e-3
+    assert runtime_costs(Session(0, 1, None, Progress())) == USUAL
+
+
+def test_benchmarks_are_listed_and_an_unknown_one_is_refused(capsys):
+    assert main(["bench", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["benchmarks"]) == {"lean", "prediction", "start", "partition"}
+    assert main(["bench", "leen"]) == 2
+    assert "did you mean lean" in capsys.readouterr().err
+
+
+def test_the_overhead_benchmark_gives_a_row_for_each_contestant():
+    rows = lean(4, steps=1, repeats=1, names=("bare loop", "1f1b", "torch 1f1b"))
+    assert [row.name for row in rows] == ["bare loop", "1f1b", "torch 1f1b"]
+    assert all(0 < row.least <= row.microseconds for row in rows)

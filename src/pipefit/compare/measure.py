@@ -40,6 +40,8 @@ from pipefit.profiling.clock import half_interquartile_range
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Partition, Profile, Topology
 from pipefit.stage.split import named_layers
+from pipefit.train.batch import largest_part
+from pipefit.train.calibrate import RuntimeCosts, runtime_costs
 from pipefit.train.config import RunConfig
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.predicted import cost_of, links_of, predict
@@ -65,11 +67,13 @@ class Cell:
     steps: int
     seconds: list[float] = field(default_factory=list)
     busy: list[list[float]] = field(default_factory=list)
+    used: list[list[float]] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     rise: float | None = None
     predicted_s: float | None = None
     predicted_bubble: float | None = None
+    predicted_used: tuple[float, ...] = ()
 
 
 def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Comparison:
@@ -96,6 +100,8 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
         raise DataError(f"a batch of {config.batch} cannot be cut into {list(config.microbatches)} micro-batches")
     profiles = _profiles(subject, batches[0], sorted({1, *counts}), session)
     topology = links_of(session, session.num_ranks)
+    runtime = runtime_costs(session)
+    say(f"the executor costs {runtime.overhead_s * 1e6:.0f} us per instruction")
     partition = _partition(subject, config, profiles[counts[len(counts) // 2]])
     cells, refused = _cells(config, wanted, subject, partition, profiles, say)
     if not cells:
@@ -110,7 +116,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     say("memory of every cell")
     for cell in cells:
         cell.rise = rise_bytes(lambda cell=cell: cell.trainer.train(batches[: cell.steps]))  # type: ignore[misc]
-        _predict(cell, profiles, topology, config)
+        _predict(cell, profiles, topology, runtime, config)
     gc.unfreeze()
     samples = config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0
     result = Comparison(
@@ -168,7 +174,15 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 def _profiles(subject: Subject, batch: Batch, counts: list[int], session: Session) -> dict[int, Profile]:
     layers = named_layers(subject.make())
     return {
-        num: agreed_profile(layers, batch, num, session, loss=subject.loss, optimizer=subject.optimizer, repeats=5)
+        num: agreed_profile(
+            layers,
+            batch,
+            [largest_part(batch[0], num)],
+            session,
+            loss=subject.loss,
+            optimizer=subject.optimizer,
+            repeats=5,
+        )
         for num in counts
     }
 
@@ -255,12 +269,13 @@ def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> 
     if not keep:
         return
     cell.seconds.append(seconds / cell.steps)
+    cell.used.append(_shared(used / cell.steps, session))
     if isinstance(cell.trainer, ScheduledPipeline):
         timeline = cell.trainer.timeline(cell.steps)
         cell.busy.append([timeline.busy_s(rank) / seconds for rank in range(session.num_ranks)])
         cell.bubbles.append(timeline.bubble_fraction)
     else:
-        cell.busy.append(_shared(used / seconds, session))
+        cell.busy.append([share * cell.steps / seconds for share in cell.used[-1]])
 
 
 def _shared(value: float, session: Session) -> list[float]:
@@ -271,11 +286,18 @@ def _shared(value: float, session: Session) -> list[float]:
     return table.tolist()
 
 
-def _predict(cell: Cell, profiles: dict[int, Profile], topology: Topology, config: CompareConfig) -> None:
+def _predict(
+    cell: Cell, profiles: dict[int, Profile], topology: Topology, runtime: RuntimeCosts, config: CompareConfig
+) -> None:
     profile = profiles[cell.num_microbatches]
     if isinstance(cell.trainer, ScheduledPipeline):
-        cost = cost_of(profile, cell.trainer.plan, topology, STATE_PER_WEIGHT[config.optimizer])
-        timeline = predict(cell.trainer.timeline(cell.steps).program, cost, cell.trainer.num_passes(cell.steps))
+        cost = cost_of(profile, cell.trainer.plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime)
+        program = cell.trainer.timeline(cell.steps).program
+        timeline = predict(program, cost, cell.trainer.num_passes(cell.steps))
+        cell.predicted_used = tuple(
+            sum(cost.duration_s(i, rank) for i in instructions) / program.header.num_steps
+            for rank, instructions in enumerate(program.ranks)
+        )
         cell.predicted_s = timeline.makespan_s / cell.steps
         cell.predicted_bubble = timeline.bubble_fraction
     elif cell.strategy.name in ("accumulate", "one-thread"):
@@ -299,6 +321,8 @@ def _row(cell: Cell, config: CompareConfig, session: Session) -> Row:
         predicted_step_s=cell.predicted_s,
         predicted_over_measured=cell.predicted_s / middle if cell.predicted_s else None,
         utilisation=tuple(statistics.median(shares) for shares in zip(*cell.busy, strict=True)),
+        processor_s=tuple(statistics.median(shares) for shares in zip(*cell.used, strict=True)),
+        predicted_processor_s=cell.predicted_used,
         peak_bytes=peaks,
         final_loss=statistics.mean(seen[-_KEPT_LOSSES:]) if session.rank == 0 else None,
         spread=half_interquartile_range(cell.seconds) / middle,

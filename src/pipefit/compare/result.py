@@ -30,6 +30,9 @@ class Row:
         predicted_step_s: seconds per update that the simulation says.
         predicted_over_measured: of the seconds per update.
         utilisation: of each rank, busy time over wall time.
+        processor_s: of each rank, processor seconds of its own thread per update; with wall time far above it and
+            little bubble, something else uses the machine.
+        predicted_processor_s: what the simulation's costs say of it.
         peak_bytes: of each rank: what it keeps, and the most that an update adds.
         final_loss: mean of the last updates of the samples that every row has seen.
         spread: half the distance between the quartiles of the seconds per update, relative to the median.
@@ -46,6 +49,8 @@ class Row:
     predicted_step_s: float | None = None
     predicted_over_measured: float | None = None
     utilisation: tuple[float, ...] = ()
+    processor_s: tuple[float, ...] = ()
+    predicted_processor_s: tuple[float, ...] = ()
     peak_bytes: tuple[float, ...] = ()
     final_loss: float | None = None
     spread: float = 0.0
