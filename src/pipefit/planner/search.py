@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import isinf
 
 from pipefit.errors import InfeasibleError
 from pipefit.planner.judge import Judged, judge, least_bytes, quick_bytes, quick_s
@@ -95,17 +96,22 @@ def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
         if ground.topology.devices
         else (ground.topology.device.memory_bytes,)
     )
-    able = []
-    for quick, config in family.configs:
-        need = quick_bytes(ground, config)
-        if family.needs is None or need < family.needs[0]:
-            family.needs = need, config
-        if need <= limit:
-            able.append((quick, config))
-    if not able:
-        return
-    # The most frugal one first: if even that does not fit, none does, and its figures are the reason.
-    frugal = min(able, key=lambda item: (quick_bytes(ground, item[1]), item[1].microbatch_size, item))[1]
+    if isinf(limit):
+        # Nothing is saved by a replay where memory is no limit; the fastest is as good a first as any.
+        able = [item for item in family.configs if item[1].recompute == "none"] or family.configs
+        frugal = able[0][1]
+    else:
+        able = []
+        for quick, config in family.configs:
+            need = quick_bytes(ground, config)
+            if family.needs is None or need < family.needs[0]:
+                family.needs = need, config
+            if need <= limit:
+                able.append((quick, config))
+        if not able:
+            return
+        # The most frugal one first: if even that does not fit, none does, and its figures are the reason.
+        frugal = min(able, key=lambda item: (quick_bytes(ground, item[1]), item[1].microbatch_size, item))[1]
     first = judge(ground, frugal)
     family.closest = first
     for tried, (quick, config) in enumerate(able):
