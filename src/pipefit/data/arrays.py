@@ -52,7 +52,7 @@ def digits(test: float = 0.2, seed: int = 0) -> Digits:
 
 
 def _digits_table() -> np.ndarray:
-    """One row per image: 64 pixels and the label. Read from scikit-learn's file; importing the library takes seconds."""
+    """One row per image: 64 pixels and the label, from scikit-learn's file: importing the library takes seconds."""
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
         raise DataError("data: digits come with scikit-learn, which is not here: pip install 'pipefit[data]'")

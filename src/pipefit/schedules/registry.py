@@ -167,6 +167,7 @@ def schedule(
     ...         yield [op(rank, mb) for mb in task.span for op in (fwd, bwd)]
     >>> one_by_one(Shape(depth=2, num_microbatches=2)).order
     (('F0.0', 'B0.0', 'F0.1', 'B0.1'), ('F1.0', 'B1.0', 'F1.1', 'B1.1'))
+    >>> del REGISTRY["one-by-one"]  # the name is free again
     """
 
     def register(function: Order) -> Schedule:

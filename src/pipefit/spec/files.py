@@ -1,4 +1,4 @@
-"""Nouns as files: every JSON file says `"format": "pipefit.<noun>/1"`, is checked when read, and is written atomically."""
+"""Nouns as files: each says `"format": "pipefit.<noun>/1"`, is checked when read, and is written atomically."""
 
 from __future__ import annotations
 

@@ -164,13 +164,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PlanError(f"num_microbatches: expected at least 1, got {self.num_microbatches}")
         if len(self.placement.ranks) != len(self.partition.stages):
             raise PlanError(
-                f"placement has ranks for {len(self.placement.ranks)} stages, the partition has {len(self.partition.stages)}"
+                f"placement has ranks for {len(self.placement.ranks)} stages, "
+                f"the partition has {len(self.partition.stages)}"
             )
         for index, (stage, ranks) in enumerate(zip(self.partition.stages, self.placement.ranks, strict=True)):
             if len(ranks) != stage.replicas * self.data:
                 raise PlanError(
-                    f"placement.ranks[{index}]: stage {index} has {stage.replicas} replicas × {self.data} data-parallel "
-                    f"copies, so it needs {stage.replicas * self.data} ranks, got {len(ranks)}"
+                    f"placement.ranks[{index}]: stage {index} has {stage.replicas} replicas × {self.data} "
+                    f"data-parallel copies, so it needs {stage.replicas * self.data} ranks, got {len(ranks)}"
                 )
 
     def save(self, path: str | Path) -> Path:
