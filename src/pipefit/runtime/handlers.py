@@ -104,13 +104,13 @@ def _loss(run: Execution, i: Instruction) -> None:
     loss = run.worker.training.loss(unflatten(leaves, act.structure), target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {_describe(loss)}")
-    loss = loss * run.feed.shares[i.mb]
-    run.losses.append((i.mb, loss.detach()))
+    share = run.feed.shares[i.mb]
+    run.losses.append((i.mb, loss.detach() * share))
     if run.metric is not None:
-        run.metrics.append(float(run.metric(unflatten(act.leaves, act.structure), target)) * run.feed.shares[i.mb])
+        run.metrics.append(float(run.metric(unflatten(act.leaves, act.structure), target)) * share)
     if not torch.is_grad_enabled():
         return
-    grads = torch.autograd.grad(loss, needed, allow_unused=True) if needed else ()
+    grads = _run_backward((loss,), (torch.full_like(loss, share),), tuple(needed)) if needed else ()
     run.values["grad", last, i.mb] = [
         torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(needed, grads, strict=True)
     ]
@@ -120,12 +120,27 @@ def _describe(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
+def _run_backward(
+    roots: tuple[Tensor | GradientEdge, ...], grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...] = ()
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.backward`, or `grad` when there are inputs, without their checks of every gradient's shape.
+
+    The checks cost as much as the backward of a small stage; here shapes are a contract that messages keep.
+    """
+    return _engine.run_backward(  # type: ignore[no-any-return]
+        roots, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
+    )
+
+
+_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+
+
 def _backward(run: Execution, i: Instruction) -> None:
     saved: Saved = run.values.pop(("saved", i.stage, i.mb))
     grads = _gradient(run, i)
     run.worker.stores[i.stage].at(i.version)
     if saved.edges:
-        torch.autograd.backward(saved.edges, grads)
+        _run_backward(tuple(saved.edges), tuple(grads))
     if i.stage:
         run.values["grad", i.stage - 1, i.mb] = [_or_zero(leaf.grad, leaf) for leaf in saved.inputs]
 

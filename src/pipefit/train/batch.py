@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -69,9 +69,17 @@ def feed_of(
         inputs += parts
         targets += wanted
         shares += [weight / total for weight in weights]
-    signatures = [(mode, _shapes(x), _shapes(y)) for x, y in zip(inputs, targets, strict=True)]
+    signatures = [_number((mode, _shapes(x), _shapes(y))) for x, y in zip(inputs, targets, strict=True)]
     ordinals = range(first_ordinal, first_ordinal + len(inputs))
     return Feed(inputs, targets, shares, ordinals, signatures)
+
+
+def _number(signature: Hashable) -> int:
+    """A number that stands for the shapes of a micro-batch in this process: cheaper to look up than the shapes."""
+    return _NUMBERS.setdefault(signature, len(_NUMBERS))
+
+
+_NUMBERS: dict[Hashable, int] = {}
 
 
 def _num_samples(target: Any) -> int:

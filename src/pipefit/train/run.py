@@ -26,6 +26,7 @@ from pipefit.stage.split import named_layers
 from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, compare
 from pipefit.train.batch import largest_part
+from pipefit.train.calibrate import runtime_costs
 from pipefit.train.config import RunConfig
 from pipefit.train.memory import peak_memory_bytes
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
@@ -103,7 +104,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         seed=config.seed,
         device=config.device or None,
     )
-    cost = cost_of(profile, plan, topology, STATE_PER_WEIGHT[config.optimizer])
+    cost = cost_of(profile, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session))
     forecast = _forecast(pipe, cost)
     plan = msgspec.structs.replace(plan, prediction=prediction_of(plan, forecast, config.batch))
     observer.planned(plan, profile, bundle, source)
