@@ -73,23 +73,23 @@ def test_options_reach_the_pipeline(capsys):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    (tmp_path / "own_models.py").write_text(OWN)
+    (tmp_path / "users_models.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
 
 
 def test_a_user_s_own_model_with_a_lambda_is_checked_in_one_process(own, capsys):
-    assert answered(capsys, "check", "--model", "own_models.py:with_lambda")["equal"]
+    assert answered(capsys, "check", "--model", "users_models.py:with_lambda")["equal"]
 
 
 @pytest.mark.dist
 def test_a_model_in_a_file_is_checked_with_processes(own, capsys):
-    data = answered(capsys, "check", "--model", "own_models.py:plain", "--transport", "distributed")
+    data = answered(capsys, "check", "--model", "users_models.py:plain", "--transport", "distributed")
     assert data["equal"] and data["transport"] == "distributed"
 
 
 @pytest.mark.dist
 def test_what_cannot_travel_to_other_processes_says_what_to_do(own, capsys):
-    err = refused(capsys, "check", "--model", "own_models.py:with_lambda", "--transport", "distributed")
+    err = refused(capsys, "check", "--model", "users_models.py:with_lambda", "--transport", "distributed")
     assert "--transport local" in err
 
 
@@ -104,7 +104,7 @@ def test_what_cannot_travel_to_other_processes_says_what_to_do(own, capsys):
         ([*SMALL, "--dtype", "int8"], "float64"),
         ([*SMALL, "--stages", "2,2"], "add up to 4"),
         ([*SMALL, "--schedule-option", "wramup=2"], "did you mean warmup?"),
-        (["check", "--model", "own_models.py:wrong_shapes"], "running it on its example raised RuntimeError"),
+        (["check", "--model", "users_models.py:wrong_shapes"], "running it on its example raised RuntimeError"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_in_one_message(arguments, told, own, capsys):
