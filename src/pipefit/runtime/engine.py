@@ -18,6 +18,7 @@ from pipefit.ir.program import Program
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution, Feed
+from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.launch import program_file
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.progress import Progress
@@ -133,7 +134,7 @@ def _agree_on(program: Program, num_ranks: int) -> None:
 
 def _drive(executions: Sequence[Execution]) -> None:
     """Steps the ranks of this process in turn until all are done."""
-    active = [(run, run.run()) for run in executions]
+    active = [(run, run.run(HANDLERS)) for run in executions]
     while active:
         moved, waiting = False, []
         for run, steps in active:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from pipefit.runtime.worker import Worker
 __all__ = ["Execution", "Feed"]
 
 Key = tuple[str, int, int]
+Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,12 @@ class Execution:
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
-    def run(self) -> Generator[Instruction]:
-        """Runs the list; yields the instruction that cannot go on yet (only a transport that never blocks makes it)."""
-        from pipefit.runtime.handlers import HANDLERS
+    def run(self, handlers: Handlers) -> Generator[Instruction]:
+        """Runs the list; yields the instruction that cannot go on yet (only a transport that never blocks makes it).
 
+        Args:
+            handlers: what each operation does; see `pipefit.runtime.handlers`.
+        """
         compiled, clock, progress = self.compiled, time.perf_counter, self.progress
         progress.passes += 1
         instructions, awaits, frees = compiled.instructions, compiled.awaits, compiled.frees
@@ -97,7 +100,7 @@ class Execution:
                 self._arrive(instructions[awaited], handle.wait())
                 ends[awaited] = clock()
             starts[index] = clock()
-            HANDLERS[instruction.op](self, instruction)
+            handlers[instruction.op](self, instruction)
             ends[index] = clock()
             for value in frees[index]:
                 values.pop(value, None)

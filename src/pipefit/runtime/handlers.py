@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +13,9 @@ from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.values import tied_stages
+from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
-
-if TYPE_CHECKING:
-    from pipefit.runtime.executor import Execution
 
 __all__ = ["HANDLERS"]
 
@@ -261,7 +258,7 @@ def _unsupported(run: Execution, i: Instruction) -> None:
     raise ModelError(f"this runtime cannot run '{i}' yet")
 
 
-HANDLERS: dict[Op, Callable[[Execution, Instruction], None]] = {
+HANDLERS: Handlers = {
     Op.LOAD: _load,
     Op.FWD: _forward,
     Op.LOSS: _loss,
