@@ -67,7 +67,7 @@ class DataError(PipefitError):
 
 
 class NonFiniteLossError(PipefitError):
-    """The loss became NaN or infinite; every rank agreed before the weights changed."""
+    """The loss became NaN or infinite: every rank raises, once the step is done."""
 
 
 class CommunicationError(RuntimeError):

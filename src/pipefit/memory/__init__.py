@@ -1,4 +1,4 @@
-"""Weight versions and memory tiers."""
+"""Versions of weights."""
 
 from pipefit.memory.weights import WeightStore
 

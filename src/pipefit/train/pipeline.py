@@ -235,7 +235,7 @@ class Pipeline:
         if loss != loss or loss in (float("inf"), float("-inf")):
             raise NonFiniteLossError(
                 f"the loss of update {update} is {loss}; lower the learning rate, clip the gradients (clip_norm), "
-                "or look for bad data; the last checkpoint is from before it"
+                "or look for bad data; the weights may hold it already, so go on from an earlier checkpoint"
             )
         return loss
 
