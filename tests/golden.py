@@ -1,7 +1,12 @@
-"""The golden programs: `python -m tests.golden` writes them anew, after a change that is meant."""
+"""The golden programs, and the drawings made ahead: `python -m tests.golden` writes them anew after a change."""
 
 from pathlib import Path
 
+import pipefit.draw.shelf
+from pipefit.draw.drawing import draw, gallery
+from pipefit.draw.encode import Entry
+from pipefit.draw.scene import scene_of
+from pipefit.draw.shelf import CHUNKS, FILE, MICROBATCHES, STAGES, pack
 from pipefit.ir.text import save
 from pipefit.schedules import Shape, generate
 
@@ -24,7 +29,18 @@ SHAPES = {
     "pipedream-2bw": ("pipedream-2bw", Shape(depth=2, num_microbatches=2, num_steps=3)),
 }
 
+SHELF = Path(pipefit.draw.shelf.__file__).with_name(FILE)
+
+
+def shelf_now() -> bytes:
+    """The drawings made ahead, as they would be made today."""
+    pricing = draw("1f1b", 1, 1).pricing
+    made = gallery(pricing, stages=STAGES, microbatches=MICROBATCHES, chunks=CHUNKS)
+    return pack(Entry(name, scene_of(timeline)) for name, timeline in made)
+
+
 if __name__ == "__main__":
+    SHELF.write_bytes(shelf_now())
     FOLDER.mkdir(exist_ok=True)
     for name, (schedule, shape) in SHAPES.items():
         save(generate(schedule, shape), FOLDER / f"{name}.pipe")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pipefit.draw.grid import grid
 from pipefit.draw.page import html
 from pipefit.draw.save import save
 from pipefit.draw.scene import scene_of
+from pipefit.draw.shelf import MICROBATCHES, STAGES, on_shelf, shelf
 from pipefit.draw.svg import svg
 from pipefit.errors import ScheduleError
 from pipefit.ir.program import Header, Program, WeightRule
@@ -26,7 +29,7 @@ from pipefit.timeline import Timeline
 __all__ = ["Drawing", "draw", "drawing_of", "gallery"]
 
 _DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
-_MOST_FOR_ALL = 512  # ranks times micro-batches of a drawing that the page offers for all schedules
+_MOST_FORWARDS = 1000  # of all that is drawn anew for the choices of a page: a tenth of a second
 _RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is surely steady
 Pricing = Callable[[Header], CostModel]
 
@@ -81,16 +84,39 @@ class Drawing:
         shape = _shape_key(self.timeline)
         kept = [(name, timeline) for name, timeline in others if _shape_key(timeline) != shape]
         options.setdefault("compare", False)
+        if choices is True and self._is_lecture:
+            options.setdefault("more", shelf())
         return html([own, *kept], **options)
 
+    @property
+    def _is_lecture(self) -> bool:
+        """Whether it has the costs of the drawings that were made ahead."""
+        return self.cost == unit(self.program.header, 1, 2)
+
     def _others(self) -> list[tuple[str, Timeline]]:
-        """What the page offers beside the drawing: among it, the other schedules in the drawing's own shape."""
+        """What the page offers beside the drawing and what the shelf holds, as far as that takes no time to speak of.
+
+        First the other schedules in the drawing's own shape; then, for costs that the shelf has not, its own schedule
+        in other shapes.
+        """
         facts = scene_of(self.timeline).facts
-        stages, microbatches = {2, 4, 8}, {4, 8, 16, 32}
-        if facts.num_ranks * facts.num_microbatches <= _MOST_FOR_ALL:
-            stages, microbatches = stages | {facts.num_ranks}, microbatches | {facts.num_microbatches}
-        chunks = {1, 2, facts.num_chunks}
-        return gallery(self.pricing, stages=sorted(stages), microbatches=sorted(microbatches), chunks=sorted(chunks))
+        own = facts.depth, facts.num_microbatches, facts.num_chunks
+        chunks = sorted({1, facts.num_chunks}, reverse=True)
+        wanted = [(name, (*own[:2], several)) for name in _house() for several in chunks]
+        if self._is_lecture:
+            wanted = [(name, shape) for name, shape in wanted if not on_shelf(*shape)]
+        else:
+            wanted += [(facts.schedule, shape) for shape in product(STAGES, MICROBATCHES, chunks) if shape != own]
+        found: list[tuple[str, Timeline]] = []
+        left = _MOST_FORWARDS
+        for name, shape in wanted:
+            left -= math.prod(shape)
+            if left < 0:
+                break
+            found += gallery(
+                self.pricing, schedules=[name], stages=[shape[0]], microbatches=[shape[1]], chunks=[shape[2]]
+            )
+        return found
 
     def save(self, path: str | Path, **options: Any) -> Path:
         """Writes the drawing; its kind is the suffix of the path, as for `pipefit.draw.save`."""
@@ -206,9 +232,7 @@ def gallery(
     """Schedules of a modest range of shapes, simulated, for the choices of a page; what has no meaning is left out."""
     stages, microbatches, chunks = list(stages), list(microbatches), list(chunks)
     found = []
-    # The two that pipelines are measured against come last.
-    house = sorted(names(), key=lambda name: name in ("naive", "data-parallel"))
-    for name in house if schedules is None else schedules:
+    for name in _house() if schedules is None else schedules:
         made = find(name)
         for depth, count, several in ((p, m, v) for p in stages for m in microbatches for v in chunks):
             per_update, steps = _updates(made, count, None)
@@ -218,6 +242,11 @@ def gallery(
                 continue
             found.append((title_of(name), _simulated(program, pricing(program.header), memory=False)))
     return found
+
+
+def _house() -> list[str]:
+    """All schedules; the two that pipelines are measured against come last."""
+    return sorted(names(), key=lambda name: name in ("naive", "data-parallel"))
 
 
 def _simulated(program: Program, cost: CostModel, memory: bool) -> Timeline:

@@ -12,7 +12,7 @@ from pipefit.draw.scene import Box, Scene
 from pipefit.ir.op import Op
 from pipefit.units import format_bytes
 
-__all__ = ["LETTERS", "Entry", "decode_boxes", "encode_scene", "to_script"]
+__all__ = ["LETTERS", "Entry", "decode_boxes", "encode_scene", "to_script", "to_text"]
 
 LETTERS = "FRBIWS"
 _FIELDS = 8
@@ -93,8 +93,13 @@ def _tick(scene: Scene) -> float:
     return (scene.facts.makespan_s or 1.0) / _FINEST
 
 
-def to_script(entries: Iterable[Entry]) -> str:
-    """JSON that is safe inside a script element: no "<" in it, so no text can end the element."""
-    data = [encode_scene(entry.name or title_of(entry.scene.facts.schedule), entry.scene) for entry in entries]
+def to_script(entries: Iterable[Entry | str]) -> str:
+    """A list for a script element, of entries and of such as `to_text` has made of some before."""
+    return "[" + ",\n".join(entry if isinstance(entry, str) else to_text(entry) for entry in entries) + "]"
+
+
+def to_text(entry: Entry) -> str:
+    """One entry as JSON that is safe inside a script element: no "<" in it, so no text can end the element."""
+    data = encode_scene(entry.name or title_of(entry.scene.facts.schedule), entry.scene)
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

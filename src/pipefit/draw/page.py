@@ -10,6 +10,7 @@ from pipefit.draw.caption import title_of
 from pipefit.draw.encode import Entry, to_script
 from pipefit.draw.look import FAMILIES, INKS, cell_rules
 from pipefit.draw.scene import scene_of
+from pipefit.draw.shelf import Stored
 from pipefit.draw.svg import draw_scene
 from pipefit.errors import PipefitError
 from pipefit.timeline import Timeline
@@ -20,7 +21,12 @@ Timelines = Timeline | Sequence[Timeline] | Mapping[str, Timeline] | Sequence[tu
 
 
 def html(
-    timelines: Timelines, *, title: str | None = None, seconds: bool | None = None, compare: bool | None = None
+    timelines: Timelines,
+    *,
+    title: str | None = None,
+    seconds: bool | None = None,
+    compare: bool | None = None,
+    more: Sequence[Stored] = (),
 ) -> str:
     """A self-contained page that shows timelines, one or two at a time.
 
@@ -30,6 +36,7 @@ def html(
         title: of the page.
         seconds: whether times are real seconds; None: for each timeline, when it was measured.
         compare: whether it opens with two drawings; None: with exactly two timelines it does.
+        more: drawings encoded before, to choose from after those; of one name and shape the first counts.
 
     Raises:
         PipefitError: there is no timeline.
@@ -37,20 +44,26 @@ def html(
     entries = [Entry(name, scene_of(timeline, seconds)) for name, timeline in _named(timelines)]
     if not entries:
         raise PipefitError("a page needs at least one timeline, got none")
-    chunks = sorted({entry.scene.facts.num_chunks for entry in entries})
-    first = entries[0]
+    first, drawn = entries[0], {_key(entry) for entry in entries}
+    stored = [item for item in more if item.key not in drawn]
+    chunks = sorted({entry.scene.facts.num_chunks for entry in entries} | {item.v for item in stored})
     heading = title or (first.name if len({entry.name for entry in entries}) == 1 else "Pipeline schedules")
     context = {
         "title": heading,
         "style": _asset("page.css") + _colours(chunks),
         "script": _asset("page.js"),
-        "data": to_script(entries),
+        "data": to_script([*entries, *(item.text for item in stored)]),
         "families": {letter: family.name for letter, family in FAMILIES.items()},
         # Readers without scripts still see the first one.
         "picture": draw_scene(first.scene, title=first.name),
         "compare": len(entries) == 2 if compare is None else compare,
     }
     return _render(context)
+
+
+def _key(entry: Entry) -> tuple[str, int, int, int]:
+    facts = entry.scene.facts
+    return entry.name, facts.num_ranks, facts.num_microbatches, facts.num_chunks
 
 
 def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:
