@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.errors import PipefitError, ProgramError, ScheduleError
-from pipefit.ir import OP_SPEC, Header, Instruction, Kind, Op, Program, WeightRule
+from pipefit.ir import OP_SPEC, Header, Instruction, Kind, Op, Program, Spill, WeightRule
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.liveness import lifetimes, peak, peak_at, peak_inflight, weight_versions
@@ -22,6 +22,7 @@ OPERANDS = {
     "kind": st.sampled_from([kind.value for kind in Kind]),
     "peer": st.integers(0, 99),
     "tier": st.sampled_from(["host", "disk"]),
+    "slot": indices,
 }
 
 
@@ -29,6 +30,10 @@ OPERANDS = {
 def instructions(draw):
     op = draw(st.sampled_from(list(Op)))
     return Instruction(op, **{field: draw(OPERANDS[field]) for field in OP_SPEC[op].fields})
+
+
+def _spill(tier, weights_slots, optim_slots):
+    return Spill(tier, weights_slots, optim_slots, optim_slots > 0, (0,))
 
 
 @st.composite
@@ -52,6 +57,9 @@ def programs(draw):
         updates=tuple(updates),
         ties=((0, stages - 1),) if stages > 1 and draw(st.booleans()) else (),
         clip=draw(st.booleans()),
+        spill=draw(
+            st.none() | st.builds(_spill, st.sampled_from(["host", "disk"]), st.integers(1, 9), st.integers(0, 9))
+        ),
     )
     ranks = draw(st.lists(st.lists(instructions(), max_size=6).map(tuple), max_size=3))
     return Program(header, tuple(ranks))
@@ -197,3 +205,82 @@ def test_a_header_that_contradicts_itself_is_refused(change):
     fields = {"placement": ((0,),), "num_microbatches": 1, "num_steps": 1, "updates": (1,), **change}
     with pytest.raises(ScheduleError):
         Header(schedule="x", weights=WeightRule.FLUSH, **fields)
+
+
+SPILLED = """format pipefit.program/1
+schedule mine
+microbatches 1
+steps 1
+weights flush
+placement 0 0
+updates 1 1
+spill disk weights 1 optim 1 stages 0 1
+
+rank 0
+  load s0 m0
+  fetch s0 weights w0 disk @0
+  fwd s0 m0 w0
+  drop s0 w0
+  fetch s1 weights w0 disk @0
+  fwd s1 m0 w0
+  load s1 m0
+  loss m0
+  bwd s1 m0 w0
+  fetch s1 optim w0 disk @0
+  step s1 w0
+  evict s1 optim w1 disk
+  evict s1 weights w1 disk
+  fetch s0 weights w0 disk @0
+  recompute s0 m0 w0
+  bwd s0 m0 w0
+  fetch s0 optim w0 disk @0
+  step s0 w0
+  evict s0 optim w1 disk
+  evict s0 weights w1 disk
+"""
+
+
+def test_a_fetch_waits_for_its_slot_and_for_the_write_back_of_what_it_reads():
+    again = "  fetch s1 weights w1 disk @0\n  drop s1 w1\n"
+    program = parse(SPILLED + again)
+    graph = dependency_graph(program)
+    waits = {
+        str(graph.instructions[number]): {str(graph.instructions[before]) for before in graph.preds[number]}
+        for number in range(len(program))
+    }
+    assert not graph.missing
+    assert waits["fetch s1 weights w0 disk @0"] == {"drop s0 w0"}
+    assert waits["fetch s0 optim w0 disk @0"] == {"evict s1 optim w1 disk"}
+    assert waits["step s0 w0"] == {"fetch s0 weights w0 disk @0", "fetch s0 optim w0 disk @0", "bwd s0 m0 w0"}
+    assert waits["evict s1 weights w1 disk"] == {"step s1 w0"}
+    assert waits["fetch s1 weights w1 disk @0"] == {
+        "evict s1 weights w1 disk",
+        "evict s0 weights w1 disk",
+        "step s0 w0",
+    }
+
+
+def test_what_is_spilled_is_held_only_while_it_is_on_the_device():
+    lives = [life for life in lifetimes(parse(SPILLED), 0) if life.value.kind in ("weights", "optim")]
+    weights = [(str(life.value), life.born, life.dies) for life in lives if life.value.kind == "weights"]
+    assert weights == [
+        *(("weights[s0,0]", 1, 3), ("weights[s1,0]", 4, 10), ("weights[s1,1]", 11, 12)),
+        *(("weights[s0,0]", 13, 17), ("weights[s0,1]", 18, 19)),
+    ]
+    assert peak(lives, lambda value: value.kind == "weights") == 1
+    assert peak(lives, lambda value: value.kind == "optim") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("spill disk", "spill moon"), "tier host or disk, got 'moon'"),
+        (("weights 1 optim", "weights 0 optim"), "at least one slot for weights, got 0"),
+        (("stages 0 1", "stages 1 0"), "increasing order"),
+        (("stages 0 1", "stages 0 2"), "no such stage"),
+        (("weights 1 optim 1 stages", "slots"), "expected 'spill TIER weights N optim N stages S"),
+    ],
+)
+def test_a_spill_that_cannot_be_is_refused(change, says):
+    with pytest.raises((ProgramError, ScheduleError), match=says):
+        parse(SPILLED.replace(*change))

@@ -204,8 +204,8 @@ def test_an_instruction_on_another_rank_is_not_owned():
         ("reduce s1 w0 tied", "collectives"),
         ("reduce s0 w9 replicas", "collectives"),
         ("reduce s2 w0 norm", "collectives"),
-        ("fetch s0 weights w0 moon", "versions"),
-        ("evict s0 act w0 host", "versions"),
+        ("fetch s0 weights w0 host @0", "residency"),
+        ("evict s0 act w0 moon", "residency"),
         ("barrier", "collectives"),
     ],
 )
@@ -251,18 +251,6 @@ def test_a_capacity_without_sizes_or_for_other_ranks_is_a_users_mistake():
         verify(program(), capacity_bytes=[1, 2, 3], size=lambda value: 1)
 
 
-def test_a_shard_may_be_fetched_again_only_after_its_write_back():
-    p = program("naive", depth=1, num_microbatches=1)
-    fetch, evict = parse_instruction("fetch s0 weights w0 host"), parse_instruction("evict s0 weights w1 host")
-    again = parse_instruction("fetch s0 weights w1 host")
-    own = tuple(i for i in p.ranks[0] if i.op is not Op.DROP)
-    drop = parse_instruction("drop s0 w0")
-    assert verify(with_rank(p, 0, (fetch, *own, drop, evict))).ok
-    assert verify(with_rank(p, 0, (fetch, *own, drop, evict, again))).ok
-    early = verify(with_rank(p, 0, (fetch, *own, drop, again, evict)))
-    assert [(v.rule, v.instruction) for v in early.violations] == [("versions", str(again))]
-
-
 def test_a_report_prints_the_grid_with_a_mark_and_comes_back_from_its_file_form():
     report = verify(without(program(), 0, "load s0 m1"))
     assert ">F0.1<" in str(report)
@@ -278,5 +266,5 @@ def test_a_report_prints_the_grid_with_a_mark_and_comes_back_from_its_file_form(
 def test_every_rule_has_one_sentence():
     assert list(RULES) == [
         *("complete", "ownership", "dependencies", "use-after-free", "messages"),
-        *("fifo", "deadlock", "collectives", "versions", "memory"),
+        *("fifo", "deadlock", "collectives", "versions", "residency", "memory"),
     ]

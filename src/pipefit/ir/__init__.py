@@ -3,6 +3,7 @@
 from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd, recompute
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, Kind, Lane, Op
 from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.ir.spill import Spill
 
 __all__ = [
     "COMPUTE_OPS",
@@ -13,6 +14,7 @@ __all__ = [
     "Lane",
     "Op",
     "Program",
+    "Spill",
     "WeightRule",
     "bwd",
     "bwd_input",

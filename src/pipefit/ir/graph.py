@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
+from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import WEIGHTS, WGRAD, Value, consumes, makes, needs, tied_stages
 
 __all__ = ["Graph", "collective_members", "dependency_graph"]
@@ -25,7 +26,8 @@ class Graph:
         starts: number of each rank's first instruction, and at the end how many there are.
         instructions: of all ranks, in turn.
         ranks: the rank of each.
-        preds: for each, the earlier instructions of its rank that made the values it needs.
+        preds: for each, the earlier instructions of its rank that made the values it needs; for a fetch, also those
+            that wrote what it reads and that free its slot.
         missing: needs that no earlier instruction of the rank has made (or that are used up): (instruction, value).
         partner: the receive of each send and the send of each receive.
         unmatched: sends and receives that have no partner.
@@ -81,9 +83,10 @@ def _link_rank(
     program: Program, rank: int, start: int, preds: list[tuple[int, ...]], missing: list[tuple[int, Value]]
 ) -> None:
     makers: dict[Value, tuple[int, ...]] = {value: () for value in _resident_at_start(program, rank)}
+    waits = copy_waits(program, rank)
     for index, instruction in enumerate(program.ranks[rank]):
         number = start + index
-        found: tuple[int, ...] = ()
+        found = tuple(start + earlier for earlier in waits.get(index, ()))
         for value in needs(instruction, program, rank):
             maker = makers.get(value)
             if maker is None:
@@ -91,7 +94,7 @@ def _link_rank(
             else:
                 found += maker
         preds.append(found)
-        for value in consumes(instruction):
+        for value in consumes(instruction, program):
             makers.pop(value, None)
         for value in makes(instruction, program, rank):
             # Gradients of weights are summed from many makers; any other value is the newest maker's.
@@ -99,8 +102,8 @@ def _link_rank(
 
 
 def _resident_at_start(program: Program, rank: int) -> list[Value]:
-    fetched = {i.stage for i in program.ranks[rank] if i.op is Op.FETCH and i.kind == WEIGHTS}
-    return [Value(WEIGHTS, stage, 0) for stage in program.header.stages_of(rank) if stage not in fetched]
+    header = program.header
+    return [Value(WEIGHTS, stage, 0) for stage in header.stages_of(rank) if not header.is_spilled(stage)]
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:

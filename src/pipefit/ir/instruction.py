@@ -20,6 +20,7 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
         kind: of the value moved, or of the reduction.
         peer: the other rank of a message.
         tier: "host" or "disk".
+        slot: of the device that a fetch fills.
     """
 
     op: Op
@@ -29,6 +30,7 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
     kind: str = ""
     peer: int = -1
     tier: str = ""
+    slot: int = -1
 
     def __str__(self) -> str:
         return " ".join((self.op.value, *(self._operand(field) for field in OP_SPEC[self.op].fields)))
@@ -37,7 +39,7 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
         if field == "peer":
             return f"{'>' if self.op is Op.SEND else '<'}{self.peer}"
         value = getattr(self, field)
-        prefix = {"stage": "s", "mb": "m", "version": "w"}.get(field, "")
+        prefix = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}.get(field, "")
         if prefix:
             return f"{prefix}{value}" if value >= 0 else f"{prefix}*"
         return str(value)

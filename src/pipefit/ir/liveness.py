@@ -13,7 +13,7 @@ from typing import NamedTuple
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
-from pipefit.ir.values import SAVED, WEIGHTS, Value, makes, needs
+from pipefit.ir.values import SAVED, WEIGHTS, Value, consumes, makes, needs
 
 __all__ = ["Lifetime", "is_in_place", "lifetimes", "peak", "peak_at", "peak_inflight", "weight_versions"]
 
@@ -41,8 +41,8 @@ def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
 def lifetimes(program: Program, rank: int) -> list[Lifetime]:
     """Every value of a rank, by birth.
 
-    A step in place makes no second copy: its new version is born after the drop. They are found once and kept with
-    the program.
+    A step in place makes no second copy: its new version is born after the drop; that of a spilled stage after the
+    step. What is evicted and fetched again has a lifetime for each stay. They are found once and kept with the program.
     """
     kept: dict[int, list[Lifetime]] = program.__dict__.setdefault("_lifetimes", {})
     if rank not in kept:
@@ -52,19 +52,25 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
-    born: dict[Value, int] = {Value(WEIGHTS, stage, 0): -1 for stage in program.header.stages_of(rank)}
+    header = program.header
+    born = {Value(WEIGHTS, stage, 0): -1 for stage in header.stages_of(rank) if not header.is_spilled(stage)}
     dies: dict[Value, int] = {}
     done: list[Lifetime] = []
     for index, instruction in enumerate(instructions):
         for value in needs(instruction, program, rank):
             dies[value] = index
+        spilled = header.is_spilled(instruction.stage)
+        in_slot = instruction.op is Op.STEP and spilled
+        if in_slot or instruction.op is Op.EVICT or (instruction.op is Op.DROP and spilled):
+            gone = [value for value in consumes(instruction, program) if value in born]
+            done += [Lifetime(value, born.pop(value), index) for value in gone]
         for value in makes(instruction, program, rank):
             if value in born and value.kind == WEIGHTS:
                 done.append(Lifetime(value, born[value], dies.get(value, index)))
                 del born[value]
             if value not in born:
                 in_place = instruction.op is Op.STEP and is_in_place(instructions, index)
-                born[value] = index + 2 * in_place
+                born[value] = index + (1 if in_slot else 2 * in_place)
     dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op in (Op.DROP, Op.EVICT)}
     for value, start in born.items():
         forgotten = value.kind != WEIGHTS or value in dropped

@@ -137,14 +137,18 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     ),
     Op.DROP: OpSpec(("stage", "version"), Lane.COMPUTE, "", "forget weights[s,w]"),
     Op.FETCH: OpSpec(
+        ("stage", "kind", "version", "tier", "slot"),
+        Lane.COPY,
+        "",
+        "slot: kind[s,w] ← tier",
+        "only after the tier holds that version and the slot is free",
+    ),
+    Op.EVICT: OpSpec(
         ("stage", "kind", "version", "tier"),
         Lane.COPY,
         "",
-        "kind[s,w] on the device ← tier",
-        "only after the tier holds that version",
-    ),
-    Op.EVICT: OpSpec(
-        ("stage", "kind", "version", "tier"), Lane.COPY, "", "kind[s,w] → tier; its room on the device is free"
+        "kind[s,w] → tier; its slot is free",
+        "written back once it is committed",
     ),
     Op.BARRIER: OpSpec((), Lane.COMM, "", "all ranks", "a collective of every rank"),
 }

@@ -12,6 +12,7 @@ import msgspec
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, Op
+from pipefit.ir.spill import Spill
 
 __all__ = ["Header", "Program", "WeightRule"]
 
@@ -43,6 +44,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         updates: micro-batches per update, for each stage (over all its replicas).
         ties: groups of stages that share a weight.
         clip: gradients are clipped by their global norm.
+        spill: which stages live on another tier (None: all stay on their device).
     """
 
     schedule: str
@@ -53,6 +55,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     updates: tuple[int, ...]
     ties: tuple[tuple[int, ...], ...] = ()
     clip: bool = False
+    spill: Spill | None = None
 
     def __post_init__(self) -> None:
         if not self.placement or any(not ranks or len(set(ranks)) != len(ranks) for ranks in self.placement):
@@ -73,6 +76,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(
                 f"ties: a group is known by its first stage, so no two may begin alike, got {self.ties}"
             )
+        if self.spill and not 0 <= self.spill.stages[0] <= self.spill.stages[-1] < len(self.placement):
+            raise ScheduleError(f"spill: no such stage in {self.spill.stages}")
 
     @property
     def num_stages(self) -> int:
@@ -88,6 +93,14 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def num_chunks(self) -> int:
         """The most stages that one rank holds."""
         return max(len(self.stages_of(rank)) for rank in range(self.num_ranks))
+
+    def is_spilled(self, stage: int) -> bool:
+        """Whether a stage lives on another tier and is fetched when it is needed."""
+        return self.spill is not None and stage in self.spill.stages
+
+    def is_optim_spilled(self, stage: int) -> bool:
+        """Whether the optimizer's states of a stage are moved too."""
+        return self.spill is not None and self.spill.optim and stage in self.spill.stages
 
     @property
     def total_microbatches(self) -> int:

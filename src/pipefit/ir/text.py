@@ -9,12 +9,13 @@ from pipefit.errors import PipefitError, ProgramError, nearest
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, Kind, Op
 from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.ir.spill import Spill
 from pipefit.spec.files import read_text, write_atomically
 
 __all__ = ["dump", "load", "parse", "parse_instruction", "save"]
 
 _FORMAT = "format pipefit.program/1"
-_PREFIX = {"stage": "s", "mb": "m", "version": "w"}
+_PREFIX = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}
 
 
 def dump(program: Program) -> str:
@@ -31,6 +32,7 @@ def dump(program: Program) -> str:
     ]
     lines += [f"tie {' '.join(map(str, tie))}" for tie in header.ties]
     lines += ["clip"] if header.clip else []
+    lines += [_spill_line(header.spill)] if header.spill else []
     for rank, instructions in enumerate(program.ranks):
         lines += ["", f"rank {rank}", *(f"  {instruction}" for instruction in instructions)]
     return "\n".join(lines) + "\n"
@@ -71,7 +73,7 @@ def parse(text: str, where: str = "program") -> Program:
 def _header(fields: dict[str, list[str]], ties: tuple[tuple[int, ...], ...], where: str) -> Header:
     expected = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
     missing = [name for name in expected if name not in fields]
-    unknown = sorted(set(fields) - {*expected, "clip"})
+    unknown = sorted(set(fields) - {*expected, "clip", "spill"})
     if missing or unknown:
         raise ProgramError(f"{where}: header lines missing: {missing or 'none'}; unknown: {unknown or 'none'}")
     try:
@@ -84,16 +86,30 @@ def _header(fields: dict[str, list[str]], ties: tuple[tuple[int, ...], ...], whe
             updates=tuple(map(int, fields["updates"])),
             ties=ties,
             clip="clip" in fields,
+            spill=_spill(fields["spill"]) if "spill" in fields else None,
         )
     except (ValueError, IndexError) as problem:
         raise ProgramError(f"{where}: header: {problem}") from None
+
+
+def _spill_line(spill: Spill) -> str:
+    """How a header says what is spilled: "spill host weights 2 optim 2 stages 0 1 2"."""
+    stages = " ".join(map(str, spill.stages))
+    return f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}"
+
+
+def _spill(words: list[str]) -> Spill:
+    if words[1:6:2] != ["weights", "optim", "stages"]:
+        raise ValueError(f"expected 'spill TIER weights N optim N stages S …', got {' '.join(words)!r}")
+    optim = int(words[4])
+    return Spill(words[0], int(words[2]), optim, optim > 0, tuple(map(int, words[6:])))
 
 
 def parse_instruction(text: str) -> Instruction:
     """One instruction from its text.
 
     >>> parse_instruction("send s1 m5 act >2")
-    Instruction(op=<Op.SEND: 'send'>, stage=1, mb=5, version=-1, kind='act', peer=2, tier='')
+    Instruction(op=<Op.SEND: 'send'>, stage=1, mb=5, version=-1, kind='act', peer=2, tier='', slot=-1)
 
     Raises:
         ProgramError: unknown operation, or operands that are not the ones `OP_SPEC` names.

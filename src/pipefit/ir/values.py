@@ -16,13 +16,13 @@ from pipefit.ir.program import Header, Program
 __all__ = ["Value", "consumes", "makes", "needs", "tied_stages"]
 
 INPUT, ACT, GRAD, SAVED, HALF = Kind.INPUT.value, Kind.ACT.value, Kind.GRAD.value, Kind.SAVED.value, Kind.HALF.value
-WGRAD, WEIGHTS, NORM = Kind.WGRAD.value, Kind.WEIGHTS.value, Kind.NORM.value
+WGRAD, WEIGHTS, NORM, OPTIM = Kind.WGRAD.value, Kind.WEIGHTS.value, Kind.NORM.value, Kind.OPTIM.value
 _WHOLE = {Kind.PIECE.value: ACT, Kind.GRAD_PIECE.value: GRAD}
 _PIECE = {ACT: Kind.PIECE.value, GRAD: Kind.GRAD_PIECE.value}
 
 
 class Value(NamedTuple):
-    """A value on a rank; `at` is its micro-batch, version or update."""
+    """A value on a rank; `at` is its micro-batch, version or update; for the optimizer's states the weights' version."""
 
     kind: str
     stage: int
@@ -47,8 +47,11 @@ def makes(instruction: Instruction, program: Program, rank: int) -> tuple[Value,
     return rule(instruction, program, rank) if rule else ()
 
 
-def consumes(instruction: Instruction) -> tuple[Value, ...]:
-    """The values that are gone once the instruction is done."""
+def consumes(instruction: Instruction, program: Program) -> tuple[Value, ...]:
+    """The values that are gone from the rank once the instruction is done.
+
+    The step of a spilled stage works in its slot: what it starts from is gone, and so are its gradients.
+    """
     op, stage, mb = instruction.op, instruction.stage, instruction.mb
     if op is Op.BWD:
         return Value(SAVED, stage, mb), Value(GRAD, stage, mb)
@@ -60,6 +63,9 @@ def consumes(instruction: Instruction) -> tuple[Value, ...]:
         return (Value(WEIGHTS, stage, instruction.version),)
     if op is Op.EVICT:
         return (Value(instruction.kind, stage, instruction.version),)
+    if op is Op.STEP and program.header.is_spilled(stage):
+        own = Value(WEIGHTS, stage, instruction.version), Value(WGRAD, stage, instruction.version)
+        return (*own, *_states(instruction, program, 0))
     return ()
 
 
@@ -120,7 +126,18 @@ def _reduce_makes(i: Instruction, program: Program, rank: int) -> tuple[Value, .
 
 def _step_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     own = Value(WEIGHTS, i.stage, i.version), Value(WGRAD, i.stage, i.version)
-    return (*own, Value(NORM, -1, i.version)) if program.header.clip else own
+    norm = (Value(NORM, -1, i.version),) if program.header.clip else ()
+    return (*own, *_states(i, program, 0), *norm)
+
+
+def _step_makes(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    return (Value(WEIGHTS, i.stage, i.version + 1), *_states(i, program, 1))
+
+
+def _states(i: Instruction, program: Program, later: int) -> tuple[Value, ...]:
+    """The optimizer's states that a step starts from or makes, where they are moved; elsewhere they just stay."""
+    moved = program.header.is_optim_spilled(i.stage)
+    return (Value(OPTIM, i.stage, i.version + later),) if moved else ()
 
 
 _NEEDS: dict[Op, Rule] = {
@@ -149,6 +166,6 @@ _MAKES: dict[Op, Rule] = {
     Op.RECV: lambda i, program, rank: (Value(i.kind, i.stage, i.mb),),
     Op.GATHER: lambda i, program, rank: (Value(i.kind, i.stage, i.mb),),
     Op.REDUCE: _reduce_makes,
-    Op.STEP: lambda i, program, rank: (Value(WEIGHTS, i.stage, i.version + 1),),
+    Op.STEP: _step_makes,
     Op.FETCH: lambda i, program, rank: (Value(i.kind, i.stage, i.version),),
 }

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
+from pipefit.ir.spill import MOVED, SLOTTED, TIERS, Spill
 from pipefit.verify.subject import Finding
 
 __all__ = ["set_aside"]
@@ -18,8 +19,6 @@ Check = Callable[[Header, Instruction, int], tuple[str, str] | None]
 
 _MESSAGES = frozenset({Kind.ACT.value, Kind.GRAD.value, Kind.PIECE.value, Kind.GRAD_PIECE.value})
 _GATHERED = frozenset({Kind.ACT.value, Kind.GRAD.value})
-_STORED = frozenset({Kind.WEIGHTS.value, Kind.OPTIM.value})
-_TIERS = frozenset({"host", "disk"})
 
 
 def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[Finding]]:
@@ -128,11 +127,34 @@ def _reduce(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None
 
 
 def _tiered(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    if i.kind not in _STORED:
-        return "versions", f"expected weights or optim, got {i.kind!r}"
-    if i.tier not in _TIERS:
-        return "versions", f"expected host or disk, got {i.tier!r}"
-    return _kept_version(header, i, rank)
+    if i.kind not in MOVED:
+        return "residency", f"expected one of {', '.join(MOVED)}, got {i.kind or 'nothing'!r}"
+    spill = header.spill
+    if spill is None:
+        return "residency", "the header spills nothing: every stage stays on its device"
+    if i.tier != spill.tier:
+        return "residency", f"the header spills to the {spill.tier}, got {i.tier if i.tier in TIERS else 'no tier'!r}"
+    return _stage(header, i, rank) or _moved(header, i) or _slot(spill, i)
+
+
+def _moved(header: Header, i: Instruction) -> tuple[str, str] | None:
+    """Whether there is such a version, update or micro-batch of a stage that is moved at all."""
+    if i.kind not in SLOTTED:
+        there = 0 <= i.version < header.total_microbatches
+        return None if there else ("ownership", f"there is no micro-batch {i.version} of stage {i.stage}")
+    if not header.is_spilled(i.stage) or (i.kind == Kind.OPTIM and not header.is_optim_spilled(i.stage)):
+        return "residency", f"the {i.kind} of stage {i.stage} stay on the device: the header does not spill them"
+    if i.kind == Kind.WGRAD:
+        return _step(header, i, 0)
+    return _version(header, i, header.num_updates(i.stage))
+
+
+def _slot(spill: Spill, i: Instruction) -> tuple[str, str] | None:
+    most = spill.slots(i.kind)
+    if i.op is Op.EVICT or (0 <= i.slot < most) or (not most and i.slot == -1):
+        return None
+    expected = f"one of @0 to @{most - 1}" if most else "@*: it lies in no slot"
+    return "residency", f"expected slot {expected}, got {'@*' if i.slot < 0 else f'@{i.slot}'}"
 
 
 _CHECKS: dict[Op, Check] = {

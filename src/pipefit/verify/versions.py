@@ -31,7 +31,6 @@ def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
     for rank in range(s.header.num_ranks):
         yield from _dropped(s, rank)
         yield from _alive(s, rank, most)
-        yield from _fetched(s, rank)
 
 
 def _used(s: Subject) -> Iterator[Finding]:
@@ -51,7 +50,6 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
     last_use: dict[tuple[int, int], int] = {}
     gone: dict[tuple[int, int], int] = {}
     newest = dict.fromkeys(s.header.stages_of(rank), 0)
-    tiered = {i.stage for i in s.program.ranks[rank] if i.op is Op.FETCH and i.kind == Kind.WEIGHTS}
     busy: list[int] = []
     for index, i in enumerate(s.program.ranks[rank]):
         if i.op in _WAITED_FOR:
@@ -64,7 +62,7 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
     next_busy = dict(pairwise(busy))
     for (stage, version), index in gone.items():
         used = last_use.get((stage, version), -1)
-        if stage in tiered:
+        if s.header.is_spilled(stage):
             continue
         if version >= newest.get(stage, 0):
             yield s.at("versions", start + index, f"w{version} is the newest of stage {stage} and must stay")
@@ -73,7 +71,7 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
         elif next_busy.get(used, index) < index:
             yield s.at("versions", start + index, f"drops too late: last used at {s.where(start + used)}")
     for stage, last in newest.items():
-        for version in range(last if stage not in tiered else 0):
+        for version in range(0 if s.header.is_spilled(stage) else last):
             if (stage, version) not in gone:
                 yield Finding(
                     "versions", rank, -1, f"drop s{stage} w{version} is missing: it is dead after w{version + 1}"
@@ -87,6 +85,8 @@ def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
     instructions = s.program.ranks[rank]
     alive = {stage: 1 for stage in s.header.stages_of(rank)}
     for index, i in enumerate(instructions):
+        if s.header.is_spilled(i.stage):
+            continue
         if i.op is Op.STEP:
             alive[i.stage] = alive.get(i.stage, 0) + 1
             if alive[i.stage] > most + is_in_place(instructions, index):
@@ -94,13 +94,3 @@ def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
                 yield s.at("versions", s.graph.starts[rank] + index, held)
         elif i.op is Op.DROP:
             alive[i.stage] = alive.get(i.stage, 0) - 1
-
-
-def _fetched(s: Subject, rank: int) -> Iterator[Finding]:
-    """A tier gives out only what it was given: version 0, or what an earlier evict wrote back."""
-    held: set[tuple[str, int, int, str]] = set()
-    for number, i in enumerate(s.program.ranks[rank], s.graph.starts[rank]):
-        if i.op is Op.EVICT:
-            held.add((i.kind, i.stage, i.version, i.tier))
-        elif i.op is Op.FETCH and i.version and (i.kind, i.stage, i.version, i.tier) not in held:
-            yield s.at("versions", number, f"the {i.tier} does not hold w{i.version} yet: no evict has written it back")

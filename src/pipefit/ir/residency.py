@@ -1,0 +1,76 @@
+"""Must wait, for what is spilled: a fetch for the write-back of its value and for its slot. Part of the graph.
+
+A rank issues its list in order and its compute lane makes it wait, so what read a slot is done when the `drop` or
+`evict` that frees it is issued. What is left are the waits between copies, which run by themselves, and those of a
+backward for gradients that were summed earlier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Program
+from pipefit.ir.spill import SLOTTED
+
+__all__ = ["copy_waits"]
+
+_WEIGHTS, _WGRAD = Kind.WEIGHTS.value, Kind.WGRAD.value
+
+
+@dataclass
+class _Slots:
+    """Which slot each (kind, stage) sits in, and what freed each (kind, slot) last."""
+
+    home: dict[tuple[str, int], int] = field(default_factory=dict)
+    freed: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def leave(self, kind: str, stage: int, index: int) -> None:
+        slot = self.home.pop((kind, stage), -1)
+        if slot >= 0:
+            self.freed[kind, slot] = index
+
+    def enter(self, kind: str, stage: int, slot: int) -> tuple[int, ...]:
+        """Takes a slot, and says what must be over first: for weights also the gradients of who was there."""
+        self.home[kind, stage] = slot
+        spaces = (_WEIGHTS, _WGRAD) if kind == _WEIGHTS else (kind,)
+        return tuple(self.freed[space, slot] for space in spaces if (space, slot) in self.freed)
+
+
+def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
+    """For the index of an instruction of a rank: the earlier ones it must wait for besides the makers of its values.
+
+    fetch: the evict that wrote what it reads; the drop or evict that frees its slot (a step frees gradients).
+    bwd: the fetch of the gradients it adds to.
+    """
+    waits: dict[int, tuple[int, ...]] = {}
+    if program.header.spill is None:
+        return waits
+    slots = _Slots()
+    written: dict[tuple[str, int, int, str], int] = {}
+    gradients: dict[tuple[int, int], int] = {}
+    for index, i in enumerate(program.ranks[rank]):
+        if i.op is Op.FETCH:
+            waits[index] = _of_fetch(i, slots, written)
+            if i.kind == _WGRAD:
+                gradients[i.stage, i.version] = index
+        elif i.op is Op.EVICT:
+            written[i.kind, i.stage, i.version, i.tier] = index
+            slots.leave(i.kind, i.stage, index)
+        elif i.op is Op.DROP:
+            slots.leave(_WEIGHTS, i.stage, index)
+        elif i.op is Op.STEP:
+            slots.leave(_WGRAD, i.stage, index)
+        elif (i.op is Op.BWD or i.op is Op.BWD_WEIGHT) and (_WEIGHTS, i.stage) in slots.home:
+            slots.home[_WGRAD, i.stage] = slots.home[_WEIGHTS, i.stage]
+            fetched = gradients.get((i.stage, program.header.update_of(i.stage, i.mb)))
+            if fetched is not None:
+                waits[index] = (fetched,)
+    return waits
+
+
+def _of_fetch(i: Instruction, slots: _Slots, written: dict[tuple[str, int, int, str], int]) -> tuple[int, ...]:
+    before = written.get((i.kind, i.stage, i.version, i.tier))
+    free = slots.enter(i.kind, i.stage, i.slot) if i.kind in SLOTTED and i.slot >= 0 else ()
+    return tuple(sorted({*free, *(() if before is None else (before,))}))

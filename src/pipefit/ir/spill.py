@@ -1,0 +1,62 @@
+"""Spill: which stages live on another tier, and how many slots a device has for those that are being worked on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from pipefit.errors import ScheduleError
+from pipefit.ir.op import Kind
+
+__all__ = ["MOVED", "SLOTTED", "TIERS", "Spill"]
+
+TIERS: Final = ("host", "disk")
+"""Where a stage can live while it is not on the device."""
+
+SLOTTED: Final = {Kind.WEIGHTS.value: "weights", Kind.WGRAD.value: "wgrad", Kind.OPTIM.value: "optim"}
+"""The kinds that lie in slots, and the name of their slots. Slot i of the gradients is the twin of weights slot i."""
+
+MOVED: Final = (*SLOTTED, Kind.ACT.value, Kind.INPUT.value)
+"""The kinds that can be fetched and evicted; activations and inputs have no slots."""
+
+
+class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a program spills: what is moved, where it lives, and the slots of each rank.
+
+    The weights (and, where they are moved, the optimizer's states) of a spilled stage are on the tier and not on the
+    device when a program starts, and again when it ends. A slot of a rank is as large as the largest spilled stage
+    of that rank; each weights slot has a twin for the gradients of the stage that sits in it.
+
+    Attributes:
+        tier: "host" or "disk".
+        weights_slots: of each rank that has spilled stages.
+        optim_slots: as many again for the states of the optimizer; 0 when they are not moved.
+        optim: whether the optimizer's states are moved too.
+        stages: the spilled stages, in increasing order; all others stay on their device.
+    """
+
+    tier: str
+    weights_slots: int
+    optim_slots: int
+    optim: bool
+    stages: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.tier not in TIERS:
+            raise ScheduleError(f"spill: expected tier host or disk, got {self.tier!r}")
+        if self.weights_slots < 1:
+            raise ScheduleError(f"spill: expected at least one slot for weights, got {self.weights_slots}")
+        if self.optim != (self.optim_slots > 0) or self.optim_slots < 0:
+            raise ScheduleError(
+                f"spill: expected {'at least one slot' if self.optim else 'no slot'} for the optimizer's states, "
+                f"got {self.optim_slots}"
+            )
+        if not self.stages or any(a >= b for a, b in zip(self.stages, self.stages[1:], strict=False)):
+            raise ScheduleError(f"spill: expected distinct stages in increasing order, got {self.stages}")
+
+    def slots(self, kind: str) -> int:
+        """How many slots a rank has for a kind; 0 for what lies in none."""
+        if kind == Kind.OPTIM:
+            return self.optim_slots
+        return self.weights_slots if kind in SLOTTED else 0
