@@ -21,6 +21,7 @@ __all__ = [
     "ProfileError",
     "ProgramError",
     "ScheduleError",
+    "TierError",
     "TopologyError",
     "nearest",
 ]
@@ -68,6 +69,10 @@ class DataError(PipefitError):
 
 class NonFiniteLossError(PipefitError):
     """The loss became NaN or infinite: every rank raises, once the step is done."""
+
+
+class TierError(PipefitError):
+    """Host memory or a disk cannot take or give what a spilled run keeps there; what it held last stays there."""
 
 
 class CommunicationError(RuntimeError):

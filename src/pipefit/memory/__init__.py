@@ -1,4 +1,4 @@
-"""Versions of weights."""
+"""Versions of weights, and the tiers that hold what is not on the device."""
 
 from pipefit.memory.weights import WeightStore
 

@@ -1,0 +1,64 @@
+"""The arena: a device's memory for shards, allocated once as flat slots; parameters become views of them.
+
+Nothing is allocated while training, so a cap on the device's memory can be stated before it starts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipefit.memory.lanes import Copy
+from pipefit.memory.tiers import ALIGNMENT, padded
+
+__all__ = ["Arena", "Slot", "aligned"]
+
+
+def aligned(num_bytes: int, device: torch.device | None = None, pinned: bool = False) -> Tensor:
+    """A flat uint8 tensor whose first byte lies on a multiple of `ALIGNMENT`, as direct I/O asks for."""
+    whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
+    start = -whole.data_ptr() % ALIGNMENT
+    return whole[start : start + num_bytes]
+
+
+class Slot:
+    """Room for one record.
+
+    Attributes:
+        bytes: its memory.
+        busy: copies that still read it; a new one into it waits for them.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.bytes = aligned(num_bytes, device)
+        self.busy: list[Copy] = []
+
+    def taken(self) -> tuple[Copy, ...]:
+        """The copies that must end, and end well, before the slot is overwritten; they are then forgotten."""
+        waits, self.busy = tuple(self.busy), []
+        return waits
+
+
+class Arena:
+    """The slots of one device; several trials may take turns in them.
+
+    Args:
+        sizes: bytes of the largest record of each kind ("weights", "wgrad", "optim").
+        counts: slots of each kind.
+        device: where they are.
+    """
+
+    def __init__(self, sizes: dict[str, int], counts: dict[str, int], device: torch.device) -> None:
+        self.device = device
+        self._slots = {
+            kind: [Slot(padded(sizes.get(kind, 0)), device) for _ in range(count)] for kind, count in counts.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        """What all slots take together."""
+        return sum(slot.bytes.numel() for slots in self._slots.values() for slot in slots)
+
+    def slot(self, kind: str, index: int) -> Slot:
+        """A slot by its number."""
+        return self._slots[kind][index]

@@ -1,0 +1,215 @@
+"""The disk tier: one preallocated file, read and written past the page cache where the file system allows it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from pipefit.errors import TierError
+from pipefit.memory.lanes import Copy, Lanes
+from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
+from pipefit.memory.tierfile import TierFile
+from pipefit.memory.tiers import Key
+
+__all__ = ["DiskTier"]
+
+_CHUNK_BYTES = 16 << 20
+_THREADS = 2
+
+
+@dataclass
+class _Record:
+    """Where a record lies.
+
+    Attributes:
+        start: of its first copy in the file.
+        num_bytes: of its payload.
+        current: which copy holds what was written last; −1: none.
+        version: of that copy.
+        asked: the version that was last given to write.
+        written: its last write.
+    """
+
+    start: int
+    num_bytes: int
+    copies: int
+    current: int = -1
+    version: int = -1
+    asked: int | None = None
+    written: Copy | None = None
+
+    def position(self, copy: int) -> int:
+        return self.start + copy * (HEADER_BYTES + self.num_bytes)
+
+
+class DiskTier:
+    """Records in a file, each with version and checksum, twice.
+
+    A run that is cut off goes on from `recover`: the records of the last committed step are whole, because what the
+    next step writes goes to the other copy of each.
+
+    Args:
+        folder: for the file; made if its parent exists.
+        name: of the file, without ending; one for each rank and trial.
+        lanes: shared with other stores; None: its own.
+        direct: whether to read and write past the page cache; where the file system refuses that, it is not done.
+
+    Raises:
+        TierError: the folder cannot be used, or another run uses the file.
+    """
+
+    def __init__(
+        self, folder: str | Path, name: str = "rank-0", lanes: Lanes | None = None, direct: bool = True
+    ) -> None:
+        self._file = TierFile(Path(folder), name, direct)
+        self._lanes = lanes or Lanes()
+        self._own_lanes = lanes is None
+        # Chunks of a record, several under way at once: each lane has its own, so that neither waits for the other.
+        self._readers, self._writers = (ThreadPoolExecutor(_THREADS, f"pipefit-{what}") for what in ("pread", "pwrite"))
+        self._records: dict[Key, _Record] = {}
+        self._head = {"read": mmap.mmap(-1, HEADER_BYTES), "write": mmap.mmap(-1, HEADER_BYTES)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the file."""
+        return sum(r.copies * (HEADER_BYTES + r.num_bytes) for r in self._records.values())
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it goes past the page cache."""
+        return self._file.is_direct
+
+    def reserve(self, sizes: Mapping[Key, int], constant: Sequence[Key] = ()) -> None:
+        """See `TierStore`. What an earlier run left in the file is forgotten."""
+        self._place(sizes, constant)
+        self._file.allocate(self.num_bytes)
+        self._file.write_table(
+            [[*key, record.num_bytes, record.copies] for key, record in self._records.items()]  # type: ignore[misc]
+        )
+
+    def _place(self, sizes: Mapping[Key, int], constant: Sequence[Key]) -> None:
+        position = 0
+        for key, size in sizes.items():
+            record = self._records[key] = _Record(position, size, 1 if key in constant else 2)
+            position = record.position(record.copies)
+
+    def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """See `TierStore`."""
+        record = self._records[key]
+        assert source.numel() == record.num_bytes, f"{key}: {source.numel()} bytes for a record of {record.num_bytes}"
+        data = memoryview(source.numpy())
+
+        def work() -> None:
+            copy = (record.current + 1) % record.copies
+            start = record.position(copy)
+            checksum = self._chunks(self._writers, self._file.write, data, start + HEADER_BYTES)
+            self._head["write"][:] = RecordHeader(str(key), version, record.num_bytes, checksum).pack()
+            self._file.write(memoryview(self._head["write"]), start)
+            record.current, record.version = copy, version
+
+        record.asked = version
+        record.written = self._lanes.write.submit(work, record.num_bytes, after)
+        return record.written
+
+    def read(self, key: Key, version: int, into: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """See `TierStore`.
+
+        The copy fails with a `TierError` where the record holds another version or does not fit its checksum.
+        """
+        record = self._records[key]
+        data = memoryview(into[: record.num_bytes].numpy())
+
+        def work() -> None:
+            if record.version != version:
+                raise TierError(f"{key}: asked for version {version}, {self._file.path} holds {record.version}")
+            if self._load(key, record, record.current, data) != version:
+                raise TierError(
+                    f"{key} in {self._file.path} does not fit its checksum: the disk did not keep what was written; "
+                    f"{self._file.cure()}"
+                )
+
+        waits = (*after, *([record.written] if record.written else []))
+        return self._lanes.read.submit(work, record.num_bytes, waits)
+
+    def holds(self, key: Key) -> int | None:
+        """See `TierStore`."""
+        return self._records[key].asked
+
+    def commit(self, step: int, state: bytes) -> Copy:
+        """See `TierStore`. Nothing waits for it but what is written later."""
+
+        def work() -> None:
+            self._file.commit(step, state)
+
+        return self._lanes.write.submit(work, len(state))
+
+    def recover(self) -> tuple[int, bytes]:
+        """Goes back to the last committed step, whatever was being written when the run before was cut off.
+
+        Returns:
+            The step, and the state that was committed with it.
+
+        Raises:
+            TierError: there is no committed step, or a record of it is damaged.
+        """
+        step, state = self._file.committed()
+        table = self._file.read_table()
+        keys = [(Key(stage, kind, mb), size, copies) for stage, kind, mb, size, copies in table]
+        self._records.clear()
+        self._place({key: size for key, size, _ in keys}, [key for key, _, copies in keys if copies == 1])
+        self._file.check_size(self.num_bytes)
+        for key, record in self._records.items():
+            buffer = mmap.mmap(-1, record.num_bytes) if record.num_bytes else memoryview(b"")
+            wanted = None if record.copies == 1 else step
+            found = [self._load(key, record, copy, memoryview(buffer), wanted) for copy in range(record.copies)]
+            if all(version is None for version in found):
+                raise TierError(
+                    f"{key} of step {step} in {self._file.path} does not fit its checksum; go on from a checkpoint"
+                )
+            record.current = next(copy for copy, version in enumerate(found) if version is not None)
+            record.version = record.asked = found[record.current]  # type: ignore[assignment]
+        return step, state
+
+    def close(self) -> None:
+        """Waits for what is under way and closes the file, which stays."""
+        if self._own_lanes:
+            self._lanes.close()
+        self._readers.shutdown()
+        self._writers.shutdown()
+        self._file.close()
+
+    def _load(self, key: Key, record: _Record, copy: int, data: memoryview, wanted: int | None = None) -> int | None:
+        """Reads one copy of a record; its version, None if it is no whole copy or not the one that is wanted."""
+        start = record.position(copy)
+        self._file.read(memoryview(self._head["read"]), start)
+        header = RecordHeader.unpack(self._head["read"][:])
+        if header is None or header.name != str(key) or header.num_bytes != record.num_bytes:
+            return None
+        if wanted is not None and header.version != wanted:
+            return None
+        checksum = self._chunks(self._readers, self._file.read, data, start + HEADER_BYTES)
+        return header.version if checksum == header.checksum else None
+
+    def _chunks(
+        self,
+        pool: ThreadPoolExecutor,
+        move: Callable[[memoryview, int], None],
+        data: memoryview,
+        start: int,
+    ) -> int:
+        """Moves a payload in chunks and gives its checksum."""
+
+        def one(offset: int) -> int:
+            piece = data[offset : offset + _CHUNK_BYTES]
+            move(piece, start + offset)
+            return chunk_sum(piece)
+
+        checksum = 0
+        for part in pool.map(one, range(0, len(data), _CHUNK_BYTES)):
+            checksum = (checksum * 0x9E3779B1 + part) & 0xFFFFFFFF
+        return checksum

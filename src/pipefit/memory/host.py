@@ -1,0 +1,112 @@
+"""The host tier: one flat buffer of exactly the size that the records need, pinned where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipefit.errors import TierError
+from pipefit.memory.arena import aligned
+from pipefit.memory.lanes import Copy, Lanes
+from pipefit.memory.tiers import Key
+from pipefit.units import format_bytes
+
+__all__ = ["HostTier"]
+
+
+class HostTier:
+    """Records in the host's memory.
+
+    Args:
+        capacity_bytes: most that it may take; None: no limit.
+        lanes: shared with other stores; None: its own.
+        device: whose memory the records come from.
+    """
+
+    def __init__(
+        self, capacity_bytes: int | None = None, lanes: Lanes | None = None, device: torch.device | None = None
+    ) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._device = device or torch.device("cpu")
+        self._lanes = lanes or Lanes(self._device)
+        self._own_lanes = lanes is None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[Key, tuple[int, int]] = {}
+        self._versions: dict[Key, int] = {}
+        self._writes: dict[Key, Copy] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What the buffer takes."""
+        return self._buffer.numel()
+
+    def reserve(self, sizes: Mapping[Key, int], constant: Sequence[Key] = ()) -> None:
+        """See `TierStore`."""
+        total = sum(sizes.values())
+        if self._capacity_bytes is not None and total > self._capacity_bytes:
+            raise TierError(
+                f"the host tier needs {format_bytes(total)} for what is spilled, --host-memory allows "
+                f"{format_bytes(self._capacity_bytes)}; allow more, or give --disk as well"
+            )
+        position = 0
+        for key, size in sizes.items():
+            self._places[key] = (position, size)
+            position += size
+        try:
+            self._buffer = aligned(total, pinned=self._device.type == "cuda")
+        except RuntimeError as problem:
+            raise TierError(f"the host has no room for {format_bytes(total)} of spilled records: {problem}") from None
+
+    def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """See `TierStore`."""
+        target = self._place(key, source.numel())
+
+        def work() -> None:
+            _copy(source, target)
+            self._versions[key] = version
+
+        copy = self._writes[key] = self._lanes.write.submit(work, source.numel(), after)
+        return copy
+
+    def read(self, key: Key, version: int, into: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """See `TierStore`."""
+        source = self._place(key, into.numel())
+
+        def work() -> None:
+            if self._versions.get(key) != version:
+                raise TierError(f"{key}: asked for version {version}, the host tier holds {self._versions.get(key)}")
+            _copy(source, into)
+
+        written = self._writes.get(key)
+        return self._lanes.read.submit(work, into.numel(), (*after, *([written] if written else [])))
+
+    def holds(self, key: Key) -> int | None:
+        """See `TierStore`."""
+        return self._versions.get(key)
+
+    def commit(self, step: int, state: bytes) -> Copy:
+        """Nothing to do: memory does not outlive the process."""
+        return self._lanes.write.submit(lambda: None, 0)
+
+    def close(self) -> None:
+        """Lets the buffer go."""
+        if self._own_lanes:
+            self._lanes.close()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places.clear()
+
+    def _place(self, key: Key, num_bytes: int) -> Tensor:
+        start, size = self._places[key]
+        assert num_bytes <= size, f"{key}: {num_bytes} bytes for a record of {size}"
+        return self._buffer[start : start + num_bytes]
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """On the host with numpy: torch would take the threads that compute."""
+    if source.device.type == "cpu" and target.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source, non_blocking=True)

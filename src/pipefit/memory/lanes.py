@@ -1,0 +1,112 @@
+"""Copy lanes: threads that move records between tiers while the rank computes.
+
+A lane does its copies one after the other, in the order in which they were asked for. A copy may have to wait for
+earlier ones of either lane; those of the write lane never wait for the read lane, so that no circle can arise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+__all__ = ["Copy", "Lane", "Lanes"]
+
+
+class Copy:
+    """A copy under way.
+
+    Attributes:
+        num_bytes: that it moves.
+        started_s, ended_s: when it ran, in seconds of `time.perf_counter`; 0: not yet.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.started_s = self.ended_s = 0.0
+        self._future: Future[None] = Future()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Waits for its end.
+
+        Raises:
+            TierError: it has failed, or one that it had to wait for has.
+        """
+        self._future.result()
+
+    def run(self, work: Callable[[], None], after: Sequence[Copy]) -> None:
+        """Does the work on the calling thread, once all copies of `after` have ended."""
+        try:
+            for earlier in after:
+                earlier.wait()
+            self.started_s = time.perf_counter()
+            work()
+        except BaseException as problem:
+            self.ended_s = time.perf_counter()
+            self._future.set_exception(problem)
+            return
+        self.ended_s = time.perf_counter()
+        self._future.set_result(None)
+
+
+class Lane:
+    """One direction of copies, in order.
+
+    Args:
+        name: of its thread.
+        device: whose copies it makes; a CUDA device gets a stream of its own for them.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._thread = ThreadPoolExecutor(1, f"pipefit-{name}")
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def submit(self, work: Callable[[], None], num_bytes: int, after: Sequence[Copy] = ()) -> Copy:
+        """Asks for a copy.
+
+        On a CUDA device it waits on its stream for what the caller's stream was given before, and it has ended once
+        the device says so.
+        """
+        copy = Copy(num_bytes)
+        if self.stream is None:
+            self._thread.submit(copy.run, work, after)
+            return copy
+        stream, computed = self.stream, torch.cuda.current_stream(self.stream.device).record_event()
+
+        def on_stream() -> None:
+            with torch.cuda.stream(stream):
+                stream.wait_event(computed)
+                work()
+                stream.synchronize()
+
+        self._thread.submit(copy.run, on_stream, after)
+        return copy
+
+    def close(self) -> None:
+        """Ends the thread once its copies have ended."""
+        self._thread.shutdown()
+
+
+class Lanes:
+    """The lanes of one device; several stores may share them.
+
+    Attributes:
+        read: towards the device.
+        write: away from it.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        device = device or torch.device("cpu")
+        self.read, self.write = Lane("read", device), Lane("write", device)
+
+    def close(self) -> None:
+        """Ends both threads once their copies have ended."""
+        self.read.close()
+        self.write.close()
