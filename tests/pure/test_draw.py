@@ -10,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 
 import pytest
+from tests import golden
 
 import pipefit.draw
 from pipefit.cost import CostModel
@@ -17,15 +18,16 @@ from pipefit.draw import chart, grid, html, save
 from pipefit.draw.caption import TITLES
 from pipefit.draw.drawing import draw, gallery
 from pipefit.draw.encode import Entry, decode_boxes, encode_scene, to_script
+from pipefit.draw.look import chunk_colour
 from pipefit.draw.reasons import Why, critical_path, reasons
 from pipefit.draw.scene import scene_of
+from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError, ScheduleError
 from pipefit.ir import bwd, fwd
 from pipefit.ir.text import load
 from pipefit.schedules import Shape, generate, names, registry, schedule
 from pipefit.simulate import simulate
 from pipefit.timeline import Timeline, load_trace
-from tests import golden
 
 
 def timeline_of(name: str, shape: Shape, **cost: float) -> Timeline:
@@ -226,16 +228,33 @@ def test_an_unknown_suffix_is_refused_with_the_known_ones(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_png_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = save(timeline_of("pipedream", Shape(2, 1, num_steps=4)), tmp_path / "a.png", title="a $ & b")
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+def test_a_png_has_the_colours_of_the_svg_where_the_svg_has_them(tmp_path):
+    image_of = pytest.importorskip("PIL.Image")
+    timeline = timeline_of("gpipe", Shape(2, 4))
+    path = save(timeline, tmp_path / "a.png", title="a $ & b")
+    picture = image_of.open(path).convert("RGB")
+    drawn = svg(timeline, title="a $ & b")
+    assert picture.size == tuple(
+        2 * int(re.search(rf' {side}="(\d+)"', drawn).group(1)) for side in ("width", "height")
+    )
+    for letter in "FB":
+        x, y, wide = map(
+            float,
+            re.search(
+                rf'class="{letter}0" data-i="{letter}0.0" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', drawn
+            ).groups(),
+        )
+        # Near the corner, where no number stands.
+        at = picture.getpixel((int(2 * (x + 3)), int(2 * (y + 3))))
+        assert "#" + "".join(f"{channel:02x}" for channel in at) == chunk_colour(letter, 0, 1)
+        assert wide > 6
 
 
-def test_a_png_without_matplotlib_is_refused_with_the_cure(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+def test_a_png_without_pillow_is_refused_with_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(PipefitError, match=r"pip install 'pipefit\[plot\]'"):
         save(timeline_of("gpipe", Shape(2, 2)), tmp_path / "a.png")
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- drawings
@@ -335,7 +354,7 @@ def processor_s(code: str, env: dict[str, str]) -> tuple[float, str]:
 
 def test_a_grid_of_eight_ranks_and_sixty_four_microbatches_costs_half_a_second_imports_included():
     code = "import pipefit.draw; pipefit.draw('1f1b', 8, 64).grid(200)\nimport sys, json\n"
-    code += "print(json.dumps(sorted({'torch', 'jinja2', 'matplotlib', 'rich', 'numpy'} & set(sys.modules))))"
+    code += "print(json.dumps(sorted({'torch', 'jinja2', 'PIL', 'rich', 'numpy'} & set(sys.modules))))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     seconds = []
     for _ in range(3):
@@ -359,8 +378,40 @@ def test_bars_are_as_high_as_their_values():
 
 def test_points_of_a_logarithmic_axis_are_evenly_spaced_when_they_double():
     points = re.findall(r'cx="([\d.]+)"', chart({"a": [(1, 1.0), (2, 2.0), (4, 3.0)]}, log_x=True))
-    first, second, third = map(float, points)
+    first, second, third, _ = map(float, points)  # the last stands beside the name
     assert third - second == pytest.approx(second - first, abs=0.11)
+
+
+def signs_of_lines(picture: str) -> list[tuple[str, str]]:
+    """The dash of each line and the shape of its mark, as the names at the right show them."""
+    samples = re.findall(
+        r'<path class="line c\d"( stroke-dasharray="[\d ]+")? d="M[\d.]+ [\d.]+H[\d.]+"/>\n(.*)', picture
+    )
+    shapes = []
+    for dash, mark in samples:
+        d = re.search(r' d="M([^"]+)Z"', mark)
+        points = [tuple(map(float, p.split())) for p in d.group(1).split("L")] if d else []
+        middle = [sum(p[axis] for p in points) / len(points) for axis in (0, 1)] if points else []
+        shapes.append((dash, str([(round(x - middle[0], 1), round(y - middle[1], 1)) for x, y in points])))
+    return shapes
+
+
+@pytest.mark.parametrize("count", [8, 14, 28])
+def test_no_two_lines_of_a_chart_share_both_dash_and_mark_so_that_hues_are_not_needed(count):
+    signs = signs_of_lines(chart({f"line {n}": [(1, 1.0 + n), (2, 2.0)] for n in range(count)}))
+    assert len(signs) == len(set(signs)) == count
+
+
+def test_a_line_of_many_points_is_marked_here_and_there():
+    picture = chart({name: [(float(x), 1.0 + x) for x in range(500)] for name in "ab"})
+    assert 5 <= picture.count("<title>a: ") <= 12
+    assert 5 <= picture.count("<title>b: ") <= 12
+
+
+def test_bars_of_a_hue_that_was_there_before_have_gaps():
+    picture = chart({f"bar {n}": [("x", 5.0)] for n in range(9)}, kind="bar")
+    assert 'class="gap"' in picture
+    assert 'class="gap"' not in chart({f"bar {n}": [("x", 5.0)] for n in range(8)}, kind="bar")
 
 
 def test_names_in_charts_are_escaped():

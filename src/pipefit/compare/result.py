@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pipefit.draw.chart import chart
+from pipefit.draw.raster import save_bitmap
 from pipefit.spec.files import write_atomically
 
 __all__ = ["Comparison", "Refusal", "Row"]
@@ -136,7 +138,7 @@ class Comparison:
         return lines
 
     def save(self, folder: str | Path) -> dict[str, str]:
-        """Writes the figures as JSON and the chart as SVG, and as PNG where matplotlib is installed.
+        """Writes the figures as JSON and the chart as SVG, and as PNG where Pillow is installed.
 
         Returns:
             What was written, by kind.
@@ -147,32 +149,6 @@ class Comparison:
         paths = {"json": write_atomically(place / "compare.json", text + "\n")}
         if self.rows:
             paths["chart"] = write_atomically(place / "compare.svg", self.chart())
-            picture = self._png(place / "compare.png")
-            paths |= {"picture": picture} if picture else {}
+            if find_spec("PIL"):
+                paths["picture"] = save_bitmap(place / "compare.png", self.chart())
         return {kind: str(path) for kind, path in paths.items()}
-
-    def _png(self, path: Path) -> Path | None:
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError:
-            return None
-        from io import BytesIO
-
-        figure = Figure(figsize=(9.8, 5.2))
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        lines = self._lines(lambda row: row.samples_per_s)
-        for index, (name, points) in enumerate(lines.items()):
-            axes.plot(*zip(*points, strict=True), "s--" if index >= 10 else "o-", label=name, markersize=4)
-        axes.set_xscale("log", base=2)
-        places = sorted({row.num_microbatches for row in self.rows})
-        axes.set_xticks(places, [str(place) for place in places])
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel(f"micro-batches per update of {self.batch} samples")
-        axes.set_ylabel("samples per second")
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
-        axes.grid(alpha=0.25)
-        picture = BytesIO()
-        figure.savefig(picture, format="png", dpi=140, bbox_inches="tight")
-        return write_atomically(path, picture.getvalue())

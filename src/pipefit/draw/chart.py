@@ -1,4 +1,8 @@
-"""Plain charts for comparisons: lines or bars over one axis, as SVG."""
+"""Plain charts for comparisons: lines or bars over one axis, as SVG.
+
+A hue alone is no name: it comes again after eight, and some readers see fewer. So each line also has a mark, and after
+seven of them a dash, which no other line of the chart shares; its name at the right shows all three.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,23 @@ _HUES = (
     ("#0072b2", "#56a8e0"), ("#d55e00", "#ff8f45"), ("#009e73", "#2fc79a"), ("#b0568f", "#e08fc2"),
     ("#8a6d00", "#e0b93a"), ("#4b4f8f", "#9aa0ee"), ("#5a6675", "#aab6c5"), ("#7a2e2e", "#d98080"),
 )  # fmt: skip
+# Corners of the marks, in parts of their radius; the first is a circle.
+_MARKS: tuple[tuple[tuple[float, float], ...], ...] = (
+    (),
+    ((-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)),
+    ((0, -1.15), (1.1, 0.85), (-1.1, 0.85)),
+    ((0, -1.3), (1.15, 0), (0, 1.3), (-1.15, 0)),
+    ((0, 1.15), (1.1, -0.85), (-1.1, -0.85)),
+    ((-0.4, -1.2), (0.4, -1.2), (0.4, -0.4), (1.2, -0.4), (1.2, 0.4), (0.4, 0.4),
+     (0.4, 1.2), (-0.4, 1.2), (-0.4, 0.4), (-1.2, 0.4), (-1.2, -0.4), (-0.4, -0.4)),
+    ((0, -0.55), (0.6, -1.15), (1.15, -0.6), (0.55, 0), (1.15, 0.6), (0.6, 1.15),
+     (0, 0.55), (-0.6, 1.15), (-1.15, 0.6), (-0.55, 0), (-1.15, -0.6), (-0.6, -1.15)),
+)  # fmt: skip
+_DASHES = ("", "8 4", "2 4", "10 4 2 4")
+_RADIUS = 4.0
+_SAMPLE = 30  # pixels of a line's sample beside its name
 _LEFT, _TOP, _BOTTOM, _MARGIN = 64, 64, 52, 24
-_MOST_LABELS, _MOST_DOTS = 16, 40  # beyond these, places get round numbers and lines no dots
+_MOST_LABELS, _MOST_MARKS = 16, 40  # beyond these, places get round numbers, and lines a mark only here and there
 
 
 def chart(
@@ -82,7 +101,7 @@ class _Plot:
         self, places: list[float | str], by_category: bool, log_x: bool, top: float, width: int, height: int, name: int
     ) -> None:
         self.places, self.by_category, self.log_x, self.width = places, by_category, log_x, width
-        self.right = width - _MARGIN - min(7.0 * name + 30, 220)
+        self.right = width - _MARGIN - min(6.6 * name + 24 + _SAMPLE, 250)
         self.bottom = height - _BOTTOM
         self.ticks = nice_ticks(0, top, 5)
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else top
@@ -146,13 +165,27 @@ def _labelled(plot: _Plot) -> list[float | str]:
 
 def _line(plot: _Plot, index: int, count: int, name: str, points: Sequence[tuple[float | str, float]]) -> list[str]:
     placed = sorted((plot.x(x), plot.y(y), x, y) for x, y in points)
-    path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in placed)
-    parts = [f'<path class="line c{index % len(_HUES)}" d="M{path}"/>']
-    for x, y, at, value in placed if len(placed) <= _MOST_DOTS else ():
+    parts = [_stroke(index, "L".join(f"{x:.1f} {y:.1f}" for x, y, _, _ in placed))] if len(placed) > 1 else []
+    # Of many points a few are marked, on each line others: lines that run together stay apart.
+    every = 1 if len(placed) <= _MOST_MARKS else len(placed) // 10
+    for x, y, at, value in placed[index * every // count :: every]:
         words = f"{name}: {at if isinstance(at, str) else label_number(at)}, {label_number(value)}"
-        dot = f'<circle class="f{index % len(_HUES)}" cx="{x:.1f}" cy="{y:.1f}" r="3.5">'
-        parts.append(f"{dot}<title>{escape(words)}</title></circle>")
+        parts.append(_mark(index, x, y, f"<title>{escape(words)}</title>"))
     return parts
+
+
+def _stroke(index: int, path: str) -> str:
+    dash = _DASHES[index // len(_MARKS) % len(_DASHES)]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'<path class="line c{index % len(_HUES)}"{dashed} d="M{path}"/>'
+
+
+def _mark(index: int, x: float, y: float, title: str = "") -> str:
+    corners, hue = _MARKS[index % len(_MARKS)], index % len(_HUES)
+    if not corners:
+        return f'<circle class="mark f{hue}" cx="{x:.1f}" cy="{y:.1f}" r="{_RADIUS}">{title}</circle>'
+    path = "L".join(f"{x + dx * _RADIUS:.1f} {y + dy * _RADIUS:.1f}" for dx, dy in corners)
+    return f'<path class="mark f{hue}" d="M{path}Z">{title}</path>'
 
 
 def _bars(plot: _Plot, index: int, count: int, name: str, points: Sequence[tuple[float | str, float]]) -> list[str]:
@@ -165,9 +198,17 @@ def _bars(plot: _Plot, index: int, count: int, name: str, points: Sequence[tuple
             f'<rect class="f{index % len(_HUES)}" x="{x + 0.5:.1f}" y="{y:.1f}" width="{max(wide - 1, 0.5):.1f}" '
             f'height="{plot.bottom - y:.1f}" rx="1.5"><title>{escape(words)}</title></rect>'
         )
+        parts += _stripes(index, x + 0.5, y, max(wide - 1, 0.5), plot.bottom)
         if wide >= 26:
             parts.append(f'<text class="ink mid" x="{x + wide / 2:.1f}" y="{y - 5:.1f}">{label_number(value)}</text>')
     return parts
+
+
+def _stripes(index: int, x: float, top: float, wide: float, bottom: float) -> list[str]:
+    """Gaps in a bar whose hue was there before."""
+    gap = 9 / (index // len(_HUES)) if index >= len(_HUES) else 0
+    rows = range(1, math.ceil((bottom - top) / gap)) if gap else ()
+    return [f'<path class="gap" d="M{x:.1f} {bottom - row * gap:.1f}H{x + wide:.1f}"/>' for row in rows]
 
 
 def _names(plot: _Plot, series: Series, kind: str) -> list[str]:
@@ -178,16 +219,24 @@ def _names(plot: _Plot, series: Series, kind: str) -> list[str]:
         if points
     ]
     order = sorted(range(len(ends)), key=ends.__getitem__)
+    pitch = min(17.0, (plot.bottom - _TOP) / max(len(ends) - 1, 1))
     for before, after in pairwise(order):
-        ends[after] = max(ends[after], ends[before] + 17)
+        ends[after] = max(ends[after], ends[before] + pitch)
     overflow = max(ends, default=0.0) - plot.bottom
     for place, index in enumerate(reversed(order)):
-        ends[index] = min(ends[index], plot.bottom - 17 * place) if overflow > 0 else ends[index]
+        ends[index] = min(ends[index], plot.bottom - pitch * place) if overflow > 0 else ends[index]
     parts, x = [], plot.right + 12
-    for index, name in enumerate(name for name, points in series.items() if points):
-        y, hue = ends[index], index % len(_HUES)
-        parts.append(f'<rect class="f{hue}" x="{x:.1f}" y="{y - 5:.1f}" width="10" height="10" rx="2"/>')
-        parts.append(f'<text class="ink" x="{x + 16:.1f}" y="{y + 4:.1f}">{escape(name)}</text>')
+    for index, (name, points) in enumerate(series.items()):
+        if not points:
+            continue
+        y = ends.pop(0)
+        if kind == "bar":
+            parts.append(f'<rect class="f{index % len(_HUES)}" x="{x:.1f}" y="{y - 6:.1f}" width="12" height="12"/>')
+            parts += _stripes(index, x, y - 6, 12, y + 6)
+        else:
+            parts += [_stroke(index, f"{x:.1f} {y:.1f}H{x + _SAMPLE:.1f}"), _mark(index, x + _SAMPLE / 2, y)]
+        words = x + (18 if kind == "bar" else _SAMPLE + 7)
+        parts.append(f'<text class="ink" x="{words:.1f}" y="{y + 4:.1f}">{escape(name)}</text>')
     return parts
 
 
@@ -197,12 +246,14 @@ def _style(count: int) -> str:
         f"{root}{{font:12px system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;"
         f"font-variant-numeric:tabular-nums}}"
         f"{root} .name{{font-size:17px;font-weight:650}}{root} .end{{text-anchor:end}}{root} .mid{{text-anchor:middle}}"
-        f"{root} .line{{fill:none;stroke-width:2.2;stroke-linejoin:round;stroke-linecap:round}}"
+        f"{root} .line{{fill:none;stroke-width:2;stroke-linejoin:round}}{root} .gap{{stroke-width:2}}"
     )
     sheets = []
     for night in (0, 1):
         rules = [f"{root} .{name}{{fill:{INKS[name][night]}}}" for name in ("paper", "ink", "soft")]
         rules.append(f"{root} .hair{{stroke:{INKS['line'][night]}}}")
+        # A mark stands out from lines that run through it.
+        rules += [f"{root} .{name}{{stroke:{INKS['paper'][night]}}}" for name in ("mark", "gap")]
         for index, hue in enumerate(_HUES[:count]):
             rules.append(f"{root} .f{index}{{fill:{hue[night]}}}{root} .c{index}{{stroke:{hue[night]}}}")
         sheets.append("".join(rules))

@@ -51,7 +51,8 @@ def shelf() -> tuple[Stored, ...]:
     """The drawings made ahead."""
     lines = gzip.decompress(files("pipefit.draw").joinpath(FILE).read_bytes()).decode().splitlines()
     decoder = msgspec.json.Decoder(_Shape)
-    return tuple(Stored(*msgspec.structs.astuple(decoder.decode(line)), line) for line in lines)
+    shapes = map(decoder.decode, lines)
+    return tuple(Stored(own.name, own.p, own.m, own.v, line) for own, line in zip(shapes, lines, strict=True))
 
 
 def on_shelf(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
