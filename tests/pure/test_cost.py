@@ -154,9 +154,11 @@ def test_another_microbatch_size_scales_time_and_data_but_not_weights():
 
 def test_tensor_parallelism_divides_a_stage_and_unequal_devices_scale_it():
     partition = Partition((StageSpec((0, 1, 2), tensor=2),))
-    fast = Topology((Level("server", 2, 5.0),), devices=(Device(flops=10), Device(flops=20)))
+    flops = (10, 10, 40, 20)
+    fast = Topology((Level("server", 4, 5.0),), devices=tuple(Device(flops=each) for each in flops))
     cost = CostModel.from_profile(Profile("chain", 1, THREE), partition, fast)
-    assert cost.weight_bytes == (3000,)
+    assert (cost.weight_bytes, cost.tensor) == ((3000,), 2)
+    # Two devices make a rank, which is as fast as the slower of them.
     assert (cost.duration_s(fwd(0, 0), 0), cost.duration_s(fwd(0, 0), 1)) == (6, 3)
 
 

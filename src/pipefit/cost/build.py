@@ -93,8 +93,9 @@ def from_profile(
     """Costs of a partition of a profile on a topology.
 
     Tensor parallelism divides a stage's work, saved bytes and weights by its width; the communication inside the
-    group is not counted. Devices that differ scale by their usable FLOP/s, relative to the topology's `device` (which
-    the profile is then taken to be measured on), or to the first of `devices`.
+    group is not counted here (`pipefit.cost.tensor.widened` does, for a GPT). Devices that differ scale by their usable
+    FLOP/s, relative to the topology's `device` (which the profile is then taken to be measured on), or to the first of
+    `devices`.
 
     Args:
         profile: seconds and bytes per layer at the profile's micro-batch size.
@@ -119,8 +120,12 @@ def from_profile(
     """
     if partition.num_layers != len(profile):
         raise PlanError(f"the partition has {partition.num_layers} layers, the profile {len(profile)}")
-    if placement is not None and placement.num_ranks > topology.num_devices:
-        raise PlanError(f"the placement has {placement.num_ranks} ranks, the topology {topology.num_devices} devices")
+    tensor = partition.stages[0].tensor
+    if placement is not None and placement.num_ranks * tensor > topology.num_devices:
+        each = f" of {tensor} devices" if tensor > 1 else ""
+        raise PlanError(
+            f"the placement has {placement.num_ranks} ranks{each}, the topology {topology.num_devices} devices"
+        )
     scale = 1 if microbatch_size is None else microbatch_size / profile.microbatch_size
 
     def total(figure: Callable[[Layer], float], factor: float = 1) -> tuple[float, ...]:
@@ -148,8 +153,9 @@ def from_profile(
         post_s=post_s,
         copy_s_per_byte=copy_s_per_byte,
         overhead_s=overhead_s,
-        speed=_speeds(topology),
+        speed=_speeds(topology, tensor),
         tiers=topology.tiers,
+        tensor=tensor,
     )
 
 
@@ -182,9 +188,11 @@ def _crossing(
     return tuple(sizes)
 
 
-def _speeds(topology: Topology) -> tuple[float, ...]:
+def _speeds(topology: Topology, tensor: int) -> tuple[float, ...]:
+    """Of each rank; one of several devices is as fast as the slowest of them."""
     if not topology.devices or not all(device.flops for device in topology.devices):
         return ()
     reference = topology.device if topology.device.flops else topology.devices[0]
     usable = reference.flops * reference.efficiency
-    return tuple(device.flops * device.efficiency / usable for device in topology.devices)
+    speeds = [device.flops * device.efficiency / usable for device in topology.devices]
+    return tuple(min(speeds[first : first + tensor]) for first in range(0, len(speeds), tensor))

@@ -137,7 +137,10 @@ class CostModel:
         """Bandwidth (bytes per second) and latency (seconds) from one rank to another."""
         if self.topology is None:
             return self.bandwidth_bytes_per_s, self.latency_s
-        level = self.topology.level_between(source, target)
+        t = self.tensor
+        # A rank's link to itself is that between its tensor-parallel processes.
+        inside = source == target
+        level = self.topology.level_between(source * t, target * t + (t - 1 if inside else 0))
         return level.bandwidth_bytes_per_s, level.latency_s
 
     def message_s(self, send: Instruction, rank: int) -> float:

@@ -44,6 +44,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         updates: micro-batches per update, for each stage (over all its replicas).
         ties: groups of stages that share a weight.
         clip: gradients are clipped by their global norm.
+        tensor: processes that share each rank's stages by tensor parallelism; all of them run the rank's list.
+        pieces: what travels is cut over these processes: each sends its part, the receiver gathers (scatter/gather).
         spill: which stages live on another tier (None: all stay on their device).
     """
 
@@ -55,6 +57,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     updates: tuple[int, ...]
     ties: tuple[tuple[int, ...], ...] = ()
     clip: bool = False
+    tensor: int = 1
+    pieces: bool = False
     spill: Spill | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +67,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if self.num_microbatches < 1 or self.num_steps < 1:
             raise ScheduleError(
                 f"expected at least one micro-batch and one step, got {self.num_microbatches} and {self.num_steps}"
+            )
+        if self.tensor < 1 or (self.pieces and self.tensor == 1):
+            raise ScheduleError(
+                f"tensor: expected at least 1, and at least 2 where values travel in pieces; got {self.tensor}"
             )
         if len(self.updates) != len(self.placement) or min(self.updates) < 1:
             raise ScheduleError(
@@ -88,6 +96,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def num_ranks(self) -> int:
         """How many ranks there are."""
         return 1 + max(rank for ranks in self.placement for rank in ranks)
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes run it: process t·rank + j is the j-th of the t that share a rank."""
+        return self.num_ranks * self.tensor
 
     @property
     def num_chunks(self) -> int:

@@ -32,6 +32,7 @@ def dump(program: Program) -> str:
     ]
     lines += [f"tie {' '.join(map(str, tie))}" for tie in header.ties]
     lines += ["clip"] if header.clip else []
+    lines += [f"tensor {header.tensor}{' pieces' * header.pieces}"] if header.tensor > 1 else []
     lines += [_spill_line(header.spill)] if header.spill else []
     for rank, instructions in enumerate(program.ranks):
         lines += ["", f"rank {rank}", *(f"  {instruction}" for instruction in instructions)]
@@ -73,7 +74,7 @@ def parse(text: str, where: str = "program") -> Program:
 def _header(fields: dict[str, list[str]], ties: tuple[tuple[int, ...], ...], where: str) -> Header:
     expected = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
     missing = [name for name in expected if name not in fields]
-    unknown = sorted(set(fields) - {*expected, "clip", "spill"})
+    unknown = sorted(set(fields) - {*expected, "clip", "spill", "tensor"})
     if missing or unknown:
         raise ProgramError(f"{where}: header lines missing: {missing or 'none'}; unknown: {unknown or 'none'}")
     try:
@@ -86,6 +87,8 @@ def _header(fields: dict[str, list[str]], ties: tuple[tuple[int, ...], ...], whe
             updates=tuple(map(int, fields["updates"])),
             ties=ties,
             clip="clip" in fields,
+            tensor=int(fields.get("tensor", ["1"])[0]),
+            pieces=fields.get("tensor", [])[1:] == ["pieces"],
             spill=_spill(fields["spill"]) if "spill" in fields else None,
         )
     except (ValueError, IndexError) as problem:

@@ -5,6 +5,7 @@ from pipefit.passes.communication import with_communication
 from pipefit.passes.data import with_data
 from pipefit.passes.recompute import with_recompute
 from pipefit.passes.reduction import with_reductions
+from pipefit.passes.scatter_gather import with_scatter_gather
 from pipefit.passes.versions import with_drops, with_steps, with_versions
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "with_drops",
     "with_recompute",
     "with_reductions",
+    "with_scatter_gather",
     "with_steps",
     "with_versions",
 ]

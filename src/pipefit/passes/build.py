@@ -10,6 +10,7 @@ from pipefit.passes.communication import with_communication
 from pipefit.passes.data import with_data
 from pipefit.passes.recompute import with_recompute
 from pipefit.passes.reduction import with_reductions
+from pipefit.passes.scatter_gather import with_scatter_gather
 from pipefit.passes.versions import with_drops, with_steps, with_versions
 
 __all__ = ["build"]
@@ -33,4 +34,5 @@ def build(
     program = with_drops(program)
     program = with_reductions(program)
     program = with_data(program)
-    return with_communication(program, ahead)
+    program = with_communication(program, ahead)
+    return with_scatter_gather(program) if header.pieces else program

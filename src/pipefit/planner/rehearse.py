@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.held import small_program
@@ -80,7 +82,9 @@ def rehearse(ground: Ground, judged: Judged) -> Rehearsal | None:
     whole = config.num_microbatches * config.num_stages * (2 if synchronous else 4) <= 2 * _WHOLE
     try:
         if whole or config.replicas:
-            return _whole(plan_of(ground, judged), timing, synchronous)
+            # The costs already have the messages divided and the gathers added.
+            plain = msgspec.structs.replace(plan_of(ground, judged), scatter_gather=False)
+            return _whole(plain, timing, synchronous)
         return _extrapolated(config, judged.partition, timing, synchronous)
     except ScheduleError:
         return None

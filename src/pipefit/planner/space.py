@@ -6,14 +6,14 @@ numbered with t innermost, then p, then d: a group of t devices is one rank of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from pipefit.spec import Device, Layer, Level, Profile, Topology
+from pipefit.cost.tensor import all_reduce_s, widened
+from pipefit.spec import Device, Level, Profile, Topology
 
 __all__ = ["Config", "Ground", "Space", "configs", "data_parallel_name"]
 
@@ -232,33 +232,7 @@ def _grouped(topology: Topology, tensor: int) -> Topology:
 
 
 def _widened(profile: Profile, tensor: int, topology: Topology) -> Profile:
-    """A GPT's layers divided over t devices as Megatron-LM divides them.
-
-    Each block makes two all-reduces of its output in the forward and two in the backward, on the links between the t
-    devices and not overlapped: 8·b·s·h·(t−1)/t elements in all. Of the s·b·h(34 + 5as/h) bytes that a block keeps,
-    s·b·h·10 are not divided (five times its output). Embedding and head are divided by the vocabulary.
-    """
     if tensor == 1:
         return profile
     link = topology.level_between(0, tensor - 1)
-    layers = []
-    for index, layer in enumerate(profile.layers):
-        inner = 0 < index < len(profile) - 1
-        rounds = 2 if inner else 0
-        bytes_moved = 2 * (tensor - 1) / tensor * layer.output_bytes
-        hops = 2 * math.ceil(math.log2(tensor)) * link.latency_s
-        wait_s = rounds * (bytes_moved / link.bandwidth_bytes_per_s + hops)
-        whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner else 0.0
-        layers.append(
-            Layer(
-                layer.name,
-                layer.forward_s / tensor + wait_s,
-                layer.backward_input_s / tensor + wait_s,
-                layer.backward_weight_s / tensor,
-                layer.output_bytes,
-                whole + (layer.saved_bytes - whole) / tensor,
-                layer.weight_bytes / tensor,
-                layer.grad_bytes,
-            )
-        )
-    return msgspec.structs.replace(profile, layers=tuple(layers), others=())
+    return widened(profile, tensor, lambda size: all_reduce_s(size, tensor, link))

@@ -8,7 +8,7 @@ import msgspec
 
 from pipefit.ir.instruction import fwd
 from pipefit.ir.program import Header, Program, WeightRule
-from pipefit.passes import with_communication, with_data, with_versions
+from pipefit.passes import with_communication, with_data, with_scatter_gather, with_versions
 
 __all__ = ["forward_only"]
 
@@ -29,4 +29,5 @@ def forward_only(header: Header, num_microbatches: int) -> Program:
     for rank in range(header.num_ranks):
         mine = [fwd(stage, mb) for stage in header.stages_of(rank) for mb in header.microbatches_of(stage, rank)]
         order.append(tuple(sorted(mine, key=lambda i: (i.mb // header.num_ranks, i.stage, i.mb))))
-    return with_communication(with_data(with_versions(Program(header, tuple(order)))))
+    program = with_communication(with_data(with_versions(Program(header, tuple(order)))))
+    return with_scatter_gather(program) if header.pieces else program

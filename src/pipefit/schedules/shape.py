@@ -31,6 +31,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         ties: groups of stages that share a weight.
         clip: gradients are clipped by their global norm.
         ahead: compute instructions between posting a receive and needing it.
+        tensor: processes that share each rank by tensor parallelism.
+        pieces: each of them sends its part of what travels, and the receiver gathers.
         options: integers particular to the schedule.
     """
 
@@ -44,6 +46,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     ties: tuple[tuple[int, ...], ...] = ()
     clip: bool = False
     ahead: int = 1
+    tensor: int = 1
+    pieces: bool = False
     options: dict[str, int] = {}
 
     def __post_init__(self) -> None:
@@ -75,6 +79,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             updates=tuple(updates),
             ties=self.ties,
             clip=self.clip,
+            tensor=self.tensor,
+            pieces=self.pieces,
         )
         self._refuse_replicas_without_work(header, max(copies))
         self._refuse_updates_that_differ(header)

@@ -62,6 +62,8 @@ def simulate(
         raise PlanError(f"cost is for {cost.num_stages} stages, the program has {program.header.num_stages}")
     if cost.speed and len(cost.speed) < len(program.ranks):
         raise PlanError(f"cost.speed has {len(cost.speed)} ranks, the program {len(program.ranks)}")
+    if program.header.pieces and cost.tensor != program.header.tensor:
+        raise PlanError(f"cost.tensor: the program's pieces are 1/{program.header.tensor}, got {cost.tensor}")
     if repeats < 1:
         raise PlanError(f"repeats: expected at least 1, got {repeats}")
     if contention and not rendezvous:

@@ -142,6 +142,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options: further arguments of the schedule (integers).
         data: copies of the whole pipeline.
         sharded_optimizer: optimizer states divided over the data-parallel ranks.
+        sequence_parallel: tensor-parallel processes also divide the sequence between them where every one of them
+            would compute the same.
+        scatter_gather: without that, each of them sends its part of a message, and the receiver gathers.
     """
 
     partition: Partition
@@ -153,6 +156,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, int] = {}
     data: int = 1
     sharded_optimizer: bool = False
+    sequence_parallel: bool = False
+    scatter_gather: bool = True
     model: str = ""
     method: str = "by hand"
     prediction: Prediction | None = None
@@ -173,6 +178,27 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"placement.ranks[{index}]: stage {index} has {stage.replicas} replicas × {self.data} "
                     f"data-parallel copies, so it needs {stage.replicas * self.data} ranks, got {len(ranks)}"
                 )
+
+        widths = {stage.tensor for stage in self.partition.stages}
+        if len(widths) > 1:
+            raise PlanError(f"tensor: expected one width for all stages, got {sorted(widths)}")
+        if self.sequence_parallel and widths == {1}:
+            raise PlanError("sequence_parallel: expected a tensor width of at least 2, got 1")
+
+    @property
+    def tensor(self) -> int:
+        """Processes that share each rank by tensor parallelism."""
+        return self.partition.stages[0].tensor
+
+    @property
+    def pieces(self) -> bool:
+        """Whether what travels is cut into pieces."""
+        return self.tensor > 1 and self.scatter_gather and not self.sequence_parallel
+
+    @property
+    def num_processes(self) -> int:
+        """Devices that the plan needs."""
+        return self.placement.num_ranks * self.tensor
 
     def save(self, path: str | Path) -> Path:
         """Writes the plan as JSON, atomically."""

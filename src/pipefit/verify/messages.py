@@ -42,10 +42,22 @@ def messages(s: Subject) -> Iterator[Finding]:
                     if key in crossed:
                         yield s.at("messages", number, f"is already sent: {s.where(crossed[key])}")
                     crossed.setdefault(key, number)
+    yield from _gathers(s)
     for key, (source, target) in links.items():
         if key not in crossed:
             kind, stage, mb = key
             yield Finding("messages", source, -1, f"{kind} s{stage} m{mb} must go from rank {source} to rank {target}")
+
+
+def _gathers(s: Subject) -> Iterator[Finding]:
+    """A value that came in pieces is gathered once; that its pieces are there is the rule of dependencies."""
+    for numbers in s.by_microbatch[Op.GATHER].values():
+        seen: dict[str, int] = {}
+        for number in numbers:
+            kind = s.graph.instructions[number].kind
+            if kind in seen:
+                yield s.at("messages", number, f"is already gathered: {s.where(seen[kind])}")
+            seen.setdefault(kind, number)
 
 
 def _owed(header: Header) -> dict[Owed, tuple[int, int]]:

@@ -96,6 +96,8 @@ def _kept_version(header: Header, i: Instruction, rank: int) -> tuple[str, str] 
 def _message(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
     if i.kind not in _MESSAGES:
         return "messages", f"{i.kind or 'nothing'!r} does not travel: expected one of {', '.join(sorted(_MESSAGES))}"
+    if i.kind not in _GATHERED and header.tensor == 1:
+        return "messages", f"{i.kind} travels only between ranks of several tensor-parallel processes: the header has 1"
     if i.peer == rank:
         return "messages", "a rank cannot send to itself: what it made is already there"
     if not 0 <= i.peer < header.num_ranks:
@@ -106,6 +108,8 @@ def _message(header: Header, i: Instruction, rank: int) -> tuple[str, str] | Non
 def _gather(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
     if i.kind not in _GATHERED:
         return "messages", f"expected a gather of act or grad, got {i.kind!r}"
+    if header.tensor == 1:
+        return "messages", "there is nothing to gather on a rank of one process: the header has tensor 1"
     return _stage_and_microbatch(header, i, rank)
 
 

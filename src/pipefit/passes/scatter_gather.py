@@ -1,0 +1,57 @@
+"""Scatter/gather: what tensor-parallel processes all hold crosses the link once, in pieces, and not t times."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import COMPUTE_OPS, Kind, Op
+from pipefit.ir.program import Program
+
+__all__ = ["with_scatter_gather"]
+
+_PIECE = {Kind.ACT.value: Kind.PIECE.value, Kind.GRAD.value: Kind.GRAD_PIECE.value}
+
+
+def with_scatter_gather(program: Program) -> Program:
+    """Sends and receives pieces, and adds a gather just before the instruction that needs the whole.
+
+    Without sequence parallelism a stage's output is the same on all t processes of its rank, and so is the gradient of
+    its input. Each sends 1/t of it, flat, to its peer of the next rank, where the t processes gather the whole from
+    each other over their own, faster links. A tensor whose size t does not divide travels whole, inside the piece.
+
+        send s0 m0 act >1           recv s0 m0 act <0
+                                    fwd s1 m0 w0
+    becomes
+        send s0 m0 act-piece >1     recv s0 m0 act-piece <0
+                                    gather s0 m0 act
+                                    fwd s1 m0 w0
+
+    Source: Narayanan et al. (SC 2021) §4.1.
+    """
+    ranks: list[list[Instruction]] = []
+    for instructions in program.ranks:
+        listed: list[Instruction] = []
+        arriving: set[tuple[int, int, str]] = set()
+        for i in instructions:
+            if (i.op is Op.SEND or i.op is Op.RECV) and i.kind in _PIECE:
+                if i.op is Op.RECV:
+                    arriving.add((i.stage, i.mb, i.kind))
+                listed.append(msgspec.structs.replace(i, kind=_PIECE[i.kind]))
+                continue
+            needed = _entering(i)
+            if needed in arriving:
+                arriving.discard(needed)
+                stage, mb, kind = needed
+                listed.append(Instruction(Op.GATHER, stage, mb, kind=kind))
+            listed.append(i)
+        ranks.append(listed)
+    return program.with_ranks(ranks)
+
+
+def _entering(i: Instruction) -> tuple[int, int, str]:
+    """The value from another rank that a compute instruction may need."""
+    if i.op not in COMPUTE_OPS:
+        return (-1, -1, "")
+    forward = i.op is Op.FWD or i.op is Op.RECOMPUTE
+    return (i.stage - 1, i.mb, Kind.ACT.value) if forward else (i.stage, i.mb, Kind.GRAD.value)
