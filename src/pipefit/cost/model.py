@@ -165,7 +165,10 @@ class CostModel:
             return 0
         links = [self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)]
         bandwidth, latency = min(link[0] for link in links), max(link[1] for link in links)
-        return 2 * (d - 1).bit_length() * latency + _over(2 * (d - 1) * self._reduced_bytes(instruction), bandwidth) / d
+        # A reduction to everyone is one to parts and a gathering of them; each of these alone is half of it.
+        ways = 1 if instruction.kind in _HALVES else 2
+        seconds = _over(ways * (d - 1) * self._reduced_bytes(instruction), bandwidth) / d
+        return ways * (d - 1).bit_length() * latency + seconds
 
     def local_s(self, instruction: Instruction, rank: int) -> float:
         """Seconds of what completes by itself on one rank: fetch, evict (by their tier's rates) and gather.
@@ -228,6 +231,8 @@ def _over(size: float, bandwidth: float) -> float:
     return 0 if math.isinf(bandwidth) else size / bandwidth
 
 
+_HALVES = (Kind.SCATTER.value, Kind.SHARDS.value)
+
 _Work = Callable[[CostModel, Instruction], float]
 
 _WORK_S: Final[dict[Op, _Work]] = {
@@ -254,4 +259,6 @@ _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {
     Kind.WEIGHTS.value: lambda cost, s: cost.weight_bytes[s],
     Kind.OPTIM.value: lambda cost, s: cost.optim_bytes[s],
     Kind.NORM.value: lambda cost, s: 0,
+    # Parts of weights that lie where the whole will be.
+    Kind.SHARDS.value: lambda cost, s: 0,
 }

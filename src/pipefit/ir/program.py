@@ -43,7 +43,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         weights: the rule for weight versions.
         updates: micro-batches per update, for each stage (over all its replicas).
         ties: groups of stages that share a weight.
-        clip: gradients are clipped by their global norm.
+        clip: the norm of all gradients is known before each step: to clip them, or to skip what is not finite.
+        sharded: replicas of a stage step a part of its weights each, and put the new ones together.
         tensor: processes that share each rank's stages by tensor parallelism; all of them run the rank's list.
         pieces: what travels is cut over these processes: each sends its part, the receiver gathers (scatter/gather).
         spill: which stages live on another tier (None: all stay on their device).
@@ -57,6 +58,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     updates: tuple[int, ...]
     ties: tuple[tuple[int, ...], ...] = ()
     clip: bool = False
+    sharded: bool = False
     tensor: int = 1
     pieces: bool = False
     spill: Spill | None = None
@@ -114,6 +116,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def is_optim_spilled(self, stage: int) -> bool:
         """Whether the optimizer's states of a stage are moved too."""
         return self.spill is not None and self.spill.optim and stage in self.spill.stages
+
+    def is_sharded(self, stage: int) -> bool:
+        """Whether replicas of a stage step a part of its weights each."""
+        return self.sharded and len(self.placement[stage]) > 1
 
     @property
     def total_microbatches(self) -> int:

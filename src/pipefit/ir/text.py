@@ -32,6 +32,7 @@ def dump(program: Program) -> str:
     ]
     lines += [f"tie {' '.join(map(str, tie))}" for tie in header.ties]
     lines += ["clip"] if header.clip else []
+    lines += ["sharded"] if header.sharded else []
     lines += [f"tensor {header.tensor}{' pieces' * header.pieces}"] if header.tensor > 1 else []
     lines += [_spill_line(header.spill)] if header.spill else []
     for rank, instructions in enumerate(program.ranks):
@@ -74,7 +75,7 @@ def parse(text: str, where: str = "program") -> Program:
 def _header(fields: dict[str, list[str]], ties: tuple[tuple[int, ...], ...], where: str) -> Header:
     expected = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
     missing = [name for name in expected if name not in fields]
-    unknown = sorted(set(fields) - {*expected, "clip", "spill", "tensor"})
+    unknown = sorted(set(fields) - {*expected, "clip", "sharded", "spill", "tensor"})
     if missing or unknown:
         raise ProgramError(f"{where}: header lines missing: {missing or 'none'}; unknown: {unknown or 'none'}")
     try:
@@ -87,6 +88,7 @@ def _header(fields: dict[str, list[str]], ties: tuple[tuple[int, ...], ...], whe
             updates=tuple(map(int, fields["updates"])),
             ties=ties,
             clip="clip" in fields,
+            sharded="sharded" in fields,
             tensor=int(fields.get("tensor", ["1"])[0]),
             pieces=fields.get("tensor", [])[1:] == ["pieces"],
             spill=_spill(fields["spill"]) if "spill" in fields else None,

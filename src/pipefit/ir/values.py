@@ -17,12 +17,13 @@ __all__ = ["Value", "consumes", "makes", "needs", "tied_stages"]
 
 INPUT, ACT, GRAD, SAVED, HALF = Kind.INPUT.value, Kind.ACT.value, Kind.GRAD.value, Kind.SAVED.value, Kind.HALF.value
 WGRAD, WEIGHTS, NORM, OPTIM = Kind.WGRAD.value, Kind.WEIGHTS.value, Kind.NORM.value, Kind.OPTIM.value
+SHARDS = Kind.SHARDS.value
 _WHOLE = {Kind.PIECE.value: ACT, Kind.GRAD_PIECE.value: GRAD}
 _PIECE = {ACT: Kind.PIECE.value, GRAD: Kind.GRAD_PIECE.value}
 
 
 class Value(NamedTuple):
-    """A value on a rank; `at` is its micro-batch, version or update; for the optimizer's states the weights' version."""
+    """A value on a rank; `at` is its micro-batch, version or update; for the optimizer's states a version."""
 
     kind: str
     stage: int
@@ -113,15 +114,20 @@ def _weight_gradient(i: Instruction, program: Program) -> Value:
 
 def _reduce_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     header = program.header
-    if i.kind == Kind.NORM:
+    if i.kind == SHARDS:
+        return (Value(SHARDS, i.stage, i.version),)
+    if i.kind == Kind.NORM and i.stage < 0:
         stages = tuple(s for s in header.stages_of(rank) if i.version < header.num_updates(s))
-    else:
-        stages = tied_stages(header, i.stage, rank) if i.kind == Kind.TIED else (i.stage,)
+        # The gradients of a spilled stage have come by one after the other, and left their part of the norm.
+        return tuple(Value(NORM if header.is_spilled(stage) else WGRAD, stage, i.version) for stage in stages)
+    stages = tied_stages(header, i.stage, rank) if i.kind == Kind.TIED else (i.stage,)
     return tuple(Value(WGRAD, stage, i.version) for stage in stages)
 
 
 def _reduce_makes(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    return (Value(NORM, -1, i.version),) if i.kind == Kind.NORM else _reduce_needs(i, program, rank)
+    if i.kind == SHARDS:
+        return (Value(WEIGHTS, i.stage, i.version + 1),)
+    return (Value(NORM, i.stage, i.version),) if i.kind == Kind.NORM else _reduce_needs(i, program, rank)
 
 
 def _step_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
@@ -131,6 +137,8 @@ def _step_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...
 
 
 def _step_makes(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    if program.header.is_sharded(i.stage):
+        return (Value(SHARDS, i.stage, i.version),)
     return (Value(WEIGHTS, i.stage, i.version + 1), *_states(i, program, 1))
 
 

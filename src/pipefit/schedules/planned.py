@@ -29,6 +29,7 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...
         recompute=tuple(index for index, stage in enumerate(stages) if stage.recompute),
         ties=ties,
         clip=clip,
+        sharded=plan.sharded_optimizer,
         tensor=plan.tensor,
         pieces=plan.pieces,
         options=plan.options,

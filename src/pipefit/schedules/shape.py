@@ -29,7 +29,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         placement: ranks of each stage, where the default does not serve.
         recompute: stages that replay their forward; None: all.
         ties: groups of stages that share a weight.
-        clip: gradients are clipped by their global norm.
+        clip: the norm of all gradients is needed before each step.
+        sharded: replicas of a stage step a part of its weights each.
         ahead: compute instructions between posting a receive and needing it.
         tensor: processes that share each rank by tensor parallelism.
         pieces: each of them sends its part of what travels, and the receiver gathers.
@@ -45,6 +46,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     recompute: tuple[int, ...] | None = ()
     ties: tuple[tuple[int, ...], ...] = ()
     clip: bool = False
+    sharded: bool = False
     ahead: int = 1
     tensor: int = 1
     pieces: bool = False
@@ -79,6 +81,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             updates=tuple(updates),
             ties=self.ties,
             clip=self.clip,
+            sharded=self.sharded,
             tensor=self.tensor,
             pieces=self.pieces,
         )

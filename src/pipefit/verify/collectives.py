@@ -15,6 +15,7 @@ from pipefit.verify.subject import Finding, Subject
 __all__ = ["collectives"]
 
 Key = tuple[str, int, int]
+_AFTER = (Kind.NORM.value, Kind.SHARDS.value)
 Positions = dict[tuple[int, Key], int]
 
 
@@ -52,7 +53,11 @@ def collectives(s: Subject) -> Iterator[Finding]:
 def _due(header: Header) -> dict[Key, tuple[int, ...]]:
     """The reductions that the header asks for, and their members."""
     due: dict[Key, tuple[int, ...]] = {}
-    groups = [(Kind.REPLICAS.value, stage) for stage in range(header.num_stages)]
+    groups = []
+    for stage in range(header.num_stages):
+        sharded = header.is_sharded(stage)
+        groups.append((Kind.SCATTER.value if sharded else Kind.REPLICAS.value, stage))
+        groups += [(Kind.SHARDS.value, stage)] * sharded
     groups += [(Kind.TIED.value, tie[0]) for tie in header.ties if len(tie) > 1]
     for kind, stage in groups:
         members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
@@ -84,7 +89,8 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
     }
     for (rank, (kind, stage, update)), number in positions.items():
         stages = _reduced_stages(header, kind, stage, rank)
-        for own in stages:
+        # What puts new weights together follows its step: that it needs their parts is a rule of values.
+        for own in stages if kind != Kind.SHARDS else ():
             gradient = last_gradient.get((rank, own, update), -1)
             if gradient > number:
                 yield s.at("collectives", number, f"comes before a gradient that it must hold: {s.where(gradient)}")
@@ -93,7 +99,7 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
                 yield s.at("collectives", number, f"comes after the step that uses it: {s.where(step)}")
         if kind == Kind.NORM:
             for (other_rank, other), earlier in positions.items():
-                if other_rank == rank and other[2] == update and other[0] != Kind.NORM and earlier > number:
+                if other_rank == rank and other[2] == update and other[0] not in _AFTER and earlier > number:
                     yield s.at(
                         "collectives", number, f"the norm is of reduced gradients: {s.where(earlier)} comes later"
                     )

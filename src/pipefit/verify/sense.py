@@ -19,6 +19,7 @@ Check = Callable[[Header, Instruction, int], tuple[str, str] | None]
 
 _MESSAGES = frozenset({Kind.ACT.value, Kind.GRAD.value, Kind.PIECE.value, Kind.GRAD_PIECE.value})
 _GATHERED = frozenset({Kind.ACT.value, Kind.GRAD.value})
+_SUMMED = frozenset({Kind.REPLICAS.value, Kind.TIED.value, Kind.SCATTER.value, Kind.SHARDS.value})
 
 
 def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[Finding]]:
@@ -118,7 +119,7 @@ def _reduce(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None
         updates = max(header.num_updates(stage) for stage in range(header.num_stages))
         if i.stage != -1:
             return "collectives", "the norm is of all stages: it takes s*"
-    elif i.kind in (Kind.REPLICAS, Kind.TIED):
+    elif i.kind in _SUMMED:
         problem = _stage(header, i, rank)
         if problem:
             return problem
@@ -126,7 +127,7 @@ def _reduce(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None
             return "collectives", f"no group of tied stages starts with stage {i.stage}: the header has {header.ties}"
         updates = header.num_updates(i.stage)
     else:
-        return "collectives", f"expected a reduction of replicas, tied or norm, got {i.kind!r}"
+        return "collectives", f"expected one of {', '.join(sorted(_SUMMED))} or norm, got {i.kind!r}"
     return None if 0 <= i.version < updates else ("collectives", f"there is no update {i.version}: there are {updates}")
 
 

@@ -1,0 +1,211 @@
+"""Gradients of a stage in flat buckets that are reduced one by one while the backward still runs.
+
+    backward of the stage, last layers first    │ 7 6 5 │ 4 3 2 │ 1 0 │
+    a bucket is full: its reduction starts              ▶── bucket 0 ──▶
+                                                                ▶── bucket 1 ──▶
+    the `reduce` instruction starts what is left, and whoever needs the gradients waits for all of them
+
+A gradient is a view of its bucket, so nothing is packed before a reduction or unpacked after it. Autograd lays the
+first gradient of an update down by itself (nothing is added to zeros); it is moved to its place once, and those of
+later micro-batches are added there.
+
+DDP's reducer is not used: it belongs to one module that is run forwards and backwards once between two reductions.
+Here several micro-batches and versions of the weights are in flight, and when gradients are complete is known from the
+program, not from the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets", "layout", "view_in"]
+
+BUCKET_BYTES = 4 << 20
+"""Small enough that the first reductions start early, large enough that their number costs nothing."""
+_ALIGN = 16
+
+Launch = Callable[[int, Tensor], None]
+
+
+class Bucket(NamedTuple):
+    """Parameters that lie side by side in one flat tensor.
+
+    Attributes:
+        members: indices of the parameters.
+        starts: of each, its first element.
+        size: elements, divisible by the number of parts.
+        dtype: of all of them.
+    """
+
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    size: int
+    dtype: torch.dtype
+
+    def views(self, flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """The members' tensors inside a flat one, laid out in memory as the parameters are."""
+        return [view_in(flat, start, parameters[index]) for index, start in zip(self.members, self.starts, strict=True)]
+
+
+def view_in(flat: Tensor, start: int, like: Tensor) -> Tensor:
+    """The elements of a flat tensor from `start` on, shaped and laid out in memory like another."""
+    if like.is_contiguous() or not _fills_its_memory(like):
+        return flat[start : start + like.numel()].view(like.shape)
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + start)
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    """Whether there are no gaps or overlaps, whatever the order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+    """Buckets of parameters of one type each, the last parameters first, for their gradients come first.
+
+    Args:
+        parameters: of a stage.
+        parts: every bucket can be divided into as many equal ones.
+        cap_bytes: a bucket takes no further parameter once it holds this much.
+    """
+    made: list[Bucket] = []
+    members: list[int] = []
+    starts: list[int] = []
+    end = 0
+
+    def close() -> None:
+        nonlocal end
+        if members:
+            unit = _ALIGN * parts
+            made.append(Bucket(tuple(members), tuple(starts), -(-end // unit) * unit, parameters[members[0]].dtype))
+        members.clear()
+        starts.clear()
+        end = 0
+
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        if members and (
+            parameter.dtype != parameters[members[0]].dtype or end * parameter.element_size() >= cap_bytes
+        ):
+            close()
+        members.append(index)
+        starts.append(end)
+        end += -(-parameter.numel() // _ALIGN) * _ALIGN
+    close()
+    return made
+
+
+class GradientBuckets:
+    """The gradients of the parameters that a stage's replicas sum.
+
+    Attributes:
+        parameters: in the model's order.
+        buckets: where each lies.
+        flats: the buckets' memory, kept from update to update.
+        marks: for each parameter a number that becomes, once reduced, how many replicas had a gradient for it. It lies
+            in the last bucket; with `parts` it is a tensor of its own.
+        idle: of the update that was finished last, the parameters without a gradient on this rank.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
+        self.parameters = list(parameters)
+        self.buckets = layout(self.parameters, parts)
+        count = len(self.parameters)
+        self.flats: list[Tensor] = []
+        self.marks = torch.ones(0)
+        self._views: list[Tensor] = [torch.empty(0)] * count
+        self._bucket_of = [0] * count
+        for number, bucket in enumerate(self.buckets):
+            device = self.parameters[bucket.members[0]].device
+            last = number == len(self.buckets) - 1
+            tail = count if last and parts == 1 else 0
+            flat = torch.zeros(bucket.size + tail, dtype=bucket.dtype, device=device)
+            if last:
+                self.marks = flat[bucket.size :] if tail else torch.ones(count, dtype=torch.float64, device=device)
+            self.flats.append(flat)
+            for index, view in zip(bucket.members, bucket.views(flat, self.parameters), strict=True):
+                self._views[index], self._bucket_of[index] = view, number
+        self._hooks = [partial(self._arrived, index) for index in range(count)]
+        self._waiting: list[int] = []
+        self._started = 0
+        self._adopted = False
+        self._launch: Launch = lambda number, flat: None
+        self.idle: list[int] = []
+
+    def adopt(self) -> None:
+        """Moves the gradients of an update's first backward to their places, where later ones are added to them."""
+        if not self._adopted:
+            self._adopted = True
+            self._move()
+
+    def _move(self) -> None:
+        places, made = [], []
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            grad = parameter.grad
+            if grad is not None and grad is not view:
+                places.append(view)
+                made.append(grad)
+                parameter.grad = view
+        if made:
+            torch._foreach_copy_(places, made)
+
+    def begin(self, launch: Launch) -> None:
+        """The gradients of an update are about to be complete; `launch(number, flat)` starts a bucket's reduction."""
+        self._launch = launch
+        self._started = 0
+        self._waiting = [len(bucket.members) for bucket in self.buckets]
+
+    def watch(self, backward: Callable[[], None]) -> None:
+        """Runs the last backward of an update; buckets that it fills are launched meanwhile, in order."""
+        handles = [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for parameter, hook in zip(self.parameters, self._hooks, strict=True)
+        ]
+        try:
+            backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _arrived(self, index: int, parameter: Tensor) -> None:
+        view, grad = self._views[index], parameter.grad
+        if grad is not view:
+            view.copy_(grad)  # type: ignore[arg-type]
+            parameter.grad = view
+        self._waiting[self._bucket_of[index]] -= 1
+        # All replicas must launch in one order, whatever the order in which their gradients arrive.
+        while self._started < len(self.flats) and not self._waiting[self._started]:
+            if self._started == len(self.flats) - 1:
+                self.marks.fill_(1)
+            self._start()
+
+    def _start(self) -> None:
+        self._launch(self._started, self.flats[self._started])
+        self._started += 1
+
+    def finish(self) -> None:
+        """Launches what is left: buckets with a parameter that the last backward has not reached."""
+        self._adopted = False
+        self.idle = []
+        if self._started == len(self.flats):
+            return
+        self._move()
+        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+            if parameter.grad is None:
+                self.idle.append(index)
+                parameter.grad = view.zero_()
+        self.marks.fill_(1)
+        if self.idle:
+            self.marks[self.idle] = 0
+        while self._started < len(self.flats):
+            self._start()
