@@ -18,6 +18,7 @@ from torch import Tensor
 from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind
+from pipefit.runtime.shared import SharedLinks
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import Contract
 
@@ -30,6 +31,8 @@ _MAX_OPEN_SENDS = 4
 class DistributedTransport:
     """This rank's messages and reductions.
 
+    Messages between ranks that share memory go through it (`shared`), all others through the process group.
+
     Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
     later messages to it are under way. The verifier has proven that no order of waiting on sends can block a program.
 
@@ -37,8 +40,9 @@ class DistributedTransport:
         bytes_sent: of all activations and gradients so far.
     """
 
-    def __init__(self, rank: int, num_stages: int, device: torch.device) -> None:
+    def __init__(self, rank: int, num_stages: int, device: torch.device, shared: SharedLinks | None = None) -> None:
         self.rank = rank
+        self._shared = shared if device.type == "cpu" else None
         self.device = device
         self.bytes_sent = 0
         self._stages = num_stages
@@ -85,8 +89,12 @@ class DistributedTransport:
         first = self._tag(i)
         group, peer = self._channel(self.rank, i.peer, i.peer)
         for offset, leaf in enumerate(leaves):
-            sent.works.append(group.send([leaf], peer, first + offset))
+            work = group.send([leaf], peer, first + offset)
+            if work is not None:
+                sent.works.append(work)
             self.bytes_sent += leaf.nbytes
+        if not sent.works:
+            return
         queue = self._open.setdefault((i.peer, i.kind), deque())
         queue.append(sent)
         # A receiver that has not learnt a contract yet posts later than its program says: until an answer shows that it
@@ -192,14 +200,28 @@ class DistributedTransport:
         works = [dist.all_reduce(flat, group=self._groups[members], async_op=True) for flat in flats]
         return _Reduction(tensors, list(buckets.values()), flats, works)
 
+    def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> InPlace:
+        """Starts to sum a tensor over some ranks, where it is."""
+        return InPlace(dist.all_reduce(tensor, group=self._groups[members], async_op=True))
+
+    def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> InPlace:
+        """Starts to sum a flat tensor over some ranks, each of which gets its part."""
+        return InPlace(dist.reduce_scatter_tensor(part, whole, group=self._groups[members], async_op=True))
+
+    def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> InPlace:
+        """Starts to join the parts of some ranks."""
+        return InPlace(dist.all_gather_into_tensor(whole, part, group=self._groups[members], async_op=True))
+
     def finish(self) -> None:
         """Waits for every send under way."""
         for queue in self._open.values():
             while queue:
                 queue.popleft().finish()
 
-    def _channel(self, source: int, target: int, peer: int) -> tuple[dist.ProcessGroup, int]:
-        """The group that carries a link, and the peer's number in it."""
+    def _channel(self, source: int, target: int, peer: int) -> tuple[Any, int]:
+        """What carries a link, and the peer's number in it."""
+        if self._shared is not None:
+            return self._shared, peer
         group = self._links.get((source, target))
         return (self._world, peer) if group is None else (group, dist.get_group_rank(group, peer))
 
@@ -261,6 +283,20 @@ class _Receive:
             self._transport.delivered(Kind.ACT.value, i.stage, i.mb)
             return Message(buffers, [], None)
         return Message(buffers, [flag for _, _, flag in contract.leaves], contract.structure)
+
+
+class InPlace(NamedTuple):
+    """A collective under way that leaves its result where it belongs."""
+
+    work: Any
+
+    def ready(self) -> bool:
+        """`wait` may block."""
+        return True
+
+    def wait(self) -> None:
+        """Blocks until the result is there."""
+        self.work.wait()
 
 
 class _Reduction:

@@ -15,6 +15,7 @@ from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
+from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution, Feed
@@ -22,7 +23,9 @@ from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.launch import program_file
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.progress import Progress
+from pipefit.runtime.reducing import early_reductions, make_buckets
 from pipefit.runtime.session import Session
+from pipefit.runtime.widened import TensorTransport
 from pipefit.runtime.worker import Worker
 from pipefit.timeline import Event
 
@@ -70,12 +73,19 @@ class Engine:
         self._flags: list[dict[tuple[int, object], list[bool]]] = [{} for _ in workers]
         self._prepared: set[str] = set()
         self.transports: list[LocalTransport | DistributedTransport] = [
-            DistributedTransport(worker.rank, num_stages, worker.device)
+            TensorTransport(worker.rank, num_stages, worker.device, worker.mesh)
+            if worker.mesh.tensor > 1
+            else DistributedTransport(worker.rank, num_stages, worker.device, session.links)
             if session.is_distributed
             else LocalTransport(worker.rank, self._mailbox)
             for worker in self.workers
         ]
         session.before_leaving.extend(t.finish for t in self.transports if isinstance(t, DistributedTransport))
+
+    @property
+    def mesh(self) -> Mesh:
+        """The processes that share this process's rank."""
+        return self.workers[0].mesh
 
     def run(self, program: Program, feed: Feed, metric: Callable[[Any, Any], float] | None = None) -> PassResult:
         """Executes a program once on the ranks of this process; `metric` is taken of every output beside its loss.
@@ -89,7 +99,9 @@ class Engine:
             transport.begin(feed.signatures)
             compiled = compile_rank(program, worker.rank)
             progress = self.session.progress if self.session.is_distributed else Progress()
-            executions.append(Execution(compiled, worker, transport, feed, flags, progress, metric))
+            run = Execution(compiled, worker, transport, feed, flags, progress, metric)
+            run.early = early_reductions(program, worker.rank) if worker.buckets else {}
+            executions.append(run)
         self.executions = executions
         with self.session.passing(program):
             _drive(executions)
@@ -104,6 +116,8 @@ class Engine:
         self._prepared.add(program.digest)
         if self.session.is_distributed:
             _agree_on(program, self.session.num_ranks)
+        for worker in self.workers:
+            make_buckets(worker, program)
         graph = dependency_graph(program)
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]

@@ -27,6 +27,7 @@ __all__ = ["LaunchError", "launch", "program_file", "run_script"]
 
 _GRACE_S = 2.0
 _TERMINATED = 128 + signal.SIGTERM
+_LEFT = ("rank-*.hang", "rank-*.progress", "rank-*.inbox")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
@@ -73,7 +74,7 @@ def launch(
         raise PipefitError(f"ranks: expected at least 1, got {num_ranks}")
     place = folder or Path(tempfile.mkdtemp(prefix="pipefit-"))
     place.mkdir(parents=True, exist_ok=True)
-    for stale in (place / "store", place / ENDING, *place.glob("rank-*.hang"), *place.glob("rank-*.progress")):
+    for stale in (place / "store", place / ENDING, *(path for left in _LEFT for path in place.glob(left))):
         stale.unlink(missing_ok=True)
     context = _server()
     threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
