@@ -58,6 +58,7 @@ class Execution:
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
         metric, metrics: a further number taken of each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
+        early: reductions over replicas that begin inside a backward, by its index.
         index: of the instruction that is running or waiting.
         starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
     """
@@ -74,6 +75,7 @@ class Execution:
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
+    early: Mapping[int, Instruction] = field(default_factory=dict)
     index: int = 0
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -104,6 +106,14 @@ class Execution:
             ends[index] = clock()
             for value in frees[index]:
                 values.pop(value, None)
+        for awaited in list(handles):
+            # What the next pass needs, such as weights that replicas put together.
+            handle = handles.pop(awaited)
+            while not handle.ready():
+                yield instructions[awaited]
+            if instructions[awaited].op is Op.REDUCE:
+                self._arrive(instructions[awaited], handle.wait())
+                ends[awaited] = clock()
         self.index = len(instructions)
 
     def _arrive(self, instruction: Instruction, result: Any) -> None:

@@ -13,6 +13,7 @@ from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.values import tied_stages
+from pipefit.runtime import reducing
 from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
@@ -137,7 +138,10 @@ def _backward(run: Execution, i: Instruction) -> None:
     grads = _gradient(run, i)
     run.worker.stores[i.stage].at(i.version)
     if saved.edges:
-        _run_backward(tuple(saved.edges), tuple(grads))
+        if i.stage in run.worker.buckets:
+            reducing.backward(run, i, lambda: _run_backward(tuple(saved.edges), tuple(grads)))
+        else:
+            _run_backward(tuple(saved.edges), tuple(grads))
     if i.stage:
         run.values["grad", i.stage - 1, i.mb] = [_or_zero(leaf.grad, leaf) for leaf in saved.inputs]
 
@@ -172,11 +176,18 @@ def _backward_weight(run: Execution, i: Instruction) -> None:
     run.worker.stores[i.stage].at(i.version)
     parameters = run.worker.stages[i.stage].parameters()
     if saved.edges and parameters:
-        torch.autograd.backward(saved.edges, grads, inputs=parameters)
+        if i.stage in run.worker.buckets:
+            reducing.backward(run, i, lambda: torch.autograd.backward(saved.edges, grads, inputs=parameters))
+        else:
+            torch.autograd.backward(saved.edges, grads, inputs=parameters)
+
+
+_WHOLE = {Kind.PIECE.value: Kind.ACT.value, Kind.GRAD_PIECE.value: Kind.GRAD.value}
+_PIECE = {whole: piece for piece, whole in _WHOLE.items()}
 
 
 def _send(run: Execution, i: Instruction) -> None:
-    value = run.values[i.kind, i.stage, i.mb]
+    value = run.values[_WHOLE.get(i.kind, i.kind), i.stage, i.mb]
     message = value if isinstance(value, Message) else Message(value, [], None)
     run.transport.send(i, message)
 
@@ -185,21 +196,26 @@ def _receive(run: Execution, i: Instruction) -> None:
     run.handles[run.index] = run.transport.receive(i)
 
 
+def _gather(run: Execution, i: Instruction) -> None:
+    pieces = run.values.pop((_PIECE[i.kind], i.stage, i.mb))
+    run.values[i.kind, i.stage, i.mb] = run.transport.gather(pieces)
+
+
 def _reduce(run: Execution, i: Instruction) -> None:
     program, worker = run.compiled.program, run.worker
     members = collective_members(program.header, i)
     if i.kind == Kind.NORM:
         # Each rank brings its own entry and zeros for the others: the sum is the same to the bit in any order.
-        squares = torch.zeros(program.header.num_ranks, dtype=torch.float64, device=worker.device)
-        squares[worker.rank] = _local_square(run)
+        squares = torch.zeros(program.header.num_processes, dtype=torch.float64, device=worker.device)
+        squares[worker.process] = _local_square(run)
         run.norms[i.version] = squares
         tensors = [squares]
     elif i.kind == Kind.TIED:
         tensors = worker.tied_gradients(tied_stages(program.header, i.stage, worker.rank))
+    elif i.kind == Kind.SHARDS:
+        return reducing.gather_shards(run, i)
     else:
-        tensors = worker.own_gradients(i.stage) + [
-            sums for module in worker.stages[i.stage].batchnorms if (sums := module.gathered(i.version)) is not None
-        ]
+        return reducing.reduce_gradients(run, i)
     run.values["reducing", i.stage, i.version, i.kind] = tensors  # type: ignore[index]
     run.handles[run.index] = run.transport.all_reduce(members, (i.kind, i.stage, i.version), tensors)
 
@@ -207,8 +223,9 @@ def _reduce(run: Execution, i: Instruction) -> None:
 def _local_square(run: Execution) -> Tensor:
     """The sum of squares of the gradients that count here: each weight once over all ranks."""
     header, worker = run.compiled.program.header, run.worker
-    mine = (s for s in worker.stages if header.placement[s][0] == worker.rank)
-    gradients = [gradient for stage in mine for gradient in worker.counted_gradients(stage)]
+    mine = [s for s in worker.stages if header.placement[s][0] == worker.rank and not header.is_sharded(s)]
+    parts = reducing.counted_parts(run) if header.sharded else []
+    gradients = parts + [gradient for stage in mine for gradient in worker.counted_gradients(stage)]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=worker.device)
     return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
@@ -223,7 +240,7 @@ def _step(run: Execution, i: Instruction) -> None:
         module.commit(i.version)
     if optimizer is None:
         return
-    gradients = [master.grad for master in store.masters if master.grad is not None]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     scale = 1 / _steps_in(header, i.stage, i.version)
     if scale != 1:
         torch._foreach_mul_(gradients, scale)
@@ -272,7 +289,7 @@ HANDLERS: Handlers = {
     Op.STEP: _step,
     Op.DROP: _drop,
     Op.BARRIER: _barrier,
-    Op.GATHER: _unsupported,
+    Op.GATHER: _gather,
     Op.FETCH: _unsupported,
     Op.EVICT: _unsupported,
 }

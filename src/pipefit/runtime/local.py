@@ -58,6 +58,39 @@ class _Reduction:
         return sums
 
 
+@dataclass(frozen=True)
+class _Placed:
+    """A sum that goes where it belongs, or a part of it."""
+
+    reduction: _Reduction
+    target: Tensor
+    part: int = -1
+
+    def ready(self) -> bool:
+        return self.reduction.ready()
+
+    def wait(self) -> None:
+        (total,) = self.reduction.wait()
+        if self.part >= 0:
+            total = total[self.part * len(self.target) : (self.part + 1) * len(self.target)]
+        self.target.copy_(total)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Parts that are put side by side."""
+
+    reduction: _Reduction
+    target: Tensor
+
+    def ready(self) -> bool:
+        return self.reduction.ready()
+
+    def wait(self) -> None:
+        given = self.reduction.mailbox.reductions[self.reduction.key]
+        torch.cat([given[rank][0] for rank in self.reduction.members], out=self.target)
+
+
 class LocalTransport:
     """One rank's access to the mailbox."""
 
@@ -92,3 +125,17 @@ class LocalTransport:
         full = (self._pass, members, *key)
         self.mailbox.reductions.setdefault(full, {})[self.rank] = tensors
         return _Reduction(self.mailbox, full, members)
+
+    def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> _Placed:
+        """The sum, where the tensor was."""
+        return _Placed(self.all_reduce(members, key, [tensor]), tensor)
+
+    def reduce_scatter(
+        self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor
+    ) -> _Placed:
+        """This member's part of the sum."""
+        return _Placed(self.all_reduce(members, key, [whole]), part, members.index(self.rank))
+
+    def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> _Joined:
+        """The parts of all; a copy of this one, for it may be stepped again before the last member looks."""
+        return _Joined(self.all_reduce(members, key, [part.clone()]), whole)

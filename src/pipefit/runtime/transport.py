@@ -54,5 +54,19 @@ class Transport(Protocol):
     def delivered(self, kind: str, stage: int, mb: int) -> None:
         """What the rank has sent under this name has been used by its receiver: let go of it."""
 
+    def gather(self, pieces: Any) -> Message:
+        """Puts together what arrived in pieces; only for ranks of several processes."""
+
     def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Handle:
         """Starts to sum tensors over some ranks, each of which calls this with the same key."""
+
+    def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> Handle:
+        """Starts to sum a tensor over some ranks; once waited for, it holds the sum."""
+
+    def reduce_scatter(
+        self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor
+    ) -> Handle:
+        """Starts to sum a flat tensor over some ranks; once waited for, `part` holds this member's part of the sum."""
+
+    def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Handle:
+        """Starts to join the members' parts; once waited for, `whole` holds them all. `part` may lie in it."""

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipefit.memory.weights import WeightStore
+from pipefit.parallel.buckets import GradientBuckets
+from pipefit.parallel.mesh import Mesh
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
 
@@ -76,6 +78,8 @@ class Worker:
         optimizers: of each stage; none where nothing trains.
         schedulers: of each optimizer.
         ties: all tied parameters of the model by name, in the model's order.
+        buckets: the gradients of each stage that is replicated.
+        mesh: the processes that share the rank by tensor parallelism.
     """
 
     rank: int
@@ -87,6 +91,8 @@ class Worker:
     stores: dict[int, WeightStore] = field(default_factory=dict)
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
     schedulers: dict[int, LRScheduler] = field(default_factory=dict)
+    mesh: Mesh = field(default_factory=Mesh)
+    buckets: dict[int, GradientBuckets] = field(default_factory=dict)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod
@@ -114,16 +120,15 @@ class Worker:
                     worker.schedulers[index] = training.scheduler(optimizer)
         return worker
 
+    @property
+    def process(self) -> int:
+        """The number of this process in a run of one process for each part of each rank."""
+        return self.rank * self.mesh.tensor + self.mesh.index
+
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""
         for stage in self.stages.values():
             stage.train(mode)
-
-    def own_gradients(self, stage: int) -> list[Tensor]:
-        """Gradients of a stage's parameters that no other rank holds but its replicas, and which of them are real."""
-        own = [owned.parameter for owned in self.owned[stage] if owned.tie is None]
-        marks = self._marks([(stage, parameter) for parameter in own], own[0].dtype) if own else []
-        return [*map(_gradient, own), *marks]
 
     def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
         """Gradients of all tied parameters in the model's order, and which of them are real.
@@ -145,8 +150,12 @@ class Worker:
         marks = torch.tensor(real, dtype=dtype, device=self.device)
         for index, entry in enumerate(held):
             if entry is not None and not real[index]:
-                self._idle.setdefault(entry[0], []).append((entry[1], marks[index]))
+                self.mark_idle(*entry, marks[index])
         return [marks]
+
+    def mark_idle(self, stage: int, parameter: nn.Parameter, mark: Tensor) -> None:
+        """This rank has no gradient for a parameter; `mark` will say how many of the others have one."""
+        self._idle.setdefault(stage, []).append((parameter, mark))
 
     def forget_idle_gradients(self, stage: int) -> None:
         """Takes the zeros away that stood in for gradients no rank had: the optimizer passes such weights by."""
@@ -155,8 +164,13 @@ class Worker:
                 parameter.grad = None
 
     def counted_gradients(self, stage: int) -> list[Tensor]:
-        """Gradients that this stage counts in the global norm: a tied weight counts where its first name lives."""
+        """Gradients that this stage counts in the global norm: a tied weight counts where its first name lives.
+
+        Of the processes that share the rank each counts its parts, and the first what all of them hold.
+        """
         counted = (o for o in self.owned[stage] if o.tie is None or o.tie.owner == o.name)
+        if not self.mesh.is_first:
+            counted = (o for o in counted if o.name in self.mesh.cuts)
         return [o.parameter.grad for o in counted if o.parameter.grad is not None]
 
 

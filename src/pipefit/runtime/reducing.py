@@ -1,0 +1,173 @@
+"""Reductions of a replicated stage, bucket by bucket, begun while its last backward of an update still runs.
+
+Under a sharded optimizer each replica gets the sum of its own part of every bucket, steps that part of the weights, and
+all of them put the new weights together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipefit.ir.graph import collective_members
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Program
+from pipefit.parallel.sharded import ShardedStore
+from pipefit.parallel.buckets import GradientBuckets, Launch
+from pipefit.runtime.transport import Handle
+
+if TYPE_CHECKING:
+    from pipefit.runtime.executor import Execution
+    from pipefit.runtime.worker import Worker
+
+__all__ = ["backward", "counted_parts", "early_reductions", "gather_shards", "make_buckets", "reduce_gradients"]
+
+_SUMMED = (Kind.REPLICAS.value, Kind.SCATTER.value)
+
+
+def make_buckets(worker: Worker, program: Program) -> None:
+    """Buckets for the stages of a rank that the program reduces over replicas; they stay with the worker."""
+    reduced = {i.stage for i in program.ranks[worker.rank] if i.op is Op.REDUCE and i.kind in _SUMMED}
+    for stage in reduced:
+        if stage not in worker.buckets:
+            store = worker.stores[stage]
+            if isinstance(store, ShardedStore):
+                worker.buckets[stage] = store.buckets
+            else:
+                own = [owned.parameter for owned in worker.owned[stage] if owned.tie is None]
+                worker.buckets[stage] = GradientBuckets(own)
+
+
+def early_reductions(program: Program, rank: int) -> dict[int, Instruction]:
+    """For the index of an update's last backward of a stage: the reduction that may begin inside it.
+
+    It may where no other collective lies between the two, so that the rank comes to its collectives in the same order.
+    """
+    kept: dict[int, dict[int, Instruction]] = program.__dict__.setdefault("_early", {})
+    if rank in kept:
+        return kept[rank]
+    found: dict[int, Instruction] = kept.setdefault(rank, {})
+    last: dict[tuple[int, int], int] = {}
+    collective = -1
+    for index, i in enumerate(program.ranks[rank]):
+        if i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
+            last[i.stage, program.header.update_of(i.stage, i.mb)] = index
+        elif i.op in (Op.REDUCE, Op.BARRIER, Op.GATHER):
+            before = last.get((i.stage, i.version), -1)
+            if i.op is Op.REDUCE and i.kind in _SUMMED and before > collective:
+                found[before] = i
+            collective = index
+    return found
+
+
+def backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
+    """A backward of a replicated stage; the last of an update starts the reduction of each bucket that is full."""
+    buckets = run.worker.buckets[i.stage]
+    reduce = run.early.get(run.index)
+    if reduce is None:
+        work()
+        buckets.adopt()
+    else:
+        buckets.begin(_launcher(run, reduce))
+        buckets.watch(work)
+
+
+def _launcher(run: Execution, reduce: Instruction) -> Launch:
+    """Starts the reduction of a bucket and keeps what is under way for the `reduce` instruction."""
+    members = collective_members(run.compiled.program.header, reduce)
+    under_way: list[Handle] = []
+    run.values["launched", reduce.stage, reduce.version] = under_way
+    key = (reduce.kind, reduce.stage, reduce.version)
+    store = run.worker.stores[reduce.stage]
+
+    def launch(number: int, flat: Tensor) -> None:
+        if isinstance(store, ShardedStore):
+            part = store.gradient_part(number)
+            under_way.append(run.transport.reduce_scatter(members, (*key, number), flat, part))
+        else:
+            under_way.append(run.transport.all_reduce_in_place(members, (*key, number), flat))
+
+    return launch
+
+
+def reduce_gradients(run: Execution, i: Instruction) -> None:
+    """The `reduce` of a stage over its replicas: starts what its last backward has not started."""
+    worker, buckets = run.worker, run.worker.buckets[i.stage]
+    if ("launched", i.stage, i.version) not in run.values:
+        buckets.begin(_launcher(run, i))
+    buckets.finish()
+    for index in buckets.idle:
+        worker.mark_idle(i.stage, buckets.parameters[index], buckets.marks[index])
+    under_way: list[Handle] = run.values.pop(("launched", i.stage, i.version))
+    rest = [sums for norm in worker.stages[i.stage].batchnorms if (sums := norm.gathered(i.version)) is not None]
+    if i.kind == Kind.SCATTER and len(buckets.marks):
+        rest.append(buckets.marks)
+    if rest:
+        members = collective_members(run.compiled.program.header, i)
+        under_way.append(_Rest(run.transport.all_reduce(members, (i.kind, i.stage, i.version), rest), rest))
+    run.values["reducing", i.stage, i.version, i.kind] = []  # type: ignore[index]
+    run.handles[run.index] = _All(under_way)
+
+
+def gather_shards(run: Execution, i: Instruction) -> None:
+    """Puts the parts of new weights that the replicas have stepped together on each of them."""
+    store = run.worker.stores[i.stage]
+    assert isinstance(store, ShardedStore)
+    members = collective_members(run.compiled.program.header, i)
+    under_way: list[Handle] = [
+        run.transport.all_gather(members, (i.kind, i.stage, i.version, number), part, whole)
+        for number, (part, whole) in enumerate(store.weight_parts(i.version + 1))
+    ]
+    run.values["reducing", i.stage, i.version, i.kind] = []  # type: ignore[index]
+    run.handles[run.index] = _All(under_way)
+
+
+def counted_parts(run: Execution) -> list[Tensor]:
+    """Gradients of sharded stages that count here in the global norm: this replica's parts, tied weights once."""
+    header, worker = run.compiled.program.header, run.worker
+    found = []
+    for stage, store in worker.stores.items():
+        if isinstance(store, ShardedStore) and header.is_sharded(stage):
+            owned = worker.owned[stage]
+            for piece in store.pieces:
+                if worker.mesh.is_first or owned[piece.index].name in worker.mesh.cuts:
+                    part = store.gradient_part(piece.bucket)
+                    found.append(part[piece.offset : piece.offset + piece.stop - piece.start])
+            if header.placement[stage][0] == worker.rank:
+                tied = {id(own.parameter.grad) for own in owned if own.tie}
+                found += [grad for grad in worker.counted_gradients(stage) if id(grad) in tied]
+    return found
+
+
+@dataclass(frozen=True)
+class _All:
+    """Several things under way; what they give lies where it belongs when all have been waited for."""
+
+    parts: Sequence[Handle]
+
+    def ready(self) -> bool:
+        return all(part.ready() for part in self.parts)
+
+    def wait(self) -> Any:
+        for part in self.parts:
+            part.wait()
+        return None
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """Small sums beside the gradients, taken back to where they came from."""
+
+    handle: Handle
+    targets: list[Tensor]
+
+    def ready(self) -> bool:
+        return self.handle.ready()
+
+    def wait(self) -> Any:
+        torch._foreach_copy_(self.targets, self.handle.wait())
