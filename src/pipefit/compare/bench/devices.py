@@ -1,0 +1,143 @@
+"""Ranks as devices of one and the same speed, when there are more of them than cores.
+
+Ranks that share a core would each have all of it while the others wait for the network: the strategy that waits most
+would seem to compute fastest. So every rank gets a fixed share of one core, and never more, by a control group with a
+quota (cgroup v1 or v2). Where every rank has a core of its own, nothing is capped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipefit.errors import PipefitError
+
+__all__ = ["Devices", "capped", "devices_for", "put"]
+
+# What the ranks of a core leave of it to the kernel's network work, and to others.
+_USED = 0.9
+_PERIOD_US = 20_000
+_NAME = re.compile(r"pipefit-(\d+)-\d+")
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where each rank computes, and how fast.
+
+    Attributes:
+        cores: of each rank, one.
+        share: of its core that a rank gets; 1: all, without a cap.
+    """
+
+    cores: tuple[int, ...]
+    share: float
+
+    def take(self, rank: int) -> None:
+        """This process computes on the core of a rank from now on."""
+        os.sched_setaffinity(0, {self.cores[rank]})
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.share == 1:
+            return f"{len(self.cores)} ranks, each on a core of its own"
+        return f"{len(self.cores)} ranks on {len(set(self.cores))} cores, each held to {self.share:.0%} of one"
+
+
+def devices_for(num_ranks: int, cores: list[int]) -> Devices:
+    """Ranks dealt out over cores, all of one speed.
+
+    >>> devices_for(2, [0, 1]).share, devices_for(4, [0, 1])
+    (1.0, Devices(cores=(0, 1, 0, 1), share=0.45))
+    """
+    most = -(-num_ranks // len(cores))
+    share = 1.0 if most == 1 else round(_USED / most, 4)
+    return Devices(tuple(cores[rank % len(cores)] for rank in range(num_ranks)), share)
+
+
+def put(process: int, group: str) -> None:
+    """Puts a process under the cap of a group that `capped` gave; "" is none.
+
+    Whoever starts a rank must do it: in a network namespace `ip` mounts a /sys without control groups.
+    """
+    if group:
+        (Path(group) / "cgroup.procs").write_text(str(process))
+
+
+@contextlib.contextmanager
+def capped(devices: Devices) -> Iterator[tuple[str, ...]]:
+    """Control groups of the ranks for the length of a `with`, "" where there is no cap.
+
+    Raises:
+        PipefitError: ranks must share cores, and this system has no quota for them.
+    """
+    num = len(devices.cores)
+    if devices.share == 1:
+        yield ("",) * num
+        return
+    made: list[Path] = []
+    try:
+        parent = _parent()
+        _forget_dead(parent)
+        for rank in range(num):
+            group = parent / f"pipefit-{os.getpid()}-{rank}"
+            group.mkdir()
+            made.append(group)
+            _set_quota(group, devices.share)
+    except OSError as problem:
+        _delete(made)
+        raise PipefitError(
+            f"{num} ranks would share {len(set(devices.cores))} cores, and this system cannot hold each to its part "
+            f"({problem}); use --ranks {len(set(devices.cores))}"
+        ) from None
+    try:
+        yield tuple(map(str, made))
+    finally:
+        _delete(made)
+
+
+def _parent() -> Path:
+    """The root of the hierarchy that has processor quotas."""
+    old, new = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    if (old / "cpu.cfs_quota_us").exists() or (old / "cpu.shares").exists():
+        return old
+    if "cpu" in (new / "cgroup.controllers").read_text().split():
+        with (new / "cgroup.subtree_control").open("w") as file:
+            file.write("+cpu")
+        return new
+    raise OSError("no control group of processors")
+
+
+def _set_quota(group: Path, share: float) -> None:
+    quota = round(share * _PERIOD_US)
+    if (group / "cpu.max").exists():
+        (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+    else:
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(quota))
+
+
+def _forget_dead(parent: Path) -> None:
+    """Groups of killed runs; one with a process in it cannot be deleted and stays."""
+    for group in parent.glob("pipefit-*"):
+        match = _NAME.fullmatch(group.name)
+        if match and not Path(f"/proc/{match.group(1)}").exists():
+            with contextlib.suppress(OSError):
+                group.rmdir()
+
+
+def _delete(groups: list[Path]) -> None:
+    """A group can go once its last process is gone, which the kernel may notice a little later."""
+    deadline = time.monotonic() + 2.0
+    for group in groups:
+        while group.exists():
+            try:
+                group.rmdir()
+            except OSError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
