@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from pipefit.cost.model import CostModel
@@ -9,7 +10,7 @@ from pipefit.errors import PlanError
 from pipefit.ir.program import Header
 from pipefit.spec.plan import Partition, Placement
 from pipefit.spec.profile import Layer, Profile
-from pipefit.spec.topology import Topology
+from pipefit.spec.topology import Tier, Topology
 
 __all__ = ["from_profile", "unit"]
 
@@ -22,6 +23,7 @@ def unit(
     input: float | None = None,
     weight: float | None = None,
     latency: float = 0,
+    copy: float = 2,
 ) -> CostModel:
     """The lectures' costs: a rank spends `forward` and `backward` on a micro-batch over all its stages.
 
@@ -35,6 +37,7 @@ def unit(
         input: its half for the gradient of the input; default what `weight` leaves, or half.
         weight: its other half.
         latency: seconds of a message.
+        copy: seconds of moving all stages of a rank to or from the tier they are spilled to, weights or states alike.
 
     Raises:
         PlanError: backward is not input + weight.
@@ -51,7 +54,15 @@ def unit(
         backward_weight_s=every(weight),
         saved_bytes=tuple(1 / len(header.stages_of(ranks[0])) for ranks in header.placement),
         latency_s=latency,
+        tiers=_unit_tiers(header, _divide(copy * header.num_ranks, num_stages)),
     )
+
+
+def _unit_tiers(header: Header, copy: float) -> tuple[Tier, ...]:
+    """The tier of a program that spills: every copy of a stage takes as long."""
+    if header.spill is None:
+        return ()
+    return (Tier(header.spill.tier, math.inf, math.inf, math.inf, latency_s=copy),)
 
 
 def _halves(backward: float | None, input: float | None, weight: float | None) -> tuple[float, float]:

@@ -133,7 +133,7 @@ def collective_members(header: Header, instruction: Instruction) -> tuple[int, .
 
     A tied weight is summed over every rank that holds a stage of its group, replicas included.
     """
-    if instruction.op is Op.BARRIER or instruction.kind == Kind.NORM:
+    if instruction.op is Op.BARRIER or (instruction.kind == Kind.NORM and instruction.stage < 0):
         return tuple(range(header.num_ranks))
     if instruction.kind == Kind.TIED:
         return tuple(r for r in range(header.num_ranks) if tied_stages(header, instruction.stage, r))

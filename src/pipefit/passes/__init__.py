@@ -6,6 +6,7 @@ from pipefit.passes.data import with_data
 from pipefit.passes.recompute import with_recompute
 from pipefit.passes.reduction import with_reductions
 from pipefit.passes.scatter_gather import with_scatter_gather
+from pipefit.passes.spilling import with_spilling
 from pipefit.passes.versions import with_drops, with_steps, with_versions
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "with_recompute",
     "with_reductions",
     "with_scatter_gather",
+    "with_spilling",
     "with_steps",
     "with_versions",
 ]

@@ -9,7 +9,8 @@ from typing import overload
 from pipefit.errors import ScheduleError, nearest
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.program import Header, Program, WeightRule
-from pipefit.passes import build
+from pipefit.ir.spill import Spill
+from pipefit.passes import build, with_spilling
 from pipefit.schedules.shape import Layout, Shape
 
 __all__ = ["REGISTRY", "Schedule", "Task", "schedule"]
@@ -66,6 +67,8 @@ class Schedule:
         chunks: whether it has a meaning for several stages per rank.
         options: its own integers and their defaults.
         check: raises ScheduleError for a shape it has no meaning for.
+        spills: whether it is made for stages that live on the host or on disk: it then spills all of them, and replays
+            forwards, unless the shape says otherwise.
     """
 
     name: str
@@ -75,6 +78,7 @@ class Schedule:
     chunks: bool = False
     options: dict[str, int] = field(default_factory=dict)
     check: Callable[[Shape], None] | None = None
+    spills: bool = False
 
     @property
     def is_synchronous(self) -> bool:
@@ -112,7 +116,10 @@ class Schedule:
         options = {**self.options, **shape.options}
         orders = [list(self.order(Task(header, part, shape.depth, options))) for part in spans]
         ranks = [[i for order in orders for i in order[rank]] for rank in range(header.num_ranks)]
-        return build(header, ranks, recompute=shape.recompute, ahead=shape.ahead)
+        recompute = None if self.spills and shape.recompute == () else shape.recompute
+        program = build(header, ranks, recompute=recompute, ahead=shape.ahead)
+        spill = shape.spill or (Spill.of(header.num_stages) if self.spills else None)
+        return with_spilling(program, spill, shape.prefetch) if spill else program
 
     def _refuse_placement(self, header: Header) -> None:
         for rank in range(header.num_ranks):
@@ -141,6 +148,7 @@ def schedule(
     chunks: bool = ...,
     options: dict[str, int] | None = ...,
     check: Callable[[Shape], None] | None = ...,
+    spills: bool = ...,
 ) -> Callable[[Order], Schedule]: ...
 
 
@@ -153,6 +161,7 @@ def schedule(
     chunks: bool = False,
     options: dict[str, int] | None = None,
     check: Callable[[Shape], None] | None = None,
+    spills: bool = False,
 ) -> Callable[[Order], Schedule] | Schedule:
     """Registers a schedule: a function from a `Task` to each rank's list of forwards and backwards.
 
@@ -172,7 +181,7 @@ def schedule(
 
     def register(function: Order) -> Schedule:
         label = name or getattr(function, "__name__", "schedule").replace("_", "-")
-        made = Schedule(label, function, WeightRule(weights), layout, chunks, dict(options or {}), check)
+        made = Schedule(label, function, WeightRule(weights), layout, chunks, dict(options or {}), check, spills)
         REGISTRY[label] = made
         return made
 

@@ -8,12 +8,13 @@ import msgspec
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.program import Header, WeightRule
+from pipefit.ir.spill import Spill
 
 __all__ = ["Layout", "Shape", "placement_of"]
 
 Layout = str
 """How stages lie on ranks: "loop" (stage s on position s mod p; linear when there is one chunk), "wave" (down and up
-again, a V for two chunks), or "replicas" (one stage, a copy on every rank)."""
+again, a V for two chunks), "replicas" (one stage, a copy on every rank), or "single" (all stages on one rank)."""
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -34,6 +35,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         ahead: compute instructions between posting a receive and needing it.
         tensor: processes that share each rank by tensor parallelism.
         pieces: each of them sends its part of what travels, and the receiver gathers.
+        spill: stages that live on the host or on disk, and the slots they are fetched into (None: none).
+        prefetch: stages ahead that a spilled one is fetched (None: as soon as a slot is free).
         options: integers particular to the schedule.
     """
 
@@ -50,6 +53,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     ahead: int = 1
     tensor: int = 1
     pieces: bool = False
+    spill: Spill | None = None
+    prefetch: int | None = None
     options: dict[str, int] = {}
 
     def __post_init__(self) -> None:
@@ -145,6 +150,10 @@ def placement_of(
     counts = list(replicas or (1,)) * depth if len(replicas) <= 1 else list(replicas[:depth])
     if min(counts) < 1:
         raise ScheduleError(f"replicas: expected counts of at least 1, got {list(replicas)}")
+    if layout == "single":
+        if len(set(counts)) > 1:
+            raise ScheduleError(f"replicas: expected as many of every stage of a rank, got {list(replicas)}")
+        return (tuple(range(counts[0])),) * stages
     if len(set(counts)) == 1:
         positions = [tuple(position + depth * copy for copy in range(counts[0])) for position in range(depth)]
     else:

@@ -70,6 +70,9 @@ def _due(header: Header) -> dict[Key, tuple[int, ...]]:
         everyone = tuple(range(header.num_ranks))
         updates = max(header.num_updates(stage) for stage in range(header.num_stages))
         due.update({(Kind.NORM.value, -1, update): everyone for update in range(updates)})
+        for stage in filter(header.is_spilled, range(header.num_stages)):
+            parts = [(Kind.NORM.value, stage, update) for update in range(header.num_updates(stage))]
+            due.update(dict.fromkeys(parts, tuple(sorted(header.placement[stage]))))
     return due
 
 
@@ -99,14 +102,15 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
                 yield s.at("collectives", number, f"comes after the step that uses it: {s.where(step)}")
         if kind == Kind.NORM:
             for (other_rank, other), earlier in positions.items():
-                if other_rank == rank and other[2] == update and other[0] not in _AFTER and earlier > number:
+                alike = other_rank == rank and other[2] == update and other[0] not in _AFTER
+                if alike and earlier > number and {*stages} & {*_reduced_stages(header, *other[:2], rank)}:
                     yield s.at(
                         "collectives", number, f"the norm is of reduced gradients: {s.where(earlier)} comes later"
                     )
 
 
 def _reduced_stages(header: Header, kind: str, stage: int, rank: int) -> tuple[int, ...]:
-    if kind == Kind.NORM:
+    if kind == Kind.NORM and stage < 0:
         return header.stages_of(rank)
     return tied_stages(header, stage, rank) if kind == Kind.TIED else (stage,)
 

@@ -117,8 +117,8 @@ def _gather(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None
 def _reduce(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
     if i.kind == Kind.NORM:
         updates = max(header.num_updates(stage) for stage in range(header.num_stages))
-        if i.stage != -1:
-            return "collectives", "the norm is of all stages: it takes s*"
+        if i.stage != -1 and not (0 <= i.stage < header.num_stages and header.clip and header.is_spilled(i.stage)):
+            return "collectives", "the norm is of all stages: it takes s*; only a spilled stage gives its part of it"
     elif i.kind in _SUMMED:
         problem = _stage(header, i, rank)
         if problem:

@@ -1,0 +1,239 @@
+"""Spilling: stages live on the host or on disk, and are fetched into the slots of a device when their turn comes.
+
+    fetch 0 | F0.0 F0.1 | drop 0, fetch 2 ...     slot 0
+    fetch 1 |           | F1.0 F1.1 | drop 1 ...  slot 1
+
+The order in which a rank visits its stages is known before the run. So the stage that leaves a slot is the one whose
+next visit is farthest (no choice loads less often: Belady, IBM Systems Journal 5(2), 1966), and the next one is loaded
+as soon as the slot is free, while the rank computes with another.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.ir.spill import Spill
+from pipefit.ir.values import tied_stages
+from pipefit.passes.stays import Stay, stays
+
+__all__ = ["with_spilling"]
+
+_USES = frozenset({Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT, Op.STEP})
+_ADDS = frozenset({Op.BWD, Op.BWD_WEIGHT})
+_ON_GRADIENTS = frozenset({*_ADDS, Op.STEP, Op.REDUCE})
+_MESSAGES = frozenset({Op.SEND, Op.RECV})
+
+
+def with_spilling(program: Program, spill: Spill, prefetch: int | None = None) -> Program:
+    """Adds the fetches, evictions and drops of a program whose stages live on another tier.
+
+    Only what changed is written back. A stage steps directly after its last backward, while it is on the device. Where
+    that cannot be its gradients are evicted too and it is visited again: under clipping, which first needs the norm of
+    all gradients, and for stages that share a weight. What autograd keeps for a backward lies in the slot of its
+    stage, so a forward whose backward falls into another stay of the stage is replayed there.
+
+    Args:
+        program: built, of a schedule that flushes.
+        spill: what lives where, and how many slots there are.
+        prefetch: how many stages ahead the next is loaded (None: as soon as a slot is free; 0: when it is needed,
+            the synchronous loading that double buffering is measured against).
+
+    Raises:
+        ScheduleError: the schedule does not flush, or needs more stages at once than there are slots.
+    """
+    if program.header.weights is not WeightRule.FLUSH:
+        raise ScheduleError(
+            f"{program.header.schedule}: spilling needs a schedule that flushes: with several versions of the weights "
+            "alive every one of them would need a slot; use a synchronous schedule, such as 1f1b or interleaved"
+        )
+    if any(program.header.is_sharded(stage) for stage in spill.stages):
+        raise ScheduleError(
+            f"{program.header.schedule}: a spilled stage steps as a whole: spilling and a sharded optimizer do not go "
+            "together"
+        )
+    if prefetch is not None and prefetch < 0:
+        raise ScheduleError(f"prefetch: expected at least 0, got {prefetch}")
+    program = Program(msgspec.structs.replace(program.header, spill=spill), program.ranks)
+    ranks = []
+    for rank, instructions in enumerate(program.ranks):
+        listed = [i for i in instructions if not (i.op is Op.DROP and i.stage in spill.stages)]
+        listed = _finished_at_once(program.header, rank, listed)
+        listed = _replayed(program.header, rank, listed)
+        ranks.append(_with_copies(program.header, rank, listed, prefetch))
+    return program.with_ranks(ranks)
+
+
+def _finished_at_once(header: Header, rank: int, listed: list[Instruction]) -> list[Instruction]:
+    """Lets each spilled stage do at once what its complete gradients allow: its step, or its part of the norm."""
+    ready: dict[tuple[int, int], int] = {}
+    for index, i in enumerate(listed):
+        if i.op in _ADDS:
+            ready[i.stage, header.update_of(i.stage, i.mb)] = index
+        elif i.op is Op.REDUCE and i.kind != Kind.NORM:
+            ready |= {(stage, i.version): index for stage in _reduced(header, rank, i)}
+    after: dict[int, list[Instruction]] = defaultdict(list)
+    for (stage, update), index in ready.items():
+        if header.is_spilled(stage):
+            part = Instruction(Op.REDUCE, stage, version=update, kind=Kind.NORM.value)
+            step = Instruction(Op.STEP, stage, version=update)
+            after[_past_messages(listed, index + 1)].append(part if header.clip else step)
+    result: list[Instruction] = []
+    for index, i in enumerate(listed):
+        result += after.get(index, ())
+        if header.clip or i.op is not Op.STEP or not header.is_spilled(i.stage):
+            result.append(i)
+    return result + after.get(len(listed), [])
+
+
+def _past_messages(listed: list[Instruction], index: int) -> int:
+    """The place after the messages that follow: others wait for those."""
+    while index < len(listed) and listed[index].op in _MESSAGES:
+        index += 1
+    return index
+
+
+def _reduced(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
+    """The stages of a rank whose gradients a reduction works on."""
+    if i.kind == Kind.TIED:
+        return tied_stages(header, i.stage, rank)
+    return (i.stage,) if i.stage >= 0 else ()
+
+
+def _visited(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
+    """The spilled stages that must be in slots for an instruction."""
+    stages = (i.stage,) if i.op in _USES else _reduced(header, rank, i) if i.op is Op.REDUCE else ()
+    return tuple(stage for stage in stages if header.is_spilled(stage))
+
+
+def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[Stay]:
+    assert header.spill is not None
+    visits = [(index, stages) for index, i in enumerate(listed) if (stages := _visited(header, rank, i))]
+    return stays(visits, header.spill.weights_slots)
+
+
+def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Instruction]:
+    """Adds the replays that are due because a forward and its backward fall into different stays."""
+    stay_of = {
+        (index, stay.stage): number
+        for number, stay in enumerate(_weight_stays(header, rank, listed))
+        for index in stay.visits
+    }
+    kept: dict[tuple[int, int], int] = {}
+    result: list[Instruction] = []
+    for index, i in enumerate(listed):
+        stay = stay_of.get((index, i.stage), -1)
+        if i.op in (Op.FWD, Op.RECOMPUTE):
+            kept[i.stage, i.mb] = stay
+        elif i.op in (Op.BWD, Op.BWD_INPUT) and kept.get((i.stage, i.mb), stay) != stay:
+            result.append(Instruction(Op.RECOMPUTE, i.stage, i.mb, i.version))
+            kept[i.stage, i.mb] = stay
+        elif i.op is Op.BWD_WEIGHT and kept.get((i.stage, i.mb), stay) != stay:
+            raise ScheduleError(
+                f"{header.schedule}: stage {i.stage} would leave the device between the two halves of the backward of "
+                f"micro-batch {i.mb}; give it more slots, or use a schedule with full backwards"
+            )
+        result.append(i)
+    return result
+
+
+def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch: int | None) -> list[Instruction]:
+    """The list with everything that fills and frees slots."""
+    assert header.spill is not None
+    weights = _weight_stays(header, rank, listed)
+    _carry(header, listed, weights)
+    moved = [(weights, Kind.WEIGHTS.value)]
+    if header.spill.optim:
+        steps = [(n, (i.stage,)) for n, i in enumerate(listed) if i.op is Op.STEP and header.is_spilled(i.stage)]
+        states = stays(steps, header.spill.optim_slots)
+        for stay in states:
+            stay.version, stay.left = listed[stay.first].version, listed[stay.last].version + 1
+        moved.append((states, Kind.OPTIM.value))
+    # What frees a slot comes before what fills it; fetches in the order in which they are needed.
+    placed: list[tuple[int, int, int, Instruction]] = []
+    ahead: list[tuple[int, int]] = []
+    for found, kind in moved:
+        starts = _starts(listed, found, prefetch, ahead)
+        ahead = [(stay.first, start) for stay, start in zip(found, starts, strict=True)]
+        ends = {id(stay.before): start for stay, start in zip(found, starts, strict=True) if stay.before}
+        for stay, start in zip(found, starts, strict=True):
+            placed += [(start, 1, stay.first, i) for i in _filling(header.spill, kind, stay)]
+            end = _past_messages(listed, stay.last + 1)
+            end = ends.get(id(stay), end) if prefetch == 0 else end
+            placed += [(end, 0, stay.first, i) for i in _freeing(header.spill, kind, stay)]
+    placed.sort(key=lambda item: item[:3])
+    at: dict[int, list[Instruction]] = defaultdict(list)
+    for place, _, _, instruction in placed:
+        at[place].append(instruction)
+    return [i for index in range(len(listed) + 1) for i in (*at.get(index, ()), *listed[index : index + 1])]
+
+
+def _starts(
+    listed: list[Instruction], found: list[Stay], prefetch: int | None, ahead: list[tuple[int, int]]
+) -> list[int]:
+    """The index before which each stay is fetched: no earlier than its slot is free, and in the order of need.
+
+    Args:
+        listed: the instructions of the rank.
+        found: the stays.
+        prefetch: see `with_spilling`.
+        ahead: (first visit, start) of others that come first where they are needed first.
+    """
+    starts: list[int] = []
+    for number, stay in enumerate(found):
+        start = _past_messages(listed, stay.before.last + 1) if stay.before else 0
+        start = max((start, *(other for first, other in ahead if first < stay.first)))
+        if prefetch is not None and number >= prefetch:
+            start = max(start, found[number - prefetch].first)
+        starts.append(max(start, starts[-1]) if starts else start)
+    return starts
+
+
+def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> None:
+    """Says for each stay which version comes and goes, and which gradients, half summed, come and go with it."""
+    version: dict[int, int] = defaultdict(int)
+    summing: dict[int, int] = {}
+    for stay in found:
+        stage = stay.stage
+        mine = [listed[index] for index in stay.visits]
+        stay.version = version[stage]
+        if stage in summing and any(i.op in _ON_GRADIENTS for i in mine):
+            stay.gradients = summing[stage]
+        here = stay.gradients >= 0
+        for i in mine:
+            if i.op in _ADDS:
+                summing[stage], here = header.update_of(stage, i.mb), True
+            elif i.op is Op.STEP:
+                version[stage], here = i.version + 1, False
+                summing.pop(stage, None)
+        stay.left = version[stage]
+        stay.gradients_left = summing[stage] if here else -1
+
+
+def _filling(spill: Spill, kind: str, stay: Stay) -> list[Instruction]:
+    fetches = [(kind, stay.version)]
+    if stay.gradients >= 0:
+        fetches.append((Kind.WGRAD.value, stay.gradients))
+    return [
+        Instruction(Op.FETCH, stay.stage, kind=what, version=at, tier=spill.tier, slot=stay.slot)
+        for what, at in fetches
+    ]
+
+
+def _freeing(spill: Spill, kind: str, stay: Stay) -> list[Instruction]:
+    """Writes back what changed, and forgets the rest."""
+    result = []
+    if stay.gradients_left >= 0:
+        at = stay.gradients_left
+        result.append(Instruction(Op.EVICT, stay.stage, kind=Kind.WGRAD.value, version=at, tier=spill.tier))
+    if stay.left != stay.version:
+        result.append(Instruction(Op.EVICT, stay.stage, kind=kind, version=stay.left, tier=spill.tier))
+    else:
+        result.append(Instruction(Op.DROP, stay.stage, version=stay.version))
+    return result

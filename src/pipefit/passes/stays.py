@@ -1,0 +1,95 @@
+"""Who sits in which slot, from when to when: visits known in advance, and as few loads as can be."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pipefit.errors import ScheduleError
+
+__all__ = ["Stay", "stays"]
+
+_NEVER = 1 << 60
+
+
+@dataclass(eq=False)
+class Stay:
+    """A stage in a slot, from one load to the next eviction.
+
+    Attributes:
+        stage: who.
+        slot: where.
+        before: the stay that leaves the slot for it (None: the slot was never used).
+        visits: the instructions of the rank that use it meanwhile.
+        version: of what is loaded.
+        left: the version it has when it goes.
+        gradients: the update whose half summed gradients are loaded with it, −1: none.
+        gradients_left: likewise when it goes.
+    """
+
+    stage: int
+    slot: int
+    before: Stay | None
+    visits: list[int] = field(default_factory=list)
+    version: int = 0
+    left: int = 0
+    gradients: int = -1
+    gradients_left: int = -1
+
+    @property
+    def first(self) -> int:
+        """Its first visit."""
+        return self.visits[0]
+
+    @property
+    def last(self) -> int:
+        """Its last visit."""
+        return self.visits[-1]
+
+
+def stays(visits: Sequence[tuple[int, tuple[int, ...]]], num_slots: int) -> list[Stay]:
+    """The stays that serve some visits with the fewest loads, in the order of their first visits.
+
+    Whoever is visited again the latest goes; of those never visited again, the one that has been done the longest.
+    Source: Belady, "A study of replacement algorithms", IBM Systems Journal 5(2), 1966 (the rule MIN).
+
+    >>> [(stay.stage, stay.slot, stay.visits) for stay in stays([(0, (0,)), (1, (1,)), (2, (2,)), (3, (1,))], 2)]
+    [(0, 0, [0]), (1, 1, [1, 3]), (2, 0, [2])]
+
+    Args:
+        visits: index of an instruction and the stages that it uses, in order.
+        num_slots: how many stages there is room for.
+
+    Raises:
+        ScheduleError: one instruction uses more stages than there are slots.
+    """
+    coming: dict[int, list[int]] = defaultdict(list)
+    for index, stages in visits:
+        for stage in stages:
+            coming[stage].append(index)
+    here: dict[int, Stay] = {}
+    found: list[Stay] = []
+
+    def urgency(stage: int, index: int) -> tuple[int, int]:
+        later = coming[stage]
+        place = bisect_right(later, index)
+        return (later[place] if place < len(later) else _NEVER), -here[stage].last
+
+    for index, stages in visits:
+        if len(stages) > num_slots:
+            raise ScheduleError(
+                f"stages {list(stages)} share a weight, so their gradients meet on the device: that takes "
+                f"{len(stages)} slots, got {num_slots}"
+            )
+        for stage in stages:
+            if stage not in here:
+                before = None
+                if len(here) == num_slots:
+                    gone = max((s for s in here if s not in stages), key=lambda s: urgency(s, index))
+                    before = here.pop(gone)
+                here[stage] = Stay(stage, before.slot if before else len(here), before)
+                found.append(here[stage])
+            here[stage].visits.append(index)
+    return found

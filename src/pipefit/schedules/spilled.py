@@ -1,0 +1,33 @@
+"""Hydra's spilled execution: a model larger than its device, one stage after the other through the device's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.schedules.registry import Task, schedule
+
+__all__: list[str] = []
+
+
+@schedule(name="spilled", layout="single", chunks=True, spills=True)
+def _spilled(task: Task) -> Iterator[list[Instruction]]:
+    """Spilled execution (Hydra): all stages on one device, fetched in turn, all micro-batches at each visit.
+
+        F0.0 F0.1 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 S2  B1.0 B1.1 S1  B0.0 B0.1 S0   compute
+        f1        f2                                f0                           host → device
+                                                    e2             e1         e0 device → host
+
+    F forward, B backward with its replay, S step, f fetch, e evict, each with its stage, digits after the point
+    micro-batches; drawn for two slots. A stage comes once for the forwards of all micro-batches and once for their
+    backwards, so what is moved does not grow with their number; where the order turns it just stays.
+    Source: Nagrecha and Kumar, Hydra (VLDB 2022) §4.
+    """
+    for rank in range(task.num_ranks):
+        stages = task.stages_of(rank)
+        mbs = {stage: task.microbatches_of(stage, rank) for stage in stages}
+        turn = task.num_stages - 1
+        order = [fwd(stage, mb) for stage in stages if stage != turn for mb in mbs[stage]]
+        # At the turn each backward follows its own forward: one micro-batch of activations, and nothing to replay.
+        order += [op(turn, mb) for mb in mbs.get(turn, ()) for op in (fwd, bwd)]
+        yield order + [bwd(stage, mb) for stage in reversed(stages) if stage != turn for mb in mbs[stage]]
