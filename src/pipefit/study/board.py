@@ -1,0 +1,338 @@
+"""The state of a study: who is where, who is next. Knows nothing of processes, so that every course can be tested."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipefit.study.policies import POLICIES, Ready
+from pipefit.study.simulation import Outcome, TrialCost, Turn, lower_bound_s, simulate_study
+from pipefit.study.stopping import Rule, Verdict
+from pipefit.study.trial import Trial
+
+__all__ = ["Admitted", "Board", "Entry", "Job", "Report"]
+
+ENDED = ("finished", "stopped", "failed")
+_MOST_DEATHS = 2
+"""A trial under which so many workers have died fails: it is likely to be the cause."""
+
+
+class Admitted(NamedTuple):
+    """What is known of a trial once it is built.
+
+    Attributes:
+        num_turns: of one step.
+        num_shards: it was cut into.
+        parameters: of the model.
+        tier_bytes: it takes on the tier.
+        device_bytes: its largest shard needs on the device, by the profile; 0 where none was made.
+        held_out: whether it is judged on held-out data at its end.
+    """
+
+    num_turns: int
+    num_shards: int
+    parameters: int
+    tier_bytes: int
+    device_bytes: float = 0.0
+    step: int = 0
+    turn: int = 0
+
+
+class Job(NamedTuple):
+    """What a device is to do next.
+
+    Attributes:
+        kind: "admit" or "turn".
+        trial: its number.
+        step: from 0.
+        turn: within the step.
+        losses: of the trial so far.
+    """
+
+    kind: str
+    trial: int
+    step: int = -1
+    turn: int = 0
+
+
+class Report(NamedTuple):
+    """A turn that is committed.
+
+    Attributes:
+        trial: its number.
+        step: of the trial that it belongs to.
+        turn: within the step.
+        start_s: when the device took it, in seconds of the machine's monotonic clock.
+        end_s: when it was committed.
+        loss: of the step, when the turn has completed it; NaN otherwise.
+        read_s: of that, reading state.
+        write_s: of that, writing state.
+    """
+
+    trial: int
+    step: int
+    turn: int
+    start_s: float
+    end_s: float
+    loss: float = math.nan
+    read_s: float = 0.0
+    write_s: float = 0.0
+
+
+@dataclass
+class Entry:
+    """A trial of the study.
+
+    Attributes:
+        number: in the order of the study.
+        trial: what it is.
+        status: "waiting" to be admitted, "ready", "running", "held" at a rung, or how it ended: "finished", "stopped" by
+            the rule, "failed".
+        reason: why it ended, where it did not finish.
+        admitted: what is known since it was built.
+        step, turn: the next one.
+        losses: one per step done.
+        device: that had its last turn; −1: none.
+        last_turn: when, counted in turns of the study.
+        busy_s: seconds of devices it took.
+        moves: how often another device took it over.
+        deaths: of workers that had it.
+    """
+
+    number: int
+    trial: Trial
+    name: str
+    status: str = "waiting"
+    reason: str = ""
+    admitted: Admitted | None = None
+    step: int = 0
+    turn: int = 0
+    losses: list[float] = field(default_factory=list)
+    device: int = -1
+    last_turn: int = -1
+    busy_s: float = 0.0
+    moves: int = 0
+    deaths: int = 0
+    turn_s: dict[int, tuple[float, int]] = field(default_factory=dict)
+    judged_at: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more turns."""
+        return self.status in ENDED
+
+    @property
+    def score(self) -> float:
+        """Mean loss of the last tenth of the steps done; infinite before the first."""
+        last = self.losses[-max(len(self.losses) // 10, 1) :]
+        return sum(last) / len(last) if last else math.inf
+
+    def measured(self, turn: int, seconds: float) -> None:
+        """Remembers how long a turn took; the first of its kind is forgotten once there is another."""
+        mean, count = self.turn_s.get(turn, (0.0, 0))
+        self.turn_s[turn] = (seconds, 1) if count == 0 else (seconds, 2) if count == 1 else _average(mean, count, seconds)
+
+    @property
+    def cost(self) -> TrialCost | None:
+        """What its turns cost, as far as measured; None before all of them were."""
+        if self.admitted is None or len(self.turn_s) < self.admitted.num_turns:
+            return None
+        return TrialCost(tuple(self.turn_s[k][0] for k in range(self.admitted.num_turns)), self.trial.steps)
+
+    @property
+    def remaining_s(self) -> float:
+        """How long it would still take alone; infinite until each of its turns was measured."""
+        cost = self.cost
+        if cost is None:
+            return math.inf
+        return sum(cost.turns_s[self.turn :]) + (self.trial.steps - self.step - 1) * sum(cost.turns_s)
+
+
+def _average(mean: float, count: int, seconds: float) -> tuple[float, int]:
+    """A mean that follows what the machine does now: at most the last 16 or so count."""
+    count = min(count + 1, 16)
+    return mean + (seconds - mean) / count, count
+
+
+class Board:
+    """All trials of a study, and the rules by which devices take them."""
+
+    def __init__(self, entries: Sequence[Entry], num_devices: int, policy: str, stop: Rule | None = None) -> None:
+        self.entries = list(entries)
+        self.num_devices, self.policy, self.stop = num_devices, policy, stop
+        self.turns: list[Turn] = []
+        self.tier_bytes = 0.0
+        self._choose = POLICIES[policy]
+        self._count = 0
+        self.on_end: Callable[[Entry], None] = lambda entry: None
+
+    # ---- what next -------------------------------------------------------------------------------------------------
+
+    def next_job(self, device: int) -> Job | None:
+        """What a free device does now; None: nothing, until something else ends."""
+        waiting = [entry for entry in self.entries if entry.status == "waiting"]
+        if waiting and self._may_begin(device):
+            return self._begin(waiting[0], device, "admit")
+        offer = [Ready(e.number, e.remaining_s, e.last_turn, e.device) for e in self.entries if e.status == "ready"]
+        number = self._choose(offer, device) if offer else None
+        return None if number is None else self._begin(self.entries[number], device, "turn")
+
+    def _may_begin(self, device: int) -> bool:
+        """Whole tasks are admitted one by one, as devices come free; otherwise all trials are, so that they can be chosen."""
+        if self.policy != "whole-task":
+            return not self._is_full()
+        return not any(e.device == device and e.status in ("ready", "running", "held") for e in self.entries)
+
+    def _is_full(self) -> bool:
+        """Whether a trial was sent back for want of room, and nothing has ended since."""
+        return self._sent_back
+
+    _sent_back = False
+
+    def _begin(self, entry: Entry, device: int, kind: str) -> Job:
+        entry.status = "running"
+        entry.moves += entry.device not in (-1, device)
+        entry.device, entry.last_turn = device, self._count
+        self._count += 1
+        return Job(kind, entry.number, entry.step if kind == "turn" else -1, entry.turn if kind == "turn" else 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no trial takes another turn."""
+        return all(entry.has_ended for entry in self.entries)
+
+    @property
+    def alive(self) -> set[int]:
+        """The trials that have not ended."""
+        return {entry.number for entry in self.entries if not entry.has_ended}
+
+    # ---- what came of it -------------------------------------------------------------------------------------------
+
+    def admitted(self, number: int, what: Admitted, device: int, start_s: float, end_s: float) -> None:
+        """A trial is built; it may stand in the middle already, when the study goes on from earlier."""
+        entry = self.entries[number]
+        entry.admitted, entry.step, entry.turn = what, what.step, what.turn
+        entry.busy_s += end_s - start_s
+        self.tier_bytes += what.tier_bytes
+        self.turns.append(Turn(number, device, -1, 0, start_s, end_s))
+        self._settle(entry)
+
+    def sent_back(self, number: int) -> None:
+        """There is no room on the tier for a trial now: it waits until another one has ended.
+
+        When nobody is there whose end it could wait for, it fails.
+        """
+        entry = self.entries[number]
+        entry.status, entry.device = "waiting", -1
+        self._sent_back = True
+        if not any(e.admitted and not e.has_ended for e in self.entries):
+            self.failed(number, "no room on the tier for its state, with no other trial there; give more (memory = …)")
+
+    def turned(self, report: Report, device: int) -> None:
+        """A turn is committed."""
+        entry = self.entries[report.trial]
+        assert entry.admitted is not None
+        seconds = report.end_s - report.start_s
+        entry.busy_s += seconds
+        entry.measured(report.turn, seconds)
+        self.turns.append(Turn(report.trial, device, report.step, report.turn, report.start_s, report.end_s))
+        entry.turn, entry.step = report.turn + 1, report.step
+        if entry.turn == entry.admitted.num_turns:
+            entry.turn, entry.step = 0, report.step + 1
+            entry.losses.append(report.loss)
+        self._settle(entry)
+
+    def failed(self, number: int, reason: str) -> None:
+        """A trial has failed; the others go on."""
+        self._end(self.entries[number], "failed", reason)
+
+    def lost(self, number: int, what: str, step: int, turn: int, losses: Sequence[float]) -> None:
+        """The worker that had a trial died; the trial stands where its last commit left it."""
+        entry = self.entries[number]
+        entry.deaths += 1
+        if entry.deaths >= _MOST_DEATHS:
+            self.failed(number, f"{entry.deaths} workers died over it ({what}) at step {entry.step + 1}")
+            return
+        entry.device = -1
+        if entry.admitted is None:
+            entry.status = "waiting"
+            return
+        entry.step, entry.turn, entry.losses = step, turn, list(losses)
+        self._settle(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        entry.status = "ready"
+        if entry.step >= entry.trial.steps:
+            self._end(entry, "finished")
+            return
+        self._judge(entry)
+        self.review()
+
+    def review(self) -> None:
+        """Trials that wait at a rung are judged again: others may have come there, or ended."""
+        changed = True
+        while changed:
+            before = [entry.status for entry in self.entries]
+            for entry in self.entries:
+                if entry.status == "held":
+                    self._judge(entry)
+            changed = before != [entry.status for entry in self.entries]
+
+    def _judge(self, entry: Entry) -> None:
+        if self.stop is None or entry.turn or not entry.losses:
+            return
+        losses = {e.number: e.losses for e in self.entries if e.losses}
+        verdict = self.stop.judge(entry.number, losses, self.alive)
+        if verdict is Verdict.STOP:
+            self._end(entry, "stopped", self.stop.why(entry.number, losses))
+        else:
+            entry.status = "held" if verdict is Verdict.WAIT else "ready"
+
+    def _end(self, entry: Entry, status: str, reason: str = "") -> None:
+        entry.status, entry.reason = status, reason
+        if entry.admitted is not None:
+            self.tier_bytes -= entry.admitted.tier_bytes
+        self._sent_back = False
+        self.on_end(entry)
+        self.review()
+
+    # ---- figures ---------------------------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> Entry | None:
+        """The finished trial with the lowest score; a stopped one only when none has finished."""
+        done = [e for e in self.entries if e.status == "finished" and math.isfinite(e.score)]
+        done = done or [e for e in self.entries if e.status == "stopped" and math.isfinite(e.score)]
+        return min(done, key=lambda entry: (entry.score, entry.number), default=None)
+
+    def measured(self) -> Outcome:
+        """The study so far: makespan from the first start to the last end, and the bound for the same work."""
+        turns = sorted(self.turns, key=lambda turn: turn.end_s)
+        if not turns:
+            return Outcome((), 0.0, 0.0)
+        began = min(turn.start_s for turn in turns)
+        moved = tuple(turn._replace(start_s=turn.start_s - began, end_s=turn.end_s - began) for turn in turns)
+        totals = [0.0] * len(self.entries)
+        for turn in turns:
+            totals[turn.trial] += turn.end_s - turn.start_s
+        return Outcome(moved, moved[-1].end_s, lower_bound_s(totals, self.num_devices))
+
+    def predicted(self, policy: str | None = None) -> Outcome | None:
+        """The whole study on paper, from what turns have cost so far; None until every living trial was measured.
+
+        Trials that failed are left out, stopped ones count with the steps they have done.
+        """
+        costs = []
+        for entry in self.entries:
+            if entry.status == "failed":
+                continue
+            if entry.cost is None:
+                return None
+            steps = entry.step if entry.status == "stopped" else entry.trial.steps
+            costs.append(entry.cost._replace(num_steps=steps, admission_s=self._admission_s(entry)))
+        return simulate_study(costs, self.num_devices, policy or self.policy)
+
+    def _admission_s(self, entry: Entry) -> float:
+        return sum(t.end_s - t.start_s for t in self.turns if t.trial == entry.number and t.step < 0)

@@ -1,0 +1,476 @@
+"""A trial on a device: admitted once, then one turn at a time, each from the tier and back."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipefit.errors import InfeasibleError, NonFiniteLossError, PipefitError
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.partition.capacity import hydra, shard_bytes
+from pipefit.profiling import profile_sizes
+from pipefit.runtime.compiled import CompiledRank, compile_rank
+from pipefit.runtime.executor import Execution, Feed
+from pipefit.runtime.handlers import HANDLERS
+from pipefit.runtime.local import LocalTransport, Mailbox
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.transport import Message
+from pipefit.spec import Partition, Profile
+from pipefit.study.board import Admitted, Report
+from pipefit.study.execute.cursor import Cursor, commit, read_cursor, write_loss
+from pipefit.study.execute.recipe import Recipe, check_batch, on_meta, recipe_of
+from pipefit.study.execute.records import Record, read_record, record_bytes, write_record
+from pipefit.study.execute.shards import Shard, Structure
+from pipefit.study.trial import Trial
+from pipefit.study.turns import Turn, replays, step_program, turns_of
+from pipefit.train.batch import cut, feed_of, largest_part
+
+__all__ = ["LiveTrial", "NoRoom"]
+
+
+class NoRoom(PipefitError):
+    """The tier is too full for a trial now."""
+
+
+@dataclass
+class _Slice:
+    """A turn, compiled: a part of the program's list that the executor runs like a whole one."""
+
+    compiled: CompiledRank
+    turn: Turn
+
+
+class LiveTrial:
+    """What a worker's process knows of a trial. All that must last lies in the trial's folder.
+
+    Args:
+        number: in the study.
+        trial: what it is.
+        folder: its own, on the tier.
+        device: where this worker computes.
+        capacity_bytes: of the device; 0: no limit.
+    """
+
+    def __init__(
+        self, number: int, trial: Trial, folder: Path, device: torch.device, capacity_bytes: float = 0.0
+    ) -> None:
+        self.number, self.trial, self.folder, self.device = number, trial, folder, device
+        self.capacity_bytes = capacity_bytes
+        self.shard: Shard | None = None
+        self._versions: tuple[int, ...] = ()
+        self._recipe: Recipe | None = None
+        self._structure: Structure | None = None
+        self._slices: list[_Slice] = []
+        self._program = step_program(1, trial.microbatches)
+
+    # ---- admission -------------------------------------------------------------------------------------------------
+
+    def admit(self, room_bytes: float = math.inf) -> Admitted:
+        """Builds the trial, cuts it for the device and puts its state on the tier; or finds it there from earlier.
+
+        Raises:
+            InfeasibleError: it needs more memory than the device has, however it is cut.
+            NoRoom: the tier has no room for it now.
+        """
+        cursor = read_cursor(self.folder)
+        if cursor is None:
+            cursor = self._begin(room_bytes)
+        self._prepare(cursor)
+        return Admitted(
+            len(self._slices),
+            len(cursor.counts),
+            cursor.parameters,
+            cursor.tier_bytes,
+            cursor.device_bytes,
+            cursor.step,
+            cursor.turn,
+        )
+
+    def _begin(self, room_bytes: float) -> Cursor:
+        recipe = recipe_of(self.trial)
+        batch = check_batch(recipe.batch_at(0), 0)
+        counts, device_bytes = self._cut(recipe, batch)
+        structure = Structure(recipe.layers, Partition.from_counts(counts, len(recipe.layers)))
+        states = [structure.tensors(shard) for shard in range(structure.num_shards)]
+        per_weight = 1 + recipe.state_per_weight
+        weights = sum(record_bytes(state) for state in states)
+        needed = int(2 * per_weight * weights + self._boundary_bytes(batch, structure.num_shards))
+        if needed > room_bytes:
+            raise NoRoom(f"its state needs {needed} bytes on the tier, {int(room_bytes)} are free")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for shard, state in enumerate(states):
+            write_record(self._record(shard, 0), 0, state, {})
+        parameters = structure.num_parameters
+        cursor = Cursor(counts, [0] * len(counts), parameters=parameters, tier_bytes=needed, device_bytes=device_bytes)
+        commit(self.folder, cursor)
+        for shard in range(structure.num_shards):
+            structure.release(shard)
+        self._recipe, self._structure = recipe, structure
+        return cursor
+
+    def _cut(self, recipe: Recipe, batch: tuple[Any, Any]) -> tuple[list[int], float]:
+        """Layers of each shard, and what the largest needs on the device (0: not known)."""
+        num_layers, wanted = len(recipe.layers), self.trial.shards
+        if wanted > num_layers:
+            raise PipefitError(f"{wanted} shards need as many layers, the model has {num_layers}")
+        if not self.capacity_bytes:
+            size, more = divmod(num_layers, max(wanted, 1))
+            return [size + (shard < more) for shard in range(max(wanted, 1))], 0.0
+        profile = self._profile(recipe, batch)
+        if wanted:
+            size, more = divmod(num_layers, wanted)
+            partition = Partition.from_counts([size + (shard < more) for shard in range(wanted)], num_layers)
+        else:
+            partition = hydra(profile, self.capacity_bytes, recipe.state_per_weight)
+        sizes = [
+            shard_bytes(profile, stage.layers[0], stage.layers[-1] + 1, recipe.state_per_weight)
+            for stage in partition.stages
+        ]
+        if max(sizes) > self.capacity_bytes:
+            raise InfeasibleError(
+                f"shard {sizes.index(max(sizes))} of {wanted} needs {int(max(sizes))} bytes on the device, there are "
+                f"{int(self.capacity_bytes)}; ask for more shards, or leave their number to pipefit (shards = 0)"
+            )
+        return [len(stage.layers) for stage in partition.stages], max(sizes)
+
+    def _profile(self, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
+        """What layers need; boundary tensors count for every micro-batch of a step, for a shard sees them all at once."""
+        x, y = batch
+        num = self.trial.microbatches
+        profile = profile_sizes(
+            [(layer.prefix, layer.module) for layer in recipe.layers],
+            x,
+            recipe.training.loss,
+            y,
+            microbatch_sizes=[largest_part(x, num)],
+            repeats=3,
+            limit_s=2.0,
+            threads=None,
+        )
+        layers = [msgspec.structs.replace(layer, output_bytes=num * layer.output_bytes) for layer in profile.layers]
+        return msgspec.structs.replace(profile, model=self.trial.name or "the model", layers=tuple(layers))
+
+    def _boundary_bytes(self, batch: tuple[Any, Any], num_shards: int) -> int:
+        leaves = [leaf for leaf in pytree.tree_leaves(batch[0]) if isinstance(leaf, Tensor)]
+        return 4 * num_shards * sum(leaf.nbytes for leaf in leaves)
+
+    # ---- readiness -------------------------------------------------------------------------------------------------
+
+    def _prepare(self, cursor: Cursor) -> None:
+        """Makes what can be made again in any process: structure, data, program."""
+        if self._recipe is None or self._structure is None:
+            recipe = on_meta(self.trial) or recipe_of(self.trial)
+            self._structure = Structure(recipe.layers, Partition.from_counts(cursor.counts, len(recipe.layers)))
+            for shard in range(self._structure.num_shards):
+                self._structure.release(shard)
+            self._recipe = recipe
+        if not self._slices:
+            clip = self._recipe.training.clip_norm is not None
+            self._program = step_program(len(cursor.counts), self.trial.microbatches, clip)
+            whole = compile_rank(self._program, 0)
+            self._slices = [_slice(whole, turn) for turn in turns_of(self._program)]
+
+    @property
+    def held_bytes(self) -> int:
+        """What this worker keeps of the trial between turns."""
+        return self.shard.num_bytes if self.shard else 0
+
+    def forget(self) -> None:
+        """Lets go of what the device holds; the tier has it."""
+        if self.shard is not None:
+            self.shard.forget()
+        self.shard, self._versions = None, ()
+
+    # ---- a turn ----------------------------------------------------------------------------------------------------
+
+    def turn(self) -> Report:
+        """Takes the next turn: reads, computes, writes, commits.
+
+        Raises:
+            NonFiniteLossError: the loss is not a number; the step is not committed.
+        """
+        start_s = time.monotonic()
+        cursor = read_cursor(self.folder)
+        if cursor is None:
+            raise PipefitError(f"{self.folder}: the trial was not admitted here")
+        self._prepare(cursor)
+        part = self._slices[cursor.turn]
+        step, turn = cursor.step, cursor.turn
+        try:
+            execution = self._execution(cursor, part)
+            computing_s = time.monotonic()
+            for waiting in execution.run({**HANDLERS, Op.REDUCE: self._norm_of(cursor)}):
+                raise PipefitError(f"the turn waits for ever at '{waiting}'")
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            writing_s = time.monotonic()
+            loss = self._keep(cursor, part, execution)
+        except BaseException:
+            self.forget()  # what the device holds is no longer what the tier has
+            raise
+        end_s = time.monotonic()
+        return Report(self.number, step, turn, start_s, end_s, loss, computing_s - start_s, end_s - writing_s)
+
+    def _execution(self, cursor: Cursor, part: _Slice) -> Execution:
+        """The executor's state before the turn."""
+        turn = part.turn
+        shard = self._shard(cursor, turn.stage)
+        feed = self._feed(cursor)
+        transport = LocalTransport(0, Mailbox())
+        transport.begin(feed.signatures)
+        flags = {
+            (int(stage), signature): list(found)
+            for (stage, _, signature), found in ((key.partition(":"), found) for key, found in cursor.flags.items())
+        }
+        shard.worker.train(True)
+        run = Execution(part.compiled, shard.worker, transport, feed, flags, Progress())  # type: ignore[arg-type]
+        wanted = [value for value in turn.takes if value.kind in (Kind.ACT, Kind.GRAD)]
+        for kind, stage in dict.fromkeys((value.kind, value.stage) for value in wanted):
+            run.values.update(_unpacked(kind, stage, self._read(f"{kind}-{stage}", cursor.step)))
+        self._take_gradients(cursor, part, shard)
+        if any(value.kind == Kind.NORM for value in turn.takes):
+            run.norms[0] = _square(cursor.norms, len(cursor.counts))
+        return run
+
+    def _feed(self, cursor: Cursor) -> Feed:
+        assert self._recipe is not None
+        batch = check_batch(self._recipe.batch_at(cursor.step), cursor.step)
+        feed = feed_of([batch], self.trial.microbatches, cursor.step * self.trial.microbatches, "train")
+        shapes = [_shapes(part) for part in cut(batch[0], self.trial.microbatches)]
+        return replace(feed, signatures=shapes)
+
+    def _shard(self, cursor: Cursor, index: int) -> Shard:
+        """The shard on the device: the one that is there when nobody has changed it since, else read anew."""
+        assert self._structure is not None and self._recipe is not None
+        homes = sorted({index, *self._structure.borrowed(index).values()})
+        versions = tuple(cursor.versions[home] for home in homes)
+        if self.shard is not None and self.shard.index == index and self._versions == versions:
+            return self.shard
+        self.forget()
+        record = self._read_shard(cursor, index)
+        borrowed: dict[str, Tensor] = {}
+        for home in homes:
+            if home != index:
+                names = [name for name, of in self._structure.borrowed(index).items() if of == home]
+                lender = self._read_shard(cursor, home)
+                borrowed |= {name: lender.tensors[name] for name in names}
+        self.shard = Shard(self._structure, index, self._recipe.training, self.device, record, borrowed)
+        self._versions = versions
+        return self.shard
+
+    def _norm_of(self, cursor: Cursor) -> Callable[[Execution, Instruction], None]:
+        """The norm for clipping: this shard's gradients are here, of the others the tier has the norms."""
+
+        def reduce(run: Execution, i: Instruction) -> None:
+            assert self.shard is not None
+            cursor.norms[str(self.shard.index)] = _norms(self.shard)
+            run.norms[i.version] = squares = _square(cursor.norms, len(cursor.counts))
+            run.values["reducing", i.stage, i.version, i.kind] = [squares]  # type: ignore[index]
+            run.handles[run.index] = _Done([squares])
+
+        return reduce
+
+    def _take_gradients(self, cursor: Cursor, part: _Slice, shard: Shard) -> None:
+        """Batch norms' sums from the forward, gradients that borrowers left, and a shard's own where it steps later."""
+        ops = {i.op for i in part.compiled.instructions}
+        if part.turn.steps and Op.FWD not in ops:
+            self._take_sums(shard, cursor)
+        if Op.BWD in ops:
+            self._take_lent(cursor, shard)
+        elif part.turn.steps:
+            gradients = self._read(f"wgrad-{shard.index}", cursor.step).tensors
+            for name, parameter in _named(shard):
+                parameter.grad = gradients[name].to(self.device) if name in gradients else None
+
+    def _take_lent(self, cursor: Cursor, shard: Shard) -> None:
+        """What shards above have added to the gradients of weights that they share with this one."""
+        assert self._structure is not None
+        shared = {shard.home_name(name): p for name, p in _named(shard)} | shard.borrowed
+        for name, above in self._structure.next_above(shard.index).items():
+            left = self._read(f"lent-{above}", cursor.step).tensors
+            shared[name].grad = left[name].to(self.device) if name in left else None
+
+    def _take_sums(self, shard: Shard, cursor: Cursor) -> None:
+        modules = shard.worker.stages[shard.index].batchnorms
+        if modules:
+            sums = self._read(f"sums-{shard.index}", cursor.step).tensors
+            for place, module in enumerate(modules):
+                module._gathered = {0: sums[str(place)].to(self.device)} if str(place) in sums else {}
+
+    # ---- keeping it ------------------------------------------------------------------------------------------------
+
+    def _keep(self, cursor: Cursor, part: _Slice, run: Execution) -> float:
+        """Writes what the turn has made and commits it; the step's loss when it is complete, else NaN."""
+        turn, shard = part.turn, self.shard
+        assert shard is not None and self._structure is not None
+        ops = {i.op for i in part.compiled.instructions}
+        if run.losses:
+            cursor.loss = _loss_of(run, self.trial.microbatches)
+            if not math.isfinite(cursor.loss):
+                raise NonFiniteLossError(
+                    f"the loss of step {cursor.step + 1} is {cursor.loss}: lower the learning rate or clip the gradients"
+                )
+        for kind, stage in dict.fromkeys((v.kind, v.stage) for v in turn.leaves if v.kind in (Kind.ACT, Kind.GRAD)):
+            mbs = [v.at for v in turn.leaves if (v.kind, v.stage) == (kind, stage)]
+            self._write(f"{kind}-{stage}", cursor.step, *_packed(kind, stage, mbs, run.values))
+        if Op.BWD in ops:
+            self._leave_gradients(cursor, turn, shard)
+        if Op.FWD in ops and not turn.steps:
+            self._leave_sums(shard, cursor)
+        if turn.steps or shard.buffers_changed():
+            self._write_shard(cursor, shard)
+        for (stage, signature), found in run.flags.items():
+            cursor.flags[f"{stage}:{signature}"] = list(found)
+        complete = cursor.turn + 1 == len(self._slices)
+        loss = cursor.loss
+        if complete:
+            write_loss(self.folder, cursor.step, loss)
+            cursor.step, cursor.turn, cursor.norms = cursor.step + 1, 0, {}
+        else:
+            cursor.turn += 1
+        commit(self.folder, cursor)
+        return loss if complete else math.nan
+
+    def _leave_gradients(self, cursor: Cursor, turn: Turn, shard: Shard) -> None:
+        """Gradients of borrowed weights go to the shard below that has them too; under clipping all wait for the norm."""
+        if shard.borrowed:
+            left = {n: p.grad for n, p in shard.borrowed.items() if p.grad is not None}
+            self._write(f"lent-{shard.index}", cursor.step, left, {})
+            for parameter in shard.borrowed.values():
+                parameter.grad = None
+        if not turn.steps:
+            cursor.norms[str(shard.index)] = _norms(shard)
+            own = {name: p.grad for name, p in _named(shard) if p.grad is not None}
+            self._write(f"wgrad-{shard.index}", cursor.step, own, {})
+            for _, parameter in _named(shard):
+                parameter.grad = None
+
+    def _leave_sums(self, shard: Shard, cursor: Cursor) -> None:
+        modules = shard.worker.stages[shard.index].batchnorms
+        if modules:
+            found = {str(place): module.gathered(0) for place, module in enumerate(modules)}
+            self._write(f"sums-{shard.index}", cursor.step, {k: v for k, v in found.items() if v is not None}, {})
+            for module in modules:
+                module._gathered = {}
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def _record(self, shard: int, version: int) -> Path:
+        return self.folder / f"shard-{shard}.{'ab'[version % 2]}"
+
+    def _read_shard(self, cursor: Cursor, shard: int) -> Record:
+        return read_record(self._record(shard, cursor.versions[shard]), cursor.versions[shard])
+
+    def _write_shard(self, cursor: Cursor, shard: Shard) -> None:
+        tensors, extra = shard.state()
+        version = cursor.versions[shard.index] + 1
+        write_record(self._record(shard.index, version), version, tensors, extra)
+        cursor.versions[shard.index] = version
+        homes = sorted({shard.index, *shard.structure.borrowed(shard.index).values()})
+        self._versions = tuple(cursor.versions[home] for home in homes)
+
+    def _read(self, name: str, step: int) -> Record:
+        return read_record(self.folder / f"{name}.between", step)
+
+    def _write(self, name: str, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+        write_record(self.folder / f"{name}.between", step, tensors, extra)
+
+
+def _slice(whole: CompiledRank, turn: Turn) -> _Slice:
+    """A turn as a list of its own: its loads again, then its part of the program."""
+    loads = tuple(replays(whole.program, turn))
+    first, end, more = turn.first, turn.end, len(loads)
+    awaits = tuple(tuple(index - first + more for index in found) for found in whole.awaits[first:end])
+    compiled = CompiledRank(
+        whole.program,
+        0,
+        loads + whole.instructions[first:end],
+        ((),) * more + awaits,
+        ((),) * more + whole.frees[first:end],
+        frozenset(index - first + more for index in whole.in_place if first <= index < end),
+    )
+    return _Slice(compiled, turn)
+
+
+class _Done(NamedTuple):
+    """A reduction that has nothing to wait for."""
+
+    result: list[Tensor]
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> list[Tensor]:
+        return self.result
+
+
+def _norms(shard: Shard) -> list[float]:
+    """The norm of each gradient of a shard."""
+    gradients = shard.worker.counted_gradients(shard.index)
+    return [float(norm) for norm in torch._foreach_norm(gradients)] if gradients else []
+
+
+def _square(norms: Mapping[str, list[float]], num_shards: int) -> Tensor:
+    """The sum of squares of all gradients, added up as one process adds them."""
+    every = [norm for shard in range(num_shards) for norm in norms.get(str(shard), ())]
+    return torch.tensor(every, dtype=torch.float64).square().sum().reshape(1)
+
+
+def _named(shard: Shard) -> list[tuple[str, Any]]:
+    return [(owned.name, owned.parameter) for owned in shard.worker.owned[shard.index]]
+
+
+def _loss_of(run: Execution, num_microbatches: int) -> float:
+    """The mean loss of the step, added up as `Pipeline` does."""
+    table = torch.zeros(num_microbatches, dtype=torch.float64)
+    losses = dict(run.losses)
+    table[list(losses)] = torch.stack([loss.reshape(()).double() for loss in losses.values()]).cpu()
+    return float(table.view(1, -1).sum(1)[0])
+
+
+def _shapes(payload: Any) -> str:
+    return ",".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in pytree.tree_leaves(payload))
+
+
+def _packed(kind: str, stage: int, mbs: list[int], values: Mapping[Any, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Activations or gradients of a boundary as a record."""
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {"mbs": mbs, "flags": {}, "counts": {}}
+    for mb in mbs:
+        value = values[kind, stage, mb]
+        leaves = value.leaves if isinstance(value, Message) else value
+        tensors |= {f"{mb}.{index}": leaf for index, leaf in enumerate(leaves)}
+        extra["counts"][str(mb)] = len(leaves)
+        if isinstance(value, Message):
+            extra["flags"][str(mb)] = list(value.flags)
+            extra["structure"] = pytree.treespec_dumps(value.structure)
+    return tensors, extra
+
+
+def _unpacked(kind: str, stage: int, record: Record) -> dict[tuple[str, int, int], Any]:
+    extra = record.extra
+    structure = _structure(extra["structure"]) if "structure" in extra else None
+    found: dict[tuple[str, int, int], Any] = {}
+    for mb in extra["mbs"]:
+        leaves = [record.tensors[f"{mb}.{index}"] for index in range(extra["counts"][str(mb)])]
+        flags = extra["flags"].get(str(mb))
+        found[kind, stage, mb] = leaves if flags is None else Message(leaves, list(flags), structure)
+    return found
+
+
+def _structure(text: str) -> Any:
+    from pipefit.stage.payload import flatten
+
+    single = flatten(torch.empty(0))[1]
+    spec = pytree.treespec_loads(text)
+    return single if spec == single else spec

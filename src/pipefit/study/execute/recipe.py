@@ -1,0 +1,123 @@
+"""From a trial to what trains: its layers, loss, optimizer and data. Called only once the trial is admitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.errors import DataError, PipefitError
+from pipefit.models import build
+from pipefit.runtime.worker import Training
+from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.study.trial import Trial
+from pipefit.train.config import RunConfig
+from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
+from pipefit.train.sources import source_of
+
+__all__ = ["Recipe", "check_batch", "on_meta", "recipe_of"]
+
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A trial, built.
+
+    Attributes:
+        layers: of the model.
+        training: loss, optimizer, schedule, clipping and seed.
+        batch_at: the batch of a step, by its number from 0.
+        state_per_weight: bytes of optimizer state for each byte of weights.
+    """
+
+    layers: list[NamedLayer]
+    training: Training
+    batch_at: Callable[[int], Batch]
+    state_per_weight: float
+
+
+def recipe_of(trial: Trial) -> Recipe:
+    """Builds the model with the trial's seed, on the default device of the moment, and readies its data.
+
+    Raises:
+        PipefitError: something in the trial does not fit; what a factory raises passes as it is.
+    """
+    torch.manual_seed(trial.seed)
+    if isinstance(trial.model, str):
+        bundle = build(trial.model, **dict(trial.options))
+        model: Any = bundle.layers
+        loss = trial.loss or bundle.loss
+        data = trial.data if callable(trial.data) else _named_data(trial, bundle)
+    else:
+        model, loss, data = trial.model(), trial.loss, trial.data
+        if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+            model = [model]
+    assert callable(loss) and callable(data)
+    training = Training(loss, _optimizer(trial), _scheduler(trial), trial.clip or None, trial.seed)
+    per_weight = STATE_PER_WEIGHT.get(trial.optimizer, 2.0) if isinstance(trial.optimizer, str) else 2.0
+    return Recipe(named_layers(model), training, data, per_weight)
+
+
+def _optimizer(trial: Trial) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    return make_optimizer(trial.optimizer, trial.lr) if isinstance(trial.optimizer, str) else trial.optimizer
+
+
+def _scheduler(trial: Trial) -> Callable[[torch.optim.Optimizer], Any] | None:
+    if trial.scheduler is not None or not trial.warmup:
+        return trial.scheduler
+    steps, warmup = trial.steps, trial.warmup
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(steps - warmup, 1)
+        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def _named_data(trial: Trial, bundle: Any) -> Callable[[int], Batch]:
+    """Batches by step's number: those that `pipefit train` draws with the same seed."""
+    assert not callable(trial.data)
+    wanted = trial.data or ((bundle.data,) if bundle.data else ("synthetic",))
+    if wanted == ("synthetic",):
+        return lambda step: bundle.example(trial.batch, trial.seed + step % 4)
+    with torch.device("cpu"):
+        source = source_of(RunConfig(data=wanted, batch=trial.batch, seed=trial.seed), bundle)
+    if not hasattr(source.batches, "batch_at"):
+        raise DataError(f"{source.name}: a study needs data whose batches can be asked for by number")
+    at: Callable[[int], Batch] = source.batches.batch_at
+    return at
+
+
+def check_batch(batch: Any, step: int) -> Batch:
+    """A pair of tensors or trees of them.
+
+    Raises:
+        DataError: it is none.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise DataError(f"data({step}) must give (input, target), got {type(batch).__name__}")
+    return batch[0], batch[1]
+
+
+def on_meta(trial: Trial) -> Recipe | None:
+    """The recipe with a model that takes no memory; None where that cannot be done faithfully."""
+    try:
+        with torch.device("meta"):
+            recipe = recipe_of(trial)
+    except (PipefitError, RuntimeError, NotImplementedError, ValueError, TypeError):
+        return None
+    for layer in recipe.layers:
+        for module in layer.module.modules():
+            own = vars(module).values()
+            if any(isinstance(value, Tensor) and value.is_meta for value in own):
+                return None  # a tensor that is neither weight nor buffer would stay without values
+    return recipe
+
+

@@ -1,0 +1,108 @@
+"""What a trial keeps between two turns: named tensors and some JSON data in a file, whole or not at all.
+
+A record that changes has two files, written in turn; the trial's cursor says which one counts. So a turn that is cut
+off leaves everything as it was before it. Header and checksum are those of the disk tier.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import PipefitError
+from pipefit.memory.layout import Field, Layout
+from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
+from pipefit.memory.tiers import padded
+
+__all__ = ["Record", "read_record", "record_bytes", "write_record"]
+
+
+class Record(NamedTuple):
+    """What was read: tensors, all views of one buffer, and what was written beside them."""
+
+    tensors: dict[str, Tensor]
+    extra: dict[str, Any]
+
+
+def record_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """What a record of these tensors takes, but for its JSON data."""
+    return HEADER_BYTES + Layout(tensors.values()).num_bytes
+
+
+def write_record(path: Path, version: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> int:
+    """Writes a record over whatever the file held; its size in bytes.
+
+    Raises:
+        PipefitError: there is no room, or the folder is gone.
+    """
+    layout = Layout(tensors.values())
+    rows = [
+        [name, field.start, list(field.shape), str(field.dtype).removeprefix("torch.")]
+        for name, field in zip(tensors, layout.fields, strict=True)
+    ]
+    text = json.dumps({"tensors": rows, "extra": extra}, separators=(",", ":")).encode()
+    head = padded(8 + len(text))
+    buffer = torch.zeros(head + layout.num_bytes, dtype=torch.uint8)
+    data = memoryview(buffer.numpy())
+    data[: 8 + len(text)] = len(text).to_bytes(8, "little") + text
+    for field, tensor in zip(layout.fields, tensors.values(), strict=True):
+        if tensor.numel():
+            field.of(buffer[head:]).copy_(tensor.detach())
+    header = RecordHeader(path.stem[:96], version, len(buffer), chunk_sum(data)).pack()
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(handle, bytes(HEADER_BYTES), 0)  # until the payload is whole there is no record
+            _write_all(handle, data, HEADER_BYTES)
+            os.pwrite(handle, header, 0)
+        finally:
+            os.close(handle)
+    except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise PipefitError(f"{path.parent}: no room for {len(data)} bytes of the trial's state") from None
+        raise PipefitError(f"{path}: cannot be written: {problem.strerror}") from None
+    return HEADER_BYTES + len(data)
+
+
+def _write_all(handle: int, data: memoryview, position: int) -> None:
+    while data:
+        written = os.pwrite(handle, data, position)
+        data, position = data[written:], position + written
+
+
+def read_record(path: Path, version: int) -> Record:
+    """Reads a record.
+
+    Raises:
+        PipefitError: it is missing, torn, or holds another version.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            header = RecordHeader.unpack(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"))
+            if header is None or header.version != version:
+                found = "no whole record" if header is None else f"version {header.version}"
+                raise PipefitError(f"{path}: expected version {version} of the trial's state, found {found}")
+            buffer = torch.empty(header.num_bytes, dtype=torch.uint8)
+            data = memoryview(buffer.numpy())
+            at = 0
+            while at < len(data) and (count := file.readinto(data[at:])):
+                at += count
+    except OSError as problem:
+        raise PipefitError(f"{path}: cannot be read: {problem.strerror}") from None
+    if at < len(data) or chunk_sum(data) != header.checksum:
+        raise PipefitError(f"{path}: the trial's state does not fit its checksum: the tier did not keep what was written")
+    length = int.from_bytes(data[:8], "little")
+    found = json.loads(bytes(data[8 : 8 + length]))
+    body = buffer[padded(8 + length) :]
+    tensors = {
+        name: Field(start, torch.Size(shape), getattr(torch, kind)).of(body)
+        for name, start, shape, kind in found["tensors"]
+    }
+    return Record(tensors, found["extra"])

@@ -1,0 +1,168 @@
+"""Study files: TOML in, a checked study out."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pipefit.errors import nearest
+from pipefit.spec.files import read_text
+from pipefit.study.stopping import RULES, Rule
+from pipefit.study.trial import StudyError, StudySpec, Trial
+from pipefit.units import parse_quantity
+
+__all__ = ["grid", "load_study", "rule_of", "study_of"]
+
+_FORMAT = "pipefit.study/1"
+_STUDY = ("format", "name", "workers", "policy", "device_memory", "memory", "tier", "threads", "output", "device")
+_TABLES = ("grid", "trials", "stop")
+_TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "values"))
+_OPTIONS = "options"
+
+
+def load_study(path: str | Path) -> StudySpec:
+    """Reads a study file.
+
+    Raises:
+        PipefitError: it is missing or not TOML, a key is unknown (the nearest is suggested), or a value does not fit.
+    """
+    try:
+        data = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as problem:
+        raise StudyError(f"{path}: not TOML: {problem}") from None
+    found = data.get("format", _FORMAT)
+    if found != _FORMAT:
+        raise StudyError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')
+    return study_of(data, str(path))
+
+
+def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
+    """A study from what its file says.
+
+    Raises:
+        PipefitError: with `where` and the key.
+    """
+    _known(data, (*_STUDY, *_TABLES, *_TRIAL), where)
+    try:
+        trials = tuple(_trials(data, where))
+        return StudySpec(
+            trials,
+            workers=data.get("workers", 2),
+            policy=data.get("policy", "lrtf"),
+            device_memory_bytes=_bytes(data, "device_memory", where),
+            tier=data.get("tier", "disk"),
+            tier_bytes=_bytes(data, "memory", where),
+            threads=data.get("threads", 0),
+            stop=rule_of(data["stop"], f"{where}: stop") if "stop" in data else None,
+            output=str(data.get("output", f"runs/{data.get('name', 'study')}")),
+            name=str(data.get("name", "study")),
+            device=str(data.get("device", "")),
+        )
+    except StudyError as problem:
+        raise problem if str(problem).startswith(where) else StudyError(f"{where}: {problem}") from None
+
+
+def grid(space: Mapping[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    """Every combination of the values of some keys, the last key fastest.
+
+    >>> [point for point in grid({"lr": [0.1, 0.2], "batch": [8]})]
+    [{'lr': 0.1, 'batch': 8}, {'lr': 0.2, 'batch': 8}]
+    """
+    keys = list(space)
+    for values in itertools.product(*(list(space[key]) for key in keys)):
+        yield dict(zip(keys, values, strict=True))
+
+
+def rule_of(data: Any, where: str = "stop") -> Rule:
+    """A stopping rule from its table: `rule`, and the rule's own numbers.
+
+    Raises:
+        StudyError: an unknown rule or key, or a number that does not fit.
+    """
+    if not isinstance(data, Mapping) or "rule" not in data:
+        raise StudyError(f'{where}: expected a table with rule = {" or ".join(map(repr, RULES))}')
+    kind = RULES.get(data["rule"])
+    if kind is None:
+        raise StudyError(f"{where}: unknown rule {data['rule']!r}; {nearest(str(data['rule']), RULES)}")
+    numbers = {key: value for key, value in data.items() if key != "rule"}
+    parameters = inspect.signature(kind).parameters
+    _known(numbers, tuple(parameters), where)
+    for key, value in numbers.items():
+        least = {"factor": 2, "min_steps": 0, "least": 0}.get(key, 1)
+        wanted: tuple[type, ...] = (int, float) if key == "least" else (int,)
+        if not isinstance(value, wanted) or isinstance(value, bool) or value < least:
+            raise StudyError(f"{where}: {key}: expected a number of at least {least}, got {value!r}")
+    return kind(**numbers)
+
+
+def _trials(data: Mapping[str, Any], where: str) -> Iterator[Trial]:
+    shared = {key: data[key] for key in _TRIAL if key in data}
+    listed = data.get("trials", [{}])
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise StudyError(f"{where}: trials: expected [[trials]] tables, one for each trial")
+    space = data.get("grid", {})
+    flat = _dotted(space) if isinstance(space, dict) else {}
+    if not isinstance(space, dict) or not all(isinstance(values, list) and values for values in flat.values()):
+        raise StudyError(f"{where}: grid: expected a table of lists, such as lr = [1e-3, 3e-4]")
+    for index, own in enumerate(listed):
+        place = f"{where}: trials[{index}]" if "trials" in data else where
+        _known(own, ("name", *_TRIAL), place)
+        for point in grid(flat):
+            yield _trial(shared, own, point, place, alone=not space)
+
+
+def _dotted(space: Mapping[str, Any]) -> dict[str, Any]:
+    """The grid with options of the model as `options.NAME`."""
+    flat: dict[str, Any] = {}
+    for key, values in space.items():
+        flat |= {f"{_OPTIONS}.{name}": v for name, v in values.items()} if isinstance(values, dict) else {key: values}
+    return flat
+
+
+def _trial(shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str, Any], where: str, alone: bool) -> Trial:
+    options = {**_table(shared.get(_OPTIONS, {}), where), **_table(own.get(_OPTIONS, {}), where)}
+    settings = {**shared, **{key: value for key, value in own.items() if key != _OPTIONS}}
+    values = {key: value for key, value in own.items() if key not in ("name", _OPTIONS)}
+    values |= _table(own.get(_OPTIONS, {}), where)
+    for key, value in point.items():
+        head, _, option = key.partition(".")
+        if head == _OPTIONS and option:
+            options[option] = value
+        else:
+            _known({key: value}, _TRIAL, f"{where}: grid")
+            settings[key] = value
+        values[option or key] = value
+    name = settings.pop("name", "")
+    if name and not alone:
+        name = "-".join([name, *(f"{key.rpartition('.')[2]}={value}" for key, value in point.items())])
+    text = settings.get("data", ())
+    settings["data"] = (text,) if isinstance(text, str) else tuple(text)
+    try:
+        return Trial(**{**settings, "name": name, _OPTIONS: options, "values": values})
+    except StudyError as problem:
+        raise StudyError(f"{where}: {problem}") from None
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise StudyError(f"{where}: {_OPTIONS}: expected a table such as {{layers = 4}}, got {value!r}")
+    return dict(value)
+
+
+def _bytes(data: Mapping[str, Any], key: str, where: str) -> float:
+    value = parse_quantity(data[key], "bytes", f"{where}: {key}") if key in data else 0.0
+    if key in data and not 0 < value < float("inf"):
+        raise StudyError(f"{where}: {key}: expected more than 0 bytes, got {data[key]!r}")
+    return value
+
+
+def _known(data: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = tuple(known)
+    for key in data:
+        if key not in known:
+            raise StudyError(f"{where}: unknown key {key!r}; {nearest(key, known)}")

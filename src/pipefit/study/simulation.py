@@ -1,0 +1,133 @@
+"""A study without running it: how long it takes under a policy, and how long it must take under any."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipefit.errors import PipefitError
+from pipefit.study.policies import POLICIES, Ready
+
+__all__ = ["Outcome", "TrialCost", "Turn", "gap", "lower_bound_s", "simulate_study"]
+
+
+class TrialCost(NamedTuple):
+    """What a trial costs.
+
+    Attributes:
+        turns_s: seconds of each turn of one step, in their order.
+        num_steps: how often they come.
+        admission_s: to build it, before its first turn.
+    """
+
+    turns_s: tuple[float, ...]
+    num_steps: int
+    admission_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Alone, on a device of its own."""
+        return self.admission_s + self.num_steps * sum(self.turns_s)
+
+
+class Turn(NamedTuple):
+    """A shard's stay on a device.
+
+    Attributes:
+        trial: its number.
+        device: where.
+        step: of the trial; −1: its admission.
+        turn: within the step.
+        start_s: when the device took it.
+        end_s: when its results were kept.
+    """
+
+    trial: int
+    device: int
+    step: int
+    turn: int
+    start_s: float
+    end_s: float
+
+
+class Outcome(NamedTuple):
+    """A study, run or simulated.
+
+    Attributes:
+        turns: in the order of their ends.
+        makespan_s: from the first start to the last end.
+        bound_s: no policy is faster: max(longest trial, all of them shared out evenly).
+    """
+
+    turns: tuple[Turn, ...]
+    makespan_s: float
+    bound_s: float
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the bound, as a share of it."""
+        return gap(self.makespan_s, self.bound_s)
+
+
+def lower_bound_s(totals_s: Sequence[float], num_devices: int) -> float:
+    """max(longest trial, total / devices): a trial's turns follow each other, and devices do one at a time.
+
+    >>> lower_bound_s([3.0, 1.0, 1.0], 2)
+    3.0
+    """
+    return max(max(totals_s, default=0.0), sum(totals_s) / num_devices)
+
+
+def gap(makespan_s: float, bound_s: float) -> float:
+    """How much longer than the bound, as a share of it; 0 where there was nothing to do."""
+    return makespan_s / bound_s - 1 if bound_s > 0 else 0.0
+
+
+class _Run:
+    """A trial on its way through the simulation."""
+
+    def __init__(self, cost: TrialCost) -> None:
+        self.turns = [(-1, 0, cost.admission_s)] if cost.admission_s else []
+        self.turns += [(step, turn, s) for step in range(cost.num_steps) for turn, s in enumerate(cost.turns_s)]
+        self.at, self.left_s, self.last_turn, self.device = 0, cost.total_s, -1, -1
+
+
+def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "lrtf") -> Outcome:
+    """Runs a study on paper, under exact knowledge of every turn's cost.
+
+    Args:
+        costs: of the trials, in the order of the study.
+        num_devices: that take turns.
+        policy: a name from `POLICIES`.
+
+    Raises:
+        PipefitError: no devices, or a cost that is no finite time.
+    """
+    if num_devices < 1:
+        raise PipefitError(f"a study needs at least 1 device, got {num_devices}")
+    if any(not 0 <= s < float("inf") for cost in costs for s in (*cost.turns_s, cost.admission_s)):
+        raise PipefitError("a study's turns need finite times of at least 0")
+    choose, runs = POLICIES[policy], [_Run(cost) for cost in costs]
+    ready = {number for number, run in enumerate(runs) if run.turns}
+    idle, busy = list(range(num_devices)), []
+    now, count, turns = 0.0, 0, []
+    while ready or busy:
+        for device in list(idle):
+            offer = [Ready(n, runs[n].left_s, runs[n].last_turn, runs[n].device) for n in sorted(ready)]
+            if not offer or (number := choose(offer, device)) is None:
+                continue
+            ready.discard(number)
+            idle.remove(device)
+            run = runs[number]
+            run.last_turn, run.device, count = count, device, count + 1
+            heapq.heappush(busy, (now + run.turns[run.at][2], device, number, now))
+        now, device, number, began = heapq.heappop(busy)
+        run = runs[number]
+        step, turn, seconds = run.turns[run.at]
+        turns.append(Turn(number, device, step, turn, began, now))
+        run.at, run.left_s = run.at + 1, run.left_s - seconds
+        idle = sorted([*idle, device])
+        if run.at < len(run.turns):
+            ready.add(number)
+    return Outcome(tuple(turns), now, lower_bound_s([cost.total_s for cost in costs], num_devices))

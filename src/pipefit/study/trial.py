@@ -1,0 +1,155 @@
+"""What a study is asked to do: trials, and what they share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipefit.errors import PipefitError, nearest
+from pipefit.study.policies import POLICIES
+from pipefit.study.stopping import Rule
+
+__all__ = ["StudyError", "StudySpec", "Trial", "file_name"]
+
+
+class StudyError(PipefitError):
+    """A study file or a trial contradicts itself; the message names the place."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training run of a study. Nothing of it is built before it is admitted.
+
+    A model by name is trained on named data, as `pipefit train` does. A model given as a factory needs `loss` and
+    `data` as well. What a factory captures is sent to no other machine, only to the processes of the study.
+
+    Attributes:
+        name: of the trial; "": made from its number and `values`.
+        model: built-in name, `pkg.mod:factory`, or a callable without arguments that gives the layers.
+        options: of a model by name.
+        loss: (output, target) → mean over the samples; for factories.
+        data: names as for `pipefit train --data`; or a callable from the step's number (from 0) to its (input, target).
+        batch: samples per step, for data by name.
+        microbatches: per step.
+        steps: weight updates.
+        optimizer: "adamw", "adam" or "sgd"; or a callable from parameters to an optimizer.
+        lr: peak learning rate, for optimizers by name.
+        warmup: steps of linear warm-up of a cosine; 0 and an optimizer by name: a constant rate.
+        scheduler: from an optimizer to its learning-rate schedule; None: by `warmup`.
+        clip: largest global norm of the gradients; 0: none.
+        seed: of weights, data and dropout.
+        shards: how many pieces the model is cut into; 0: as many as the device's memory asks for.
+        values: what tells the trial apart, for people.
+    """
+
+    name: str = ""
+    model: str | Callable[[], Any] = "gpt"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any, Any], Any] | None = None
+    data: tuple[str, ...] | Callable[[int], tuple[Any, Any]] = ()
+    batch: int = 16
+    microbatches: int = 4
+    steps: int = 100
+    optimizer: str | Callable[[list[Any]], Any] = "adamw"
+    lr: float = 1e-3
+    warmup: int = 0
+    scheduler: Callable[[Any], Any] | None = None
+    clip: float = 0.0
+    seed: int = 0
+    shards: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        who = f"trial {self.name or '?'}"
+        for key in ("batch", "microbatches", "steps"):
+            _whole(getattr(self, key), 1, f"{who}: {key}")
+        for key in ("warmup", "shards", "seed"):
+            _whole(getattr(self, key), 0, f"{who}: {key}")
+        for key in ("lr", "clip"):
+            value = getattr(self, key)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+                raise StudyError(f"{who}: {key}: expected a number of at least 0, got {value!r}")
+        if not isinstance(self.model, str) and (self.loss is None or not callable(self.data)):
+            raise StudyError(f"{who}: a model given as a factory needs loss=… and data=…, a function of the step's number")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the trial is told in words and numbers alone, so that any process can build it."""
+        parts = (self.model, self.loss, self.data, self.optimizer, self.scheduler)
+        return not any(callable(part) for part in parts)
+
+    def told(self) -> dict[str, Any]:
+        """The trial as JSON data; callables by their names."""
+        data = {key: getattr(self, key) for key in self.__dataclass_fields__}
+        return {key: _plain(value) for key, value in data.items()}
+
+
+def _whole(value: object, least: int, where: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise StudyError(f"{where}: expected a whole number of at least {least}, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    if callable(value):
+        return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class StudySpec:
+    """A study.
+
+    Attributes:
+        trials: in the order in which they were given.
+        workers: processes, one per device.
+        policy: which trial a free worker takes; see `POLICIES`.
+        device_memory_bytes: what a shard may need on a device; 0: no limit, models are not cut for it.
+        tier: "disk": trials live in the study's folder; "host": in shared memory, which is lost when the machine stops.
+        tier_bytes: what all trials may take there together; 0: what is free.
+        threads: CPU threads of each worker; 0: the cores divided among them.
+        stop: the rule that stops trials early; None: none does.
+        output: the study's folder.
+        name: for people.
+        device: where workers compute; "": GPUs when there are some, else the CPU.
+    """
+
+    trials: tuple[Trial, ...]
+    workers: int = 2
+    policy: str = "lrtf"
+    device_memory_bytes: float = 0.0
+    tier: str = "disk"
+    tier_bytes: float = 0.0
+    threads: int = 0
+    stop: Rule | None = None
+    output: str = "runs/study"
+    name: str = "study"
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        _whole(self.workers, 1, "workers")
+        _whole(self.threads, 0, "threads")
+        if self.policy not in POLICIES:
+            raise StudyError(f"unknown policy {self.policy!r}; {nearest(str(self.policy), POLICIES)}")
+        if self.tier not in ("disk", "host"):
+            raise StudyError(f"tier: expected disk or host, got {self.tier!r}")
+        names = [file_name(number, trial) for number, trial in enumerate(self.trials)]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise StudyError(f"two trials are called {sorted(twice)[0]}: give them names of their own")
+
+    def told(self) -> dict[str, Any]:
+        """The study as JSON data."""
+        data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("trials", "stop")}
+        stop = None if self.stop is None else self.stop.told()
+        return {**data, "stop": stop, "trials": [trial.told() for trial in self.trials]}
+
+
+def file_name(number: int, trial: Trial) -> str:
+    """The trial's name, fit for a file."""
+    words = trial.name or "-".join([f"t{number:02d}", *(f"{key}={value}" for key, value in trial.values.items())])
+    return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", words).strip("-.")[:80] or f"t{number:02d}"
