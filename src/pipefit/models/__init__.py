@@ -1,5 +1,6 @@
 """Built-in models as named layers, and the way to the user's own."""
 
+from pipefit.models import gpt_tensor as gpt_tensor  # gives the GPT's layers their tensor rules
 from pipefit.models.convolution import alexnet, convnet, vgg16
 from pipefit.models.gnmt import gnmt
 from pipefit.models.gpt import gpt

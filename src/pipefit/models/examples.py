@@ -28,6 +28,10 @@ def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
+# Where the output is divided along the classes, it can be computed on the parts.
+mean_cross_entropy.is_mean_cross_entropy = True  # type: ignore[attr-defined]
+
+
 def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

@@ -71,8 +71,11 @@ def check(
     loss: Loss | None = None,
     example: Example | None = None,
     dtype: torch.dtype = torch.float64,
-    transport: str = "local",
+    transport: str | None = None,
     recompute: bool = False,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    scatter_gather: bool = True,
     clip_norm: float | None = None,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = descend,
     scheduler: Callable[[Optimizer], LRScheduler] | None = None,
@@ -88,7 +91,7 @@ def check(
 
     Args:
         model: an `nn.Sequential`, a list of layers, or anything with `layers`, `loss` and `example` (a model bundle).
-        num_ranks: of the pipeline.
+        num_ranks: of the pipeline; each is a process, or `tensor` of them.
         schedule: its name.
         num_microbatches: per step.
         num_chunks: stages per rank.
@@ -100,8 +103,12 @@ def check(
         loss: from output and target to their mean; None: the bundle's, else cross entropy.
         example: (batch, seed) -> random (input, target); None: the bundle's.
         dtype: what model and data are converted to.
-        transport: "local" (all ranks in this process) or "distributed" (processes of their own).
+        transport: "local" (all ranks in this process) or "distributed" (processes of their own); None: local, but for
+            tensor parallelism, which needs processes.
         recompute: whether the pipeline replays its forwards.
+        tensor: processes that share each rank by tensor parallelism.
+        sequence_parallel: they also divide the sequence.
+        scatter_gather: messages between ranks travel in pieces.
         clip_norm: largest global norm of an update's gradients.
         optimizer: from parameters to an optimizer; SGD, not Adam, which hides a wrongly scaled gradient.
         scheduler: from an optimizer to its learning-rate schedule.
@@ -133,7 +140,11 @@ def check(
         seed=seed,
         device=device,
         options=dict(options or {}),
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        scatter_gather=scatter_gather,
     )
+    transport = transport or ("local" if tensor == 1 else "distributed")
     return compare(run(task, transport), expected(task), tolerance_of(dtype))
 
 
@@ -142,7 +153,7 @@ def run(task: Task, transport: str = "local") -> Outcome:
     if transport == "local":
         return run_pipeline(task)
     if transport == "distributed":
-        return Outcome.joined(launch(run_pipeline, task.num_ranks, task, quiet=True))
+        return Outcome.joined(launch(run_pipeline, task.num_ranks * task.tensor, task, quiet=True))
     raise PipefitError(f'transport: expected "local" or "distributed", got {transport!r}')
 
 

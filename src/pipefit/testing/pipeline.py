@@ -29,6 +29,9 @@ def make_pipeline(task: Task) -> Pipeline:
         chunks=task.num_chunks,
         replicas=task.replicas,
         recompute=task.recompute,
+        tensor=task.tensor,
+        sequence_parallel=task.sequence_parallel,
+        scatter_gather=task.scatter_gather,
         scheduler=task.scheduler,
         clip_norm=task.clip_norm,
         weigh=task.weigh,
@@ -48,7 +51,15 @@ def run_pipeline(task: Task) -> Outcome:
     workers = pipe._engine.workers
     gradients = {worker.rank: _recorded(worker) for worker in workers}
     losses = pipe.fit(task.batches, steps=len(task.batches))
+    if task.tensor > 1:
+        gradients = {workers[0].process: _whole(workers[0], gradients[workers[0].rank])}
+        return Outcome(list(losses), gradients, {workers[0].process: _whole(workers[0], _state(workers[0]))})
     return Outcome(list(losses), gradients, {worker.rank: _state(worker) for worker in workers})
+
+
+def _whole(worker: Worker, table: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors from those of the processes that share a rank; all of them call it."""
+    return {name: worker.mesh.whole(name, table[name].to(worker.device)).cpu() for name in sorted(table)}
 
 
 def _recorded(worker: Worker) -> dict[str, Tensor]:

@@ -24,6 +24,9 @@ def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
+mean_cross_entropy.is_mean_cross_entropy = True  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Task:
     """A model, its data and how both sides train it. Neither side changes any of it: each works on a deep copy.
@@ -31,7 +34,7 @@ class Task:
     Attributes:
         model: an `nn.Sequential` or a list of layers.
         batches: (input, target) of each step, all of one program.
-        num_ranks: of the pipeline, replicas included.
+        num_ranks: of the pipeline, replicas included; each of them is `tensor` processes.
         schedule: its name.
         num_microbatches: per step.
         counts: layers of each stage.
@@ -46,6 +49,9 @@ class Task:
         seed: of the random numbers inside the model.
         device: where both sides compute.
         options: integers particular to the schedule.
+        tensor: processes that share each rank by tensor parallelism.
+        sequence_parallel: they also divide the sequence.
+        scatter_gather: messages between ranks travel in pieces.
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -65,6 +71,9 @@ class Task:
     seed: int = 0
     device: str = "cpu"
     options: dict[str, int] = field(default_factory=dict)
+    tensor: int = 1
+    sequence_parallel: bool = False
+    scatter_gather: bool = True
 
 
 @dataclass(frozen=True)

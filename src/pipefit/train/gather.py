@@ -28,16 +28,20 @@ def full_state(engine: Engine, layers: Sequence[NamedLayer], plan: Plan) -> dict
 
     In a distributed run every rank must call it: each tensor is broadcast by the rank that owns it.
     """
+    mesh = engine.mesh
     workers = {worker.rank: worker for worker in engine.workers}
     result: dict[str, Tensor] = {}
     for layer in layers:
         stage, owner = owner_of(plan, layer.index)
         held = workers[owner].stages[stage].state_dict() if owner in workers else {}
         for name, shaped in layer.module.state_dict(prefix=f"{layer.prefix}.").items():
-            tensor = held[name].detach() if name in held else torch.empty_like(shaped, device=engine.device)
-            tensor = tensor.contiguous()
+            if name in held:
+                tensor = mesh.whole(name, held[name].detach()).contiguous()
+            else:
+                shape = mesh.whole_shape(name, shaped.shape)
+                tensor = torch.empty(shape, dtype=shaped.dtype, device=engine.device)
             if engine.session.is_distributed:
-                dist.broadcast(tensor, owner)
+                dist.broadcast(tensor, mesh.process_of(owner))
             result[name] = tensor.to("cpu", copy=True)
     return result
 

@@ -20,12 +20,13 @@ class PendingLosses:
         self, engine: Engine, result: PassResult, num_microbatches: int, num_steps: int, *extra: float
     ) -> None:
         # The last one counts the ranks that were asked to stop, so that all of them stop after the same step.
-        extra = (*extra, float(engine.session.stop.requested))
+        own = extra if engine.mesh.is_first else (0.0,) * len(extra)
+        extra = (*own, float(engine.session.stop.requested))
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are the same to the bit however the micro-batches lie on ranks.
         count = num_steps * num_microbatches
         table = torch.zeros(count + len(extra), dtype=torch.float64)
-        if result.losses:
+        if result.losses and engine.mesh.is_first:
             losses: list[Tensor] = [loss.reshape(()).double() for loss in result.losses.values()]
             table[list(result.losses)] = torch.stack(losses).cpu()
         table[count:] = torch.tensor(extra, dtype=torch.float64)

@@ -50,7 +50,7 @@ class PassHistory:
                 if rank in times:
                     table = torch.tensor(times[rank], dtype=torch.float64)
                 if engine.session.is_distributed:
-                    dist.broadcast(table, rank)
+                    dist.broadcast(table, engine.mesh.process_of(rank))
                 starts, ends = table.tolist()
                 events += [
                     Event(rank, position, repeat, start, end)

@@ -15,6 +15,8 @@ from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, NonFiniteLossError, PlanError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
+from pipefit.parallel import Mesh, divide, make_mesh, release, rule_of
+from pipefit.parallel.loss import shared_loss
 from pipefit.runtime.engine import Engine, PassResult
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Tie, Training, Worker
@@ -30,7 +32,7 @@ from pipefit.train.measured import PassHistory
 from pipefit.train.memory import peak_memory_bytes
 from pipefit.train.planned import Planned
 from pipefit.train.report import PipelineReport
-from pipefit.train.setup import make_plan
+from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.stream import stream_feed
 from pipefit.verify import verify
 
@@ -56,8 +58,11 @@ class Pipeline:
         chunks: stages per rank, for the looped schedules.
         replicas: copies of each stage, or one number for all.
         recompute: keep only stage inputs and replay forwards before backwards.
-        plan: a plan, what `pipefit.plan` gave, or a path; then stages, schedule, microbatches, chunks, replicas and
-            recompute are its.
+        tensor: processes that share each rank by tensor parallelism; for models whose layers have a tensor rule (gpt).
+        sequence_parallel: they also divide the sequence where all of them would compute the same.
+        scatter_gather: without that, each sends its part of a message between ranks, and the receiver gathers.
+        plan: a plan, what `pipefit.plan` gave, or a path; then stages, schedule, microbatches, chunks, replicas,
+            recompute and the tensor width are its.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
         clip_norm: largest global norm of an update's gradients, over all stages.
         weigh: how much a micro-batch counts in its batch's mean, from its target; None: its number of samples. Give the
@@ -83,6 +88,9 @@ class Pipeline:
         chunks: int = 1,
         replicas: int | Sequence[int] = (),
         recompute: bool = False,
+        tensor: int = 1,
+        sequence_parallel: bool = False,
+        scatter_gather: bool = True,
         plan: Plan | Planned | str | None = None,
         scheduler: MakeScheduler | None = None,
         clip_norm: float | None = None,
@@ -101,21 +109,26 @@ class Pipeline:
             copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
             self.plan = make_plan(
                 self.layers,
-                num_ranks=self._num_ranks(stages, chunks, copies),
+                num_ranks=self._num_ranks(stages, chunks, copies, tensor),
                 schedule=schedule,
                 num_microbatches=microbatches,
                 num_chunks=chunks,
                 stages=None if stages is None or isinstance(stages, int | str) else list(stages),
                 replicas=copies,
                 recompute=recompute,
+                tensor=tensor,
+                sequence_parallel=sequence_parallel,
+                scatter_gather=scatter_gather,
                 options=options,
                 profile=self._profile(example, microbatches, loss) if stages == "auto" else None,
                 model=type(model).__name__,
             )
         else:
             self.plan = plan.plan if isinstance(plan, Planned) else plan if isinstance(plan, Plan) else Plan.load(plan)
-            self._check_ranks(self.plan.placement.num_ranks)
+            self._check_ranks(self.plan)
         self.schedule = find(self.plan.schedule)
+        self._mesh = self._make_mesh()
+        loss = shared_loss(loss, self._mesh.region) if self._shares_output else loss
         self._training = Training(loss, optimizer, scheduler, clip_norm, seed)
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
@@ -129,12 +142,14 @@ class Pipeline:
 
     # ---- making it -------------------------------------------------------------------------------------------------
 
-    def _num_ranks(self, stages: int | Sequence[int] | str | None, chunks: int, replicas: tuple[int, ...]) -> int:
-        """Processes when ranks are processes; else as many as the stages and replicas ask for."""
+    def _num_ranks(
+        self, stages: int | Sequence[int] | str | None, chunks: int, replicas: tuple[int, ...], tensor: int
+    ) -> int:
+        """The processes, t to a rank, when ranks are processes; else as many as the stages and replicas ask for."""
         if isinstance(stages, str) and stages != "auto":
             raise PlanError(f'stages: expected a number, a list of layer counts or "auto", got {stages!r}')
         if self._session.is_distributed:
-            return self._session.num_ranks
+            return ranks_of(self._session.num_ranks, tensor)
         count = len(stages) if isinstance(stages, list | tuple) else stages if isinstance(stages, int) else 2 * chunks
         if len(replicas) > 1:
             return sum(replicas)
@@ -142,12 +157,30 @@ class Pipeline:
             raise PlanError(f"{count} stages cannot be dealt out as {chunks} chunks per rank")
         return count // chunks * (replicas[0] if replicas else 1)
 
-    def _check_ranks(self, num_ranks: int) -> None:
-        if self._session.is_distributed and self._session.num_ranks != num_ranks:
+    def _check_ranks(self, plan: Plan) -> None:
+        wanted = plan.num_processes
+        if self._session.is_distributed and self._session.num_ranks != wanted:
+            each = f" of {plan.tensor} processes" if plan.tensor > 1 else ""
             raise PlanError(
-                f"the plan is for {num_ranks} ranks, but {self._session.num_ranks} processes were started; "
-                f"start {num_ranks}, or plan again"
+                f"the plan is for {plan.placement.num_ranks} ranks{each}, but {self._session.num_ranks} processes were "
+                f"started; start {wanted}, or plan again"
             )
+
+    def _make_mesh(self) -> Mesh:
+        """Where this process stands; the model is divided over the processes that share a rank."""
+        plan, session = self.plan, self._session
+        mesh = make_mesh(
+            plan.placement.num_ranks,
+            plan.tensor,
+            session.rank,
+            session.num_ranks,
+            self.device,
+            plan.sequence_parallel,
+        )
+        last = rule_of(self.layers[-1].module)
+        self._shares_output = mesh.region is not None and last is not None and last.gives_shares
+        divide([(layer.prefix, layer.module) for layer in self.layers], mesh)
+        return mesh
 
     def _profile(self, example: tuple[Any, Any] | None, microbatches: int, loss: Any) -> Profile:
         from pipefit.train.profiled import agreed_profile
@@ -171,14 +204,17 @@ class Pipeline:
 
     def _make_engine(self) -> Engine:
         header = self.program.header
-        self._check_ranks(header.num_ranks)
-        ranks = [self._session.rank] if self._session.is_distributed else list(range(header.num_ranks))
+        self._check_ranks(self.plan)
+        mine = self._mesh.rank_of(self._session.rank)
+        ranks = [mine] if self._session.is_distributed else list(range(header.num_ranks))
         ties = _tied_parameters(self.layers, self.plan.partition)
         parts = split(self.layers, self.plan.partition, [header.stages_of(rank) for rank in ranks])
         workers = [
             Worker.create(rank, self._training, part, ties, self.device)
             for rank, part in zip(ranks, parts, strict=True)
         ]
+        for worker in workers:
+            worker.mesh = self._mesh
         if self._session.is_distributed:
             forget_others(self.layers, {layer.index for part in parts for own in part.values() for layer in own})
         return Engine(workers, header.num_stages, self._session, self.device)
@@ -215,10 +251,21 @@ class Pipeline:
         return self._session.stop.agreed
 
     def _start_step(self, x: Any, y: Any) -> PendingLosses:
+        self._check_length(x)
         feed = feed_of([(x, y)], self.plan.num_microbatches, self._next_ordinal, "train", self._weigh)
         result = self._run(self.program, feed)
         self._advance(1)
         return PendingLosses(self._engine, result, self.plan.num_microbatches, 1)
+
+    def _check_length(self, x: Any) -> None:
+        """Sequence parallelism divides the second dimension of the input."""
+        if self.plan.sequence_parallel:
+            for leaf in torch.utils._pytree.tree_leaves(x):
+                if leaf.dim() < 2 or leaf.shape[1] % self.plan.tensor:
+                    raise DataError(
+                        f"sequence parallelism divides the sequence by tensor={self.plan.tensor}, but an input has "
+                        f"shape {list(leaf.shape)}; give sequences of a length that {self.plan.tensor} divides"
+                    )
 
     def _run(self, program: Program, feed: Any) -> PassResult:
         for worker in self._engine.workers:
@@ -321,15 +368,19 @@ class Pipeline:
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is given.
         """
         total = loss = measured = 0.0
+        region, measure = self._mesh.region, metric
+        if metric is not None and region is not None and self._shares_output:
+            measure = lambda output, target: metric(region.join(output), target)  # noqa: E731
         for batch in batches:
             x, y = _pair(batch)
+            self._check_length(x)
             count = len(y) if isinstance(y, Tensor) else len(torch.utils._pytree.tree_leaves(y)[0])
             num = min(self.plan.num_microbatches, count)
             feed = feed_of([(x, y)], num, 0, "eval", self._weigh)
             for worker in self._engine.workers:
                 worker.train(False)
             with torch.no_grad():
-                result = self._engine.run(forward_only(self.program.header, num), feed, metric)
+                result = self._engine.run(forward_only(self.program.header, num), feed, measure)
             sums = PendingLosses(self._engine, result, num, 1, result.metric)
             loss += sums.wait()[0] * count
             measured += sums.extra[0] * count
@@ -350,6 +401,7 @@ class Pipeline:
         Raises:
             ModelError: a name is missing or has another shape.
         """
+        state = {name: self._mesh.part(name, value) for name, value in state.items()}
         for worker in self._engine.workers:
             for stage in worker.stages.values():
                 stage.load_state_dict(state)
@@ -406,6 +458,7 @@ class Pipeline:
         for worker in self._engine.workers:
             for stage in worker.stages.values():
                 stage.release()
+        release([(layer.prefix, layer.module) for layer in self.layers])
 
 
 def _default_device() -> torch.device:

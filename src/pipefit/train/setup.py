@@ -10,7 +10,22 @@ from pipefit.schedules import find, placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["make_plan", "stage_count"]
+__all__ = ["make_plan", "ranks_of", "stage_count"]
+
+
+def ranks_of(num_processes: int, tensor: int) -> int:
+    """How many ranks some processes make when `tensor` of them share each.
+
+    Raises:
+        PlanError: they cannot be divided so.
+    """
+    if tensor < 1:
+        raise PlanError(f"tensor: expected at least 1, got {tensor}")
+    if num_processes % tensor:
+        raise PlanError(
+            f"{num_processes} processes cannot be divided into ranks of tensor={tensor}; start a multiple of {tensor}"
+        )
+    return num_processes // tensor
 
 
 def stage_count(schedule: str, num_ranks: int, num_chunks: int, replicas: Sequence[int]) -> int:
@@ -46,6 +61,9 @@ def make_plan(
     stages: Sequence[int] | None = None,
     replicas: Sequence[int] = (),
     recompute: bool = False,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    scatter_gather: bool = True,
     options: dict[str, int] | None = None,
     profile: Profile | None = None,
     model: str = "",
@@ -74,7 +92,7 @@ def make_plan(
     copies = [len(ranks) for ranks in placement]
     alike = copies[0] if len(set(copies)) == 1 else 1
     specs = [
-        StageSpec(stage.layers, count // alike, recompute=recompute)
+        StageSpec(stage.layers, count // alike, tensor, recompute)
         for stage, count in zip(partition.stages, copies, strict=True)
     ]
     return Plan(
@@ -85,6 +103,8 @@ def make_plan(
         num_chunks=num_chunks,
         options=dict(options or {}),
         data=alike,
+        sequence_parallel=sequence_parallel,
+        scatter_gather=scatter_gather,
         model=model,
     )
 

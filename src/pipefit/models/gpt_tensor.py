@@ -1,0 +1,129 @@
+"""The GPT's layers over several processes: columns before, rows after, heads and vocabulary divided between them.
+
+    embedding   rows of the vocabulary                                     one all-reduce
+    attention   enter ─ q k v of the own heads (columns) ─ softmax ─ own rows of out ─ leave ─ + bias
+    MLP         enter ─ own columns of up ─ GELU ─ own rows of down ─ leave ─ + bias
+    head        enter ─ own rows of the vocabulary ─ the loss joins them
+
+Numbers are those of one process, dropout included: masks are drawn for the whole and each process takes its part.
+
+Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2 (sequence parallelism).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipefit.models.gpt import Block, Embedding, Head
+from pipefit.parallel.cut import Cut, TensorRule
+from pipefit.parallel.region import Region
+
+__all__ = ["SharedBlock", "SharedEmbedding", "SharedHead"]
+
+_COLUMNS, _ROWS = Cut(0), Cut(1)  # of the product; torch keeps weights transposed
+
+
+class SharedEmbedding(Embedding):
+    """Token ids (b, s) -> (b, s, h), or (b, s/t, h) under sequence parallelism; each process has V/t tokens."""
+
+    region: Region
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Looks up the own tokens, zeros for the others, and sums over the processes."""
+        region, size, length = self.region, self.token.weight.shape[0], ids.shape[1]
+        if length > self.position.num_embeddings:
+            raise ValueError(f"gpt: {length} positions given, but context={self.position.num_embeddings}")
+        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size * region.size:
+            raise IndexError(f"gpt: token ids from 0 to {size * region.size - 1} exist, got {ids.min()} to {ids.max()}")
+        place = ids - region.index * size
+        here = (place >= 0) & (place < size)
+        tokens = F.embedding(place.clamp(0, size - 1), self.token.weight) * here.unsqueeze(-1)
+        (position,) = region.shared(self.position.weight)
+        position = position[:length]
+        if region.sequence:
+            position = region.own(position, 0)
+        return region.dropout(region.leave(tokens) + position, self.dropout.p, self.training)
+
+
+class SharedBlock(Block):
+    """(b, s, h) -> (b, s, h), or both with s/t; each process has a/t heads and 4h/t columns of the MLP."""
+
+    region: Region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention and MLP, each entered and left once."""
+        region, size = self.region, self.norm1.normalized_shape
+        n1, b1, n2, b2, after_attention, after_mlp = region.shared(
+            self.norm1.weight, self.norm1.bias, self.norm2.weight, self.norm2.bias,
+            self.attention.out.bias, self.down.bias,
+        )  # fmt: skip
+        y = region.enter(F.layer_norm(x, size, n1, b1, self.norm1.eps))
+        y = region.leave(F.linear(self._attend(y), self.attention.out.weight)) + after_attention
+        x = x + region.dropout(y, self.dropout.p, self.training)
+        y = region.enter(F.layer_norm(x, size, n2, b2, self.norm2.eps))
+        y = F.gelu(F.linear(y, self.up.weight, self.up.bias), approximate="tanh")
+        y = region.leave(F.linear(y, self.down.weight)) + after_mlp
+        return x + region.dropout(y, self.dropout.p, self.training)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        """The own heads: (b, s, h) -> (b, s, h/t)."""
+        own, (b, s, h) = self.attention, x.shape
+        heads, width = own.heads // self.region.size, h // own.heads
+        q, k, v = F.linear(x, own.qkv.weight, own.qkv.bias).view(b, s, 3, heads, width).permute(2, 0, 3, 1, 4)
+        rate = own.dropout if self.training else 0.0
+        if rate:
+            y = self._with_dropout(q, k, v, rate)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return y.transpose(1, 2).reshape(b, s, heads * width)
+
+    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
+        """Attention whose dropout mask is the own heads' part of the mask of all heads."""
+        s = q.shape[2]
+        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
+        scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)
+        return self.region.attention_dropout(scores.softmax(-1), rate) @ v
+
+
+class SharedHead(Head):
+    """(b, s, h), or (b, s/t, h) -> logits of the own part of the vocabulary (b, s, V/t)."""
+
+    region: Region
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The full logits are never put together."""
+        weight, bias = self.region.shared(self.norm.weight, self.norm.bias)
+        x = F.layer_norm(x, self.norm.normalized_shape, weight, bias, self.norm.eps)
+        return F.linear(self.region.enter(x), self.project.weight)
+
+
+def _embedding_sizes(layer: Embedding) -> dict[str, int]:
+    return {"vocab": layer.token.num_embeddings}
+
+
+def _block_sizes(layer: Block) -> dict[str, int]:
+    return {"heads": layer.attention.heads, "hidden": layer.up.in_features}
+
+
+def _head_sizes(layer: Head) -> dict[str, int]:
+    return {"vocab": layer.project.out_features}
+
+
+Embedding.tensor_rule = TensorRule(SharedEmbedding, {"token.weight": Cut(0)}, _embedding_sizes, takes_whole=True)
+Block.tensor_rule = TensorRule(
+    SharedBlock,
+    {
+        "attention.qkv.weight": Cut(0, parts=3),
+        "attention.qkv.bias": Cut(0, parts=3),
+        "attention.out.weight": _ROWS,
+        "up.weight": _COLUMNS,
+        "up.bias": _COLUMNS,
+        "down.weight": _ROWS,
+    },
+    _block_sizes,
+)
+Head.tensor_rule = TensorRule(SharedHead, {"project.weight": Cut(0)}, _head_sizes, gives_shares=True)

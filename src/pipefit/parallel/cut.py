@@ -1,0 +1,76 @@
+"""How a weight is divided over tensor-parallel processes, and what says so for a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Cut", "TensorRule", "rule_of"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One dimension of a weight, divided evenly; where it joins several weights, each of these is divided by itself.
+
+    A fused projection for query, key and value has rows [q | k | v] and `parts=3`: process j gets the j-th share of the
+    heads of each, again as [q | k | v].
+
+    Attributes:
+        dim: the dimension that is divided.
+        parts: how many weights are joined along it.
+    """
+
+    dim: int = 0
+    parts: int = 1
+
+    def part(self, whole: Tensor, index: int, width: int) -> Tensor:
+        """What process `index` of `width` has; a tensor of its own.
+
+        >>> Cut(0, parts=2).part(torch.arange(8), 1, 2)
+        tensor([2, 3, 6, 7])
+        """
+        size = whole.shape[self.dim] // (self.parts * width)
+        shares = whole.detach().unflatten(self.dim, (self.parts, width, size)).select(self.dim + 1, index)
+        return shares.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+
+    def whole(self, parts: Sequence[Tensor]) -> Tensor:
+        """The weight from the parts of all processes.
+
+        >>> Cut(0, parts=2).whole([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])])
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+        """
+        shares = [part.unflatten(self.dim, (self.parts, -1)) for part in parts]
+        return torch.cat(shares, self.dim + 1).flatten(self.dim, self.dim + 1)
+
+    def shape(self, part: torch.Size, width: int) -> torch.Size:
+        """The shape of the whole."""
+        return torch.Size(size * width if dim == self.dim else size for dim, size in enumerate(part))
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """How one kind of layer runs over several processes: its class has this as `tensor_rule`.
+
+    Attributes:
+        becomes: class whose `forward` uses the parts and talks to the other processes through `self.region`; the
+            layer's own class is exchanged for it, its parameters keep their names.
+        cuts: of each parameter that is divided, by its name in the layer; all processes hold the others whole.
+        sizes: the numbers of a layer that the width must divide, by name.
+        takes_whole: its input is the model's, the same on every process, even under sequence parallelism.
+        gives_shares: its output is divided along the last dimension (the vocabulary); the loss joins it.
+    """
+
+    becomes: type[nn.Module]
+    cuts: Mapping[str, Cut]
+    sizes: Callable[[nn.Module], Mapping[str, int]]
+    takes_whole: bool = False
+    gives_shares: bool = False
+
+
+def rule_of(layer: nn.Module) -> TensorRule | None:
+    """The rule of a layer, if its class has one."""
+    rule = getattr(type(layer), "tensor_rule", None)
+    return rule if isinstance(rule, TensorRule) else None

@@ -1,0 +1,77 @@
+"""Losses over an output that is divided along the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from pipefit.parallel.region import Region
+
+__all__ = ["cross_entropy", "shared_loss"]
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def shared_loss(loss: Loss, region: Region) -> Loss:
+    """The loss of an output (…, V/t) of which each process has its part of the vocabulary.
+
+    Mean cross entropy (torch's, or a loss that says so by `is_mean_cross_entropy`) is computed on the parts: only three
+    numbers per token are exchanged. For any other loss the output is gathered first.
+    """
+    if _is_mean_cross_entropy(loss):
+        ignore = loss.ignore_index if isinstance(loss, nn.CrossEntropyLoss) else -100
+        return partial(cross_entropy, region=region, ignore_index=ignore)
+
+    def gathered(output: Tensor, target: Any) -> Tensor:
+        return loss(region.join(output), target)
+
+    return gathered
+
+
+def _is_mean_cross_entropy(loss: Loss) -> bool:
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return loss.weight is None and loss.reduction == "mean" and loss.label_smoothing == 0.0
+    return loss is F.cross_entropy or getattr(loss, "is_mean_cross_entropy", False) is True
+
+
+def cross_entropy(logits: Tensor, target: Tensor, *, region: Region, ignore_index: int = -100) -> Tensor:
+    """Mean cross entropy in nats of logits (…, V/t) and targets (…) int64, the same number on every process.
+
+    Source: Shoeybi et al. 2019 §3 (the fused, vocabulary-parallel cross entropy).
+    """
+    flat = target.flatten()
+    losses = _CrossEntropy.apply(logits.flatten(0, -2), flat, region)
+    counted = flat != ignore_index
+    return (losses * counted).sum() / counted.sum()
+
+
+class _CrossEntropy(Function):
+    """Of each token: log Σ exp(logits) − logits[target]; (n, V/t) and (n,) -> (n,)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, region: Region) -> Tensor:
+        highest = region.sum(logits.amax(1), dist.ReduceOp.MAX)
+        shifted = logits - highest.unsqueeze(1)
+        size = logits.shape[1]
+        place = target - region.index * size
+        here = (place >= 0) & (place < size)
+        place = place.clamp(0, size - 1).unsqueeze(1)
+        picked = shifted.gather(1, place).squeeze(1) * here
+        odds = shifted.exp_()
+        both = region.sum(torch.stack([odds.sum(1), picked]))
+        odds /= both[0].unsqueeze(1)
+        ctx.save_for_backward(odds, place, here)
+        return both[0].log() - both[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        odds, place, here = ctx.saved_tensors
+        result = odds * grad.unsqueeze(1)
+        return result.scatter_add_(1, place, -(grad * here).unsqueeze(1)), None, None

@@ -1,0 +1,171 @@
+"""The processes of a run as a mesh: ranks of the program by tensor-parallel processes, the latter innermost.
+
+        j=0  j=1      process t·rank + j is the j-th of the t processes that run the list of a rank
+rank 0   0    1       messages go from (a, j) to (b, j), gradients are summed among equal j
+rank 1   2    3       rows: tensor parallelism, on the fastest links
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from pipefit.errors import ModelError, PlanError
+from pipefit.parallel.cut import Cut, TensorRule, rule_of
+from pipefit.parallel.region import Region
+
+__all__ = ["Mesh", "divide", "make_mesh", "release"]
+
+
+@dataclass
+class Mesh:
+    """Where this process stands. The default is a run without tensor parallelism.
+
+    Attributes:
+        tensor: processes that share a rank, t.
+        index: which of them this is, j.
+        region: how they talk to each other; None without tensor parallelism.
+        cuts: of every divided weight, by the user's name; tied ones under all their names.
+        devices: torch's mesh of all processes, dimensions "rank" and "tensor".
+    """
+
+    tensor: int = 1
+    index: int = 0
+    region: Region | None = None
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    devices: DeviceMesh | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for its rank: what all hold whole is counted and saved once."""
+        return self.index == 0
+
+    def rank_of(self, process: int) -> int:
+        """The rank that a process belongs to."""
+        return process // self.tensor
+
+    def process_of(self, rank: int) -> int:
+        """The process that speaks for a rank."""
+        return rank * self.tensor
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This process's part of a weight, or all of one that is not divided."""
+        cut = self.cuts.get(name)
+        return whole if cut is None else cut.part(whole, self.index, self.tensor)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """A weight from its parts; every process of the rank must call it, in one order."""
+        cut = self.cuts.get(name)
+        if cut is None or self.region is None:
+            return part
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.tensor)]
+        dist.all_gather(parts, part.detach().contiguous(), group=self.region.group)
+        return cut.whole(parts)
+
+    def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
+        """The shape of the whole weight."""
+        cut = self.cuts.get(name)
+        return part if cut is None else cut.shape(part, self.tensor)
+
+
+_meshes: dict[tuple[str, int, int], DeviceMesh] = {}
+
+
+def make_mesh(
+    num_ranks: int, tensor: int, process: int, num_processes: int, device: torch.device, sequence: bool = False
+) -> Mesh:
+    """The mesh of a run; every process calls it alike.
+
+    Raises:
+        PlanError: there is one process only, or the ranks and widths do not multiply to the number of processes.
+    """
+    if tensor == 1:
+        return Mesh()
+    if num_processes == 1:
+        raise PlanError(
+            f"tensor={tensor} needs a process for each part: start {num_ranks * tensor} with "
+            "`pipefit run -n N script.py` or `pipefit train --ranks N`, or torchrun; all ranks in one process cannot"
+        )
+    if num_ranks * tensor != num_processes:
+        raise PlanError(
+            f"{num_ranks} ranks of {tensor} tensor-parallel processes make {num_ranks * tensor}, but {num_processes} "
+            "processes were started"
+        )
+    key = device.type, num_ranks, tensor
+    world = dist.group.WORLD
+    found = _meshes.get(key)
+    if found is None or getattr(found, "_pipefit_world", None) is not world:
+        # Groups are made once: each costs threads and connections.
+        found = init_device_mesh(device.type, (num_ranks, tensor), mesh_dim_names=("rank", "tensor"))
+        found._pipefit_world = world  # type: ignore[attr-defined]
+        _meshes[key] = found
+    region = Region(found.get_group("tensor"), tensor, process % tensor, sequence)
+    return Mesh(tensor, process % tensor, region, devices=found)
+
+
+def divide(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:
+    """Turns the layers of a whole model into those of this process, in place: same names, smaller weights.
+
+    Args:
+        layers: (the user's prefix, layer) of all layers, with the weights that all processes have alike.
+        mesh: gets the cuts.
+
+    Raises:
+        ModelError: a layer has no rule, or a size that the width does not divide; nothing is changed then.
+    """
+    if mesh.region is None:
+        return
+    rules = [_checked(prefix, layer, mesh.tensor) for prefix, layer in layers]
+    if mesh.region.sequence and not (rules[0].takes_whole and rules[-1].gives_shares):
+        raise ModelError(
+            "sequence parallelism divides what flows between layers, so the model must begin with a layer that takes "
+            f"the input whole and end with one that joins it; {layers[0][0]} … {layers[-1][0]} do not"
+        )
+    cuts: dict[str, Cut] = {}
+    done: set[int] = set()
+    for (prefix, layer), rule in zip(layers, rules, strict=True):
+        for name, parameter, cut in _divided(layer, rule):
+            cuts[f"{prefix}.{name}"] = cut
+            if id(parameter) not in done:
+                done.add(id(parameter))
+                parameter.data = cut.part(parameter.data, mesh.index, mesh.tensor)
+        layer.__class__ = rule.becomes
+        layer.region = mesh.region  # type: ignore[assignment]
+    mesh.cuts = cuts
+
+
+def release(layers: Sequence[tuple[str, nn.Module]]) -> None:
+    """Gives layers their own class back; their weights stay this process's parts."""
+    for _, layer in layers:
+        if isinstance(layer.__dict__.get("region"), Region):
+            layer.__class__ = type(layer).__mro__[1]
+            del layer.region
+
+
+def _checked(prefix: str, layer: nn.Module, width: int) -> TensorRule:
+    rule = rule_of(layer)
+    if rule is None:
+        raise ModelError(
+            f"layer {prefix} ({type(layer).__name__}) has no tensor rule, so it cannot be divided over {width} "
+            "processes; use tensor=1, a gpt, or give its class a `tensor_rule` (pipefit.parallel.TensorRule)"
+        )
+    for what, size in rule.sizes(layer).items():
+        if size % width:
+            raise ModelError(f"layer {prefix}: {what}={size} cannot be divided by tensor={width}; {_nearest(size)}")
+    return rule
+
+
+def _nearest(size: int) -> str:
+    widths = [width for width in range(1, min(size, 64) + 1) if size % width == 0]
+    return f"widths that divide it: {', '.join(map(str, widths))}"
+
+
+def _divided(layer: nn.Module, rule: TensorRule) -> Iterator[tuple[str, nn.Parameter, Cut]]:
+    parameters = dict(layer.named_parameters(remove_duplicate=False))
+    for name, cut in rule.cuts.items():
+        yield name, parameters[name], cut

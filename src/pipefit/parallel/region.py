@@ -1,0 +1,187 @@
+"""The communication inside tensor-parallel layers, each with its mirror image in the backward.
+
+                     forward                     backward
+    enter            nothing                     sum over the processes         before a column-parallel product
+    leave            sum over the processes      nothing                        after a row-parallel product
+  under sequence parallelism
+    enter            join the sequence           sum, keep the own part
+    leave            sum, keep the own part      join the sequence
+
+Source: Shoeybi et al. 2019 §3 (f and g), Korthikanti et al. 2022 §4.2 (g and its conjugate along the sequence).
+
+The layers are pipefit's own and not DTensor's: weight versions are swapped under the live parameters, gradients lie in
+flat buckets, and messages are cut into pieces, all of which need plain tensors; and every wait is where the layer says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+__all__ = ["Region"]
+
+
+@dataclass
+class Region:
+    """The processes that share a rank, as one of them sees them.
+
+    Attributes:
+        group: of the processes.
+        size: how many they are, t.
+        index: which of them this is, j.
+        sequence: whether what all would compute alike is divided along the sequence (dimension 1).
+        moved_bytes: bytes that this process has sent to the others so far, counted as a ring sends them.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+    sequence: bool = False
+    moved_bytes: float = 0.0
+
+    # ---- what layers call ------------------------------------------------------------------------------------------
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The input of a column-parallel product: (b, s, h) on every process; (b, s/t, h) under sequence parallelism."""
+        return _Join.apply(x, self, 1) if self.sequence else _Enter.apply(x, self)  # type: ignore[no-any-return]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The output of a row-parallel product, summed in place."""
+        return _Share.apply(x, self, 1) if self.sequence else _Leave.apply(x, self)  # type: ignore[no-any-return]
+
+    def shared(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Weights that every process holds whole. Where each uses them on its part of the sequence, gradients add up."""
+        return _Shared.apply(self, *weights) if self.sequence else weights
+
+    def join(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Parts of an output put together for what all processes then compute alike (a loss): the gradient is cut."""
+        return _JoinAlike.apply(x, self, dim % x.dim())  # type: ignore[no-any-return]
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This process's part of a tensor that all have."""
+        return x.chunk(self.size, dim)[self.index]
+
+    def dropout(self, x: Tensor, rate: float, training: bool) -> Tensor:
+        """Dropout of (b, s, h), or of this process's (b, s/t, h): the mask is that of one process alone.
+
+        The mask of the whole is drawn everywhere, from the same seed, and each takes its part.
+        """
+        if not training or rate == 0.0:
+            return x
+        if not self.sequence:
+            return torch.nn.functional.dropout(x, rate)
+        shape = (x.shape[0], x.shape[1] * self.size, *x.shape[2:])
+        return x * self.own(_mask(x, shape, rate), 1)
+
+    def attention_dropout(self, weights: Tensor, rate: float) -> Tensor:
+        """Dropout of attention weights (b, heads/t, s, s), by the part of the mask that belongs to these heads."""
+        b, heads, *rest = weights.shape
+        return weights * self.own(_mask(weights, (b, heads * self.size, *rest), rate), 1)
+
+    # ---- what moves ------------------------------------------------------------------------------------------------
+
+    def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduce in place."""
+        self.moved_bytes += 2 * (self.size - 1) / self.size * x.nbytes
+        dist.all_reduce(x, op, group=self.group)
+        return x
+
+    def gathered(self, x: Tensor, dim: int) -> Tensor:
+        """All-gather along a dimension."""
+        self.moved_bytes += (self.size - 1) * x.nbytes
+        x = x.contiguous()
+        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.size,))
+        dist.all_gather_into_tensor(out, x, group=self.group)
+        if dim == 0:
+            return out
+        return out.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+    def scattered(self, x: Tensor, dim: int) -> Tensor:
+        """Reduce-scatter along a dimension that the processes divide."""
+        self.moved_bytes += (self.size - 1) / self.size * x.nbytes
+        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        out = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=self.group)
+        return out
+
+
+def _mask(x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
+    """What torch's dropout on a CPU multiplies by, of this shape."""
+    kept = x.new_empty(shape).bernoulli_(1 - rate)
+    return kept.div_(1 - rate) if rate < 1 else kept
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+        ctx.region = region
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        # Others may hold the same gradient, so it is summed in a copy.
+        return ctx.region.sum(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
+        ctx.mark_dirty(x)
+        return region.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Join(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region, dim: int) -> Tensor:
+        ctx.region, ctx.dim = region, dim
+        return region.gathered(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.region.scattered(grad, ctx.dim), None, None
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region, dim: int) -> Tensor:
+        ctx.region, ctx.dim = region, dim
+        return region.scattered(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.region.gathered(grad, ctx.dim), None, None
+
+
+class _JoinAlike(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: Region, dim: int) -> Tensor:
+        ctx.region, ctx.dim = region, dim
+        return region.gathered(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.region.own(grad, ctx.dim).contiguous(), None, None
+
+
+class _Shared(Function):
+    """One all-reduce for the gradients of all weights of a layer that are whole everywhere; they are small."""
+
+    @staticmethod
+    def forward(ctx: Any, region: Region, *weights: Tensor) -> Any:
+        ctx.region = region
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        flat = ctx.region.sum(torch.cat([grad.reshape(-1) for grad in grads]))
+        parts = flat.split([grad.numel() for grad in grads])
+        return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))
