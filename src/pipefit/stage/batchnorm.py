@@ -22,6 +22,7 @@ class DeferredBatchNorm(_BatchNorm):
     """
 
     _own_class: type[nn.Module]
+    _seen: dict[int, list[tuple[Tensor, Tensor, float]]]
     _gathered: dict[int, Tensor]
     update: int | None
 
@@ -33,13 +34,14 @@ class DeferredBatchNorm(_BatchNorm):
         own = type(module)
         module.__class__ = _deferred_class(own)
         module._own_class = own  # type: ignore[assignment]
+        module._seen = {}  # type: ignore[assignment]
         module._gathered = {}  # type: ignore[assignment]
         module.update = 0  # type: ignore[assignment]
 
     def release(self) -> None:
         """Gives the module back its own class."""
         own = self._own_class
-        del self._own_class, self._gathered, self.update
+        del self._own_class, self._seen, self._gathered, self.update
         self.__class__ = own  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -49,27 +51,32 @@ class DeferredBatchNorm(_BatchNorm):
             return super().forward(input)
         normal, mean, invstd = torch.native_batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps)
         if self.update is not None:
-            self._gather(self.update, mean.detach(), invstd.detach(), input.numel() / input.shape[1])
+            seen = mean.detach(), invstd.detach(), input.numel() / input.shape[1]
+            self._seen.setdefault(self.update, []).append(seen)
         return normal
-
-    def _gather(self, update: int, mean: Tensor, invstd: Tensor, count: float) -> None:
-        """Adds a micro-batch's count, sum and sum of squares, per channel."""
-        variance = invstd.double().pow(-2) - self.eps
-        mean = mean.double()
-        ones = torch.ones_like(mean)
-        sums = torch.stack([ones, mean, variance + mean * mean]) * count
-        self._gathered[update] = self._gathered[update] + sums if update in self._gathered else sums
 
     def gathered(self, update: int) -> Tensor | None:
         """Count, sum and sum of squares (3 × channels) of an update so far; what replicas add up."""
+        if seen := self._seen.pop(update, None):
+            # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
+            mean = torch.stack([one for one, _, _ in seen]).double()
+            variance = torch.stack([one for _, one, _ in seen]).double().pow(-2) - self.eps
+            counts = torch.tensor([count for _, _, count in seen], dtype=torch.float64).to(mean.device).view(-1, 1, 1)
+            sums = torch.stack([torch.ones_like(mean), mean, variance + mean * mean], 1) * counts
+            total = self._gathered.get(update)
+            for one in sums:
+                total = one if total is None else total + one
+            assert total is not None
+            self._gathered[update] = total
         return self._gathered.get(update)
 
     @torch.no_grad()
     def commit(self, update: int) -> None:
         """Moves the running averages by the mini-batch of an update, once."""
-        if update not in self._gathered:
+        if (gathered := self.gathered(update)) is None:
             return
-        count, total, squares = self._gathered.pop(update)
+        del self._gathered[update]
+        count, total, squares = gathered
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
