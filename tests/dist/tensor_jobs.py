@@ -1,11 +1,19 @@
 """What ranks run in the tests of tensor parallelism."""
 
+import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from pipefit import Pipeline
+from pipefit.checkpoint import export
+from pipefit.errors import PipefitError
 from pipefit.models import gpt
+from pipefit.models.examples import mean_cross_entropy
+from pipefit.parallel import Region, TensorRule, divide, make_mesh
+from pipefit.runtime.session import current
 from pipefit.testing import Outcome, Task, run_pipeline
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 12, "context": 6}
@@ -66,3 +74,142 @@ EIGHT = {
 def outcomes(tasks: list[Task]) -> list[Outcome]:
     """This process's part of several tasks."""
     return [run_pipeline(task) for task in tasks]
+
+
+def facts_of_two(place: str) -> dict[str, Any]:
+    """What two processes that share one rank find out."""
+    found: dict[str, Any] = {}
+    layers = model()
+    pipe = pipeline(layers, tensor=2)
+    found["first loss"] = pipe.step(*batch(4, 0))
+    found["bytes of a block"] = sum(p.nbytes for p in layers[1].parameters())
+    found["state"] = pipe.state_dict()
+    found["metric"] = pipe.evaluate([batch(4, 9)], lambda output, y: float(output.shape[-1]))
+    pipe.save(f"{place}/adam")
+    export(pipe, f"{place}/model.safetensors")
+    found["second loss"] = pipe.step(*batch(4, 1))
+    found["trained"] = pipe.state_dict()
+    again = pipeline(model(tied=True, dropout=0.0), tensor=2, sequence_parallel=True)
+    again.load(f"{place}/adam")
+    found["second loss after load"] = again.step(*batch(4, 1))
+    other = pipeline(model(), tensor=2)
+    other.load_state_dict(found["state"])
+    found["loaded state"] = other.state_dict()
+    other.close()
+    found["class after close"] = type(other.layers[1].module).__name__
+    wide = pipeline(model(), tensor=2, loss=smooth)
+    found["smoothed loss"] = wide.step(*batch(4, 0))
+    found["oracle"] = differences_from_dtensor()
+    return found
+
+
+def pipeline(layers: nn.Sequential, **options: Any) -> Pipeline:
+    settings: dict[str, Any] = {"loss": mean_cross_entropy, "optimizer": adam, "microbatches": 2, "clip_norm": 0.5}
+    return Pipeline(layers, **(settings | options))
+
+
+def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, 0.01)
+
+
+def smooth(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that needs all logits."""
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), label_smoothing=0.1)
+
+
+def differences_from_dtensor() -> dict[str, float]:
+    """A block of pipefit beside the same block divided by torch: output and gradients."""
+    mesh = make_mesh(1, 2, current().rank, 2, torch.device("cpu"))
+    ours, theirs = model()[1], model()[1]
+    divide([("block", ours)], mesh)
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    # torch cuts a fused projection through the middle, so its heads are laid side by side first.
+    half = SIZES["hidden"] // 2
+    order = torch.cat([torch.arange(3)[:, None] * 2 * half + torch.arange(half) + j * half for j in range(2)]).flatten()
+    with torch.no_grad():
+        for parameter in (theirs.attention.qkv.weight, theirs.attention.qkv.bias):
+            parameter.copy_(parameter[order].clone())
+    theirs.attention.heads //= 2
+    theirs.attention.forward = types.MethodType(attend, theirs.attention)
+    plan = {"attention.qkv": columns, "attention.out": rows, "up": columns, "down": rows}
+    parallelize_module(theirs, mesh.devices["tensor"], plan)
+    torch.manual_seed(3)
+    x = torch.randn(2, 6, SIZES["hidden"], dtype=torch.float64)
+    mine, its = x.clone().requires_grad_(), x.clone().requires_grad_()
+    a, b = ours(mine), theirs(its)
+    a.sin().sum().backward()
+    b.sin().sum().backward()
+    pairs = {
+        "output": (a, b),
+        "input": (mine.grad, its.grad),
+        "up": (ours.up.weight.grad, theirs.up.weight.grad.to_local()),
+        "down": (ours.down.weight.grad, theirs.down.weight.grad.to_local()),
+        "qkv": (ours.attention.qkv.weight.grad, theirs.attention.qkv.weight.grad.to_local()),
+        "norm": (ours.norm1.weight.grad, theirs.norm1.weight.grad),
+    }
+    return {name: float((p - q).abs().max()) for name, (p, q) in pairs.items()}
+
+
+def attend(self: Any, x: Tensor) -> Tensor:
+    b, s, _ = x.shape
+    q, k, v = self.qkv(x).view(b, s, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+    y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return self.out(y.transpose(1, 2).reshape(b, s, -1))
+
+
+def load_with_one(place: str) -> tuple[float, dict[str, Tensor]]:
+    """Goes on, without tensor parallelism, from what two processes have saved."""
+    pipe = pipeline(model(), stages=1)
+    pipe.load(f"{place}/adam")
+    return pipe.step(*batch(4, 1)), pipe.state_dict()
+
+
+def bytes_of_four() -> dict[str, tuple[int, float, int]]:
+    """For each way to send: bytes between ranks, inside a rank's layers, and gathered, of one step."""
+    found = {}
+    ways = {"whole": {"scatter_gather": False}, "pieces": {}, "sequence": {"sequence_parallel": True}}
+    for name, options in ways.items():
+        pipe = pipeline(model(), tensor=2, stages=2, **options)
+        pipe.step(*batch(4, 0))
+        transport, region = pipe._engine.transports[0], pipe._mesh.region
+        found[name] = (transport.bytes_sent, region.moved_bytes, transport.gathered_bytes)
+    torch.manual_seed(0)
+    odd = nn.Sequential(Alike(3, 3), Alike(3, 3)).double()
+    pipe = pipeline(odd, tensor=2, stages=2)
+    loss = pipe.step(torch.ones(2, 3).double(), torch.tensor([0, 2]))
+    found["odd"] = pipe._engine.transports[0].bytes_sent, loss, pipe._engine.transports[0].gathered_bytes
+    return found
+
+
+class Alike(nn.Linear):
+    """A layer of a user's, with a rule of its own: every process computes the same."""
+
+
+class SharedAlike(Alike):
+    region: Region
+
+
+Alike.tensor_rule = TensorRule(SharedAlike, {}, lambda layer: {})
+
+
+def refused(**options: Any) -> list[str]:
+    """What a pipeline that cannot be says."""
+    layers = options.pop("layers", None) or model()
+    try:
+        pipe = pipeline(layers, **options)
+        pipe.step(batch(4, 0)[0][:, :5], batch(4, 0)[1][:, :5])
+    except PipefitError as problem:
+        return [str(problem)]
+    return []
+
+
+def all_refused() -> list[list[str]]:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return [
+        refused(tensor=3),
+        refused(tensor=2, layers=layers),
+        refused(tensor=2, layers=model(heads=1)),
+        refused(tensor=2, layers=model(vocab=13)),
+        refused(tensor=2, sequence_parallel=True),
+        refused(tensor=2, replicas=(2, 1)),
+    ]

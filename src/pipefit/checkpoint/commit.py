@@ -111,6 +111,8 @@ def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
     files, optimization, aliases = [], [], {}
     for worker in pipeline._engine.workers:
         tensors, known = tensors_of(pipeline, worker)
+        if not worker.mesh.is_first:
+            continue
         aliases.update(known)
         optimization += optimization_of(worker, [s for s in worker.stages if is_first(pipeline.plan, worker, s)])
         path = temporary / f"rank-{worker.rank}.safetensors"

@@ -18,6 +18,7 @@ from pipefit.checkpoint.optim import OPTIM, restore_optimizer
 from pipefit.checkpoint.state import Trained, aliases_of, weights_of
 from pipefit.checkpoint.tensors import dtype_of
 from pipefit.errors import ModelError, PipefitError
+from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.session import Session
 
 __all__ = ["Checkpoint", "load"]
@@ -155,26 +156,33 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
         if owner in weights:
             weights[alias] = weights[owner]
     _compare(pipeline, weights, weights_only)
+    mesh = pipeline._engine.mesh
     states: dict[str, dict[str, Callable[[], Tensor]]] = {}
     for name, entry in saved.items():
         if name.startswith(OPTIM):
             parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
-            states.setdefault(parameter, {})[key] = entry.read
+            divided = parameter in weights and entry.shape == weights[parameter].shape
+            states.setdefault(parameter, {})[key] = _reader(mesh, parameter, entry) if divided else entry.read
     takers: list[Callable[[], None]] = []
     for worker in pipeline._engine.workers:
         for stage in worker.stages:
             known = aliases_of(worker.stages[stage].layers)
             for name, _, tensor in weights_of(worker, known, stage):
-                takers.append(_copier(tensor, weights[name]))
+                takers.append(_copier(tensor, _reader(mesh, name, weights[name])))
             if not weights_only and stage in worker.optimizers:
                 takers.append(restore_optimizer(worker, stage, manifest.optimization, states))
     return takers
 
 
-def _copier(tensor: Tensor, saved: _Saved) -> Callable[[], None]:
+def _reader(mesh: Mesh, name: str, saved: _Saved) -> Callable[[], Tensor]:
+    """Reads what this process has of a saved tensor."""
+    return lambda: mesh.part(name, saved.read())
+
+
+def _copier(tensor: Tensor, read: Callable[[], Tensor]) -> Callable[[], None]:
     def copy() -> None:
         with torch.no_grad():
-            tensor.copy_(saved.read())
+            tensor.copy_(read())
 
     return copy
 
@@ -187,15 +195,17 @@ def _compare(pipeline: Trained, weights: dict[str, _Saved], weights_only: bool) 
         for name, value in layer.module.state_dict(prefix=f"{layer.prefix}.").items()
         if isinstance(value, Tensor)
     }
+    whole_shape = pipeline._engine.mesh.whole_shape
     if missing := [name for name in wanted if name not in weights]:
         raise ModelError(_other_model("the model has", missing, "that the checkpoint lacks", weights))
     if unknown := [name for name in weights if name not in wanted]:
         raise ModelError(_other_model("the checkpoint has", unknown, "that the model lacks", wanted))
     for name, value in wanted.items():
         found = weights[name]
-        if tuple(value.shape) != found.shape:
+        shape = whole_shape(name, value.shape)
+        if tuple(shape) != found.shape:
             raise ModelError(
-                f"{name}: the model's shape is {list(value.shape)}, the checkpoint's {list(found.shape)}; "
+                f"{name}: the model's shape is {list(shape)}, the checkpoint's {list(found.shape)}; "
                 "it is of another model"
             )
         if value.dtype != found.dtype and not weights_only:

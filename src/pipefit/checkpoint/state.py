@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipefit.checkpoint.optim import optimizer_tensors
+from pipefit.checkpoint.optim import OPTIM, optimizer_tensors
 from pipefit.errors import ModelError
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.session import Session
@@ -92,4 +92,20 @@ def tensors_of(pipeline: Trained, worker: Worker, optimizer: bool = True) -> tup
                 aliases[name] = saved
         if optimizer:
             tensors.update(optimizer_tensors(worker, stage))
+    if worker.mesh.tensor > 1:
+        tensors = _whole(worker, tensors)
+        aliases = aliases if worker.mesh.is_first else {}
     return tensors, aliases
+
+
+def _whole(worker: Worker, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors from those of the processes that share the rank, on the one that speaks for it."""
+    shapes = {owned.name: owned.parameter.shape for own in worker.owned.values() for owned in own}
+    result: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        weight = name.removeprefix(OPTIM).rpartition("/")[0] if name.startswith(OPTIM) else name
+        if value.shape == shapes.get(weight, value.shape):
+            value = worker.mesh.whole(weight, value)
+        if worker.mesh.is_first:
+            result[name] = value
+    return result

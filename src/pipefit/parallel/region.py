@@ -47,7 +47,7 @@ class Region:
     # ---- what layers call ------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of a column-parallel product: (b, s, h) on every process; (b, s/t, h) under sequence parallelism."""
+        """The input of a column-parallel product: (b, s, h); under sequence parallelism (b, s/t, h)."""
         return _Join.apply(x, self, 1) if self.sequence else _Enter.apply(x, self)  # type: ignore[no-any-return]
 
     def leave(self, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Region:
         return _Share.apply(x, self, 1) if self.sequence else _Leave.apply(x, self)  # type: ignore[no-any-return]
 
     def shared(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Weights that every process holds whole. Where each uses them on its part of the sequence, gradients add up."""
+        """Weights that all processes hold whole. Where each uses them on its part of the sequence, gradients add up."""
         return _Shared.apply(self, *weights) if self.sequence else weights
 
     def join(self, x: Tensor, dim: int = -1) -> Tensor:
