@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -14,12 +16,36 @@ from pipefit.errors import PipefitError, nearest
 __all__ = ["command"]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The options of the verb; each benchmark looks at its own."""
+
+    repeats: int | None
+    microbatches: str | None
+    option: list[str] | None
+    ranks: int | None
+    bandwidth: str | None
+    latency: str | None
+    model: list[str] | None
+    steps: int | None
+    output: Path | None
+    json: bool
+
+
 def command(
     name: Annotated[str | None, Parameter(help="Which; without one, a list.")] = None,
     *,
     repeats: Annotated[int | None, help_of("Repetitions, in turns; default: the benchmark's own.")] = None,
     microbatches: Annotated[str | None, help_of("For lean and prediction.", "--microbatches", "-m")] = None,
     option: Annotated[list[str] | None, help_of("Options of the model, for prediction.", "--option")] = None,
+    ranks: Annotated[int | None, help_of("For network: hosts, 2 to 8; default: 4.", "--ranks", "-n")] = None,
+    bandwidth: Annotated[
+        str | None, help_of("For network: of every link, like '50 Mbit/s'; default: as slow as the paper's was.")
+    ] = None,
+    latency: Annotated[str | None, help_of("For network: of every message one way, like '1 ms'.")] = None,
+    model: Annotated[list[str] | None, help_of("For network: vgg or resnet; default: both.", "--model")] = None,
+    steps: Annotated[int | None, help_of("For network: updates of a synchronous pipeline in one turn.")] = None,
+    output: Annotated[Path | None, help_of("For network: a JSON file for the result.", "--output", "-o")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure what pipefit says about its own speed.
@@ -36,21 +62,23 @@ def command(
         raise PipefitError(f"unknown benchmark {name!r}; {nearest(name, _BENCHES)}")
     if repeats is not None:
         count("--repeats", repeats)
-    return _BENCHES[name][0](repeats, microbatches, option)
+    return _BENCHES[name][0](
+        Asked(repeats, microbatches, option, ranks, bandwidth, latency, model, steps, output, json)
+    )
 
 
-def _lean(repeats: int | None, microbatches: str | None, option: list[str] | None) -> Answer:
+def _lean(asked: Asked) -> Answer:
     from pipefit.cli.options import whole_numbers
     from pipefit.compare.bench.lean import lean
 
-    num = (whole_numbers("--microbatches", microbatches) or (16,))[0]
-    rows = lean(num, repeats=repeats or 15)
+    num = (whole_numbers("--microbatches", asked.microbatches) or (16,))[0]
+    rows = lean(num, repeats=asked.repeats or 15)
     lines = [f"µs per micro-batch and stage, {num} micro-batches, two ranks; median, and the least of all repetitions"]
     lines += [f"{row.name:<18} {row.num_stages} stages {row.microseconds:8.0f} {row.least:8.0f}" for row in rows]
     return Answer({"num_microbatches": num, "rows": [row._asdict() for row in rows]}, "\n".join(lines))
 
 
-def _prediction(repeats: int | None, microbatches: str | None, option: list[str] | None) -> Answer:
+def _prediction(asked: Asked) -> Answer:
     from dataclasses import replace
 
     from pipefit.cli.compare import told
@@ -59,24 +87,24 @@ def _prediction(repeats: int | None, microbatches: str | None, option: list[str]
 
     config = replace(
         CONFIG,
-        repeats=repeats or CONFIG.repeats,
-        microbatches=whole_numbers("--microbatches", microbatches) or CONFIG.microbatches,
-        options=",".join(option) if option else CONFIG.options,
+        repeats=asked.repeats or CONFIG.repeats,
+        microbatches=whole_numbers("--microbatches", asked.microbatches) or CONFIG.microbatches,
+        options=",".join(asked.option) if asked.option else CONFIG.options,
     )
     found = prediction(config)
     return Answer(found.as_dict(), lambda: told(found, {}))
 
 
-def _start(repeats: int | None, microbatches: str | None, option: list[str] | None) -> Answer:
+def _start(asked: Asked) -> Answer:
     from pipefit.compare.bench.start import start
     from pipefit.units import format_seconds
 
-    rows = start(repeats or 5)
+    rows = start(asked.repeats or 5)
     lines = [f"{row.what:<46} {format_seconds(row.seconds):>9}, least {format_seconds(row.least)}" for row in rows]
     return Answer({"rows": [row._asdict() for row in rows]}, "\n".join(lines))
 
 
-def _partition(repeats: int | None, microbatches: str | None, option: list[str] | None) -> Answer:
+def _partition(asked: Asked) -> Answer:
     from pipefit.compare.bench.partitioning import partition_times
 
     rows = list(partition_times())
@@ -87,9 +115,28 @@ def _partition(repeats: int | None, microbatches: str | None, option: list[str] 
     return Answer({"rows": [row._asdict() for row in rows]}, "\n".join(lines))
 
 
-_BENCHES: dict[str, tuple[Callable[[int | None, str | None, list[str] | None], Any], str]] = {
+def _network(asked: Asked) -> Answer:
+    from pipefit.cli.network import bench_network
+
+    return bench_network(
+        ranks=asked.ranks,
+        bandwidth=asked.bandwidth,
+        latency=asked.latency,
+        models=asked.model,
+        steps=asked.steps,
+        repeats=asked.repeats,
+        output=asked.output,
+        json=asked.json,
+    )
+
+
+_BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     "lean": (_lean, "overhead of the executor: µs per micro-batch and stage, beside torch and a bare loop"),
     "prediction": (_prediction, "measured beside predicted for every schedule, each rank on a core of its own"),
     "start": (_start, "how fast the verbs answer and ranks start"),
+    "network": (
+        _network,
+        "data parallelism, pipelines and hybrids on a slow network (Linux, root): PipeDream's VGG and ResNet",
+    ),
     "partition": (_partition, "how long PipeDream's partitioner takes, and how that grows"),
 }

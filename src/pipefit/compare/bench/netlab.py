@@ -24,10 +24,13 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError
 
-__all__ = ["DEVICE", "Lab", "laboratory", "remove_leftovers", "sent_bytes", "why_not"]
+__all__ = ["DEVICE", "PAYLOAD", "Lab", "laboratory", "remove_leftovers", "sent_bytes", "why_not"]
 
 DEVICE = "eth0"
 """The network device of every host."""
+
+PAYLOAD = 1448 / 1514
+"""What a program gets of a link's rate: the rest of each full packet is the headers of Ethernet, IP and TCP."""
 
 _NAME = re.compile(r"pipefit-(\d+)-\w+")
 _PREFIX = "10.77.0"

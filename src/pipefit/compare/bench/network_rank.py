@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipefit.compare.bench.devices import Devices
-from pipefit.compare.bench.netlab import Lab, sent_bytes
+from pipefit.compare.bench.netlab import PAYLOAD, Lab, sent_bytes
 from pipefit.compare.bench.network_plan import Choice, choices, plan_for, planned
 from pipefit.compare.bench.network_spec import (
     SCALED,
@@ -124,7 +124,8 @@ def _subject(name: str, task: Task, session: Session, say: Say) -> Subject:
         profile = profile_sizes(
             [(layer.prefix, layer.module) for layer in named_layers(bundle.layers)],
             x, bundle.loss, y,
-            microbatch_sizes=[scaled.microbatch], repeats=_PROFILED, limit_s=8.0, optimizer=_sgd,
+            microbatch_sizes=[scaled.microbatch], repeats=_PROFILED,
+            warmup=1, limit_s=8.0, optimizer=_sgd,
         )  # fmt: skip
         if session.rank == 0:
             profile.save(place)
@@ -145,7 +146,8 @@ def _measure(name: str, subject: Subject, config: NetworkConfig, lab: Lab, sessi
     ratio = paper_ratio(subject.scaled.published)
     bandwidth = config.bandwidth_bytes_per_s or bandwidth_for(ratio, weights, seconds, session.num_ranks)
     here = reduction_ratio(weights, seconds, session.num_ranks, bandwidth)
-    topology = Topology((Level("lab", session.num_ranks, bandwidth, config.latency_s),), name="lab")
+    links = Level("lab", session.num_ranks, bandwidth * PAYLOAD, config.latency_s)
+    topology = Topology((links,), name="lab")
     say(
         f"{name}: {weights / 1e6:.2f} MB of weights, {seconds * 1e3:.0f} ms per mini-batch on a device; links of "
         f"{bandwidth / 1e6:.2f} MB/s: reducing takes {here:.2f} "
@@ -294,6 +296,7 @@ def _rows(contestants: list[Contestant], samples: int, bandwidth: float) -> tupl
                 replicas=choice.configuration,
                 layers=tuple(len(stage.layers) for stage in choice.partition.stages),
                 minibatches=choice.minibatches,
+                against=choice.against,
                 samples_per_s=samples / seconds,
                 speedup=base[choice.against] / seconds,
                 predicted_samples_per_s=samples / one.predicted_s,

@@ -50,7 +50,7 @@ class Scaled:
 
 SCALED = {
     "vgg": Scaled("vgg16", "image=96,width=0.125,classes=2400", 32, "vgg16", "15-1, 5.28 × data parallelism"),
-    "resnet": Scaled("resnet50", "image=32,width=0.125,classes=150", 48, "resnet50", "data parallelism, 1 ×"),
+    "resnet": Scaled("resnet50", "image=32,width=0.125,classes=150", 24, "resnet50", "data parallelism, 1 ×"),
 }
 """The classes are such that the convolutions hold as large a share of the weights as in the paper's models."""
 
@@ -73,7 +73,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth_bytes_per_s: float | None = None
     latency_s: float = 0.0
     steps: int = 2
-    repeats: int = 2
+    repeats: int = 1
     seed: int = 0
 
 
@@ -86,8 +86,9 @@ class NetworkRow(msgspec.Struct, frozen=True):
         replicas: of each stage, as the papers write them.
         layers: of each stage.
         minibatches: whose gradients make one update of the first stage.
+        against: mini-batches per update of the data parallelism that it is compared with.
         samples_per_s: median over the turns.
-        speedup: over torch's data parallelism with as many mini-batches per update.
+        speedup: over that data parallelism, torch's.
         predicted_samples_per_s: by the simulator (by the partitioner's formula for "ddp").
         counted_bytes: sent by all hosts per sample, by the counters of their network devices.
         program_bytes: the same by the program.
@@ -99,6 +100,7 @@ class NetworkRow(msgspec.Struct, frozen=True):
     replicas: str
     layers: tuple[int, ...]
     minibatches: int
+    against: int
     samples_per_s: float
     speedup: float
     predicted_samples_per_s: float
