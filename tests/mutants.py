@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from pipefit.ir import OP_SPEC, Op, Program
+from pipefit.ir import OP_SPEC, Instruction, Op, Program
 
-KINDS = ("act", "grad", "replicas", "tied", "norm", "weights", "saved", "")
+KINDS = ("act", "grad", "replicas", "tied", "norm", "weights", "saved", "wgrad", "optim", "")
 
 
 def with_rank(program: Program, rank: int, instructions) -> Program:
@@ -22,12 +22,22 @@ def relabelled(program: Program, rank: int, index: int) -> Iterator[tuple[str, o
     for name in OP_SPEC[i.op].fields:
         if name == "kind":
             yield from ((f"{name}: {kind}", replace(i, kind=kind)) for kind in KINDS if kind != i.kind)
-        elif name in ("stage", "mb", "version", "peer"):
+        elif name == "tier":
+            yield f"{name}: other", replace(i, tier="disk" if i.tier == "host" else "host")
+        elif name in ("stage", "mb", "version", "peer", "slot"):
             value = getattr(i, name)
             others = {value - 1, value + 1, value + 2, -1, 999} - {value}
             yield from ((f"{name}: {other}", replace(i, **{name: other})) for other in sorted(others))
     same_operands = [op for op in Op if op is not i.op and OP_SPEC[op].fields == OP_SPEC[i.op].fields]
     yield from ((f"op: {op}", replace(i, op=op)) for op in same_operands)
+    spill = program.header.spill
+    if i.op is Op.EVICT:
+        yield "op: drop", Instruction(Op.DROP, i.stage, version=i.version)
+        yield "op: fetch", replace(i, op=Op.FETCH, slot=0)
+    elif i.op is Op.FETCH:
+        yield "op: evict", replace(i, op=Op.EVICT, slot=-1)
+    elif i.op is Op.DROP and spill:
+        yield "op: evict", Instruction(Op.EVICT, i.stage, kind="weights", version=i.version, tier=spill.tier)
 
 
 def mutants(program: Program) -> Iterator[tuple[str, Program]]:

@@ -41,7 +41,8 @@ class _Slots:
 def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
     """For the index of an instruction of a rank: the earlier ones it must wait for besides the makers of its values.
 
-    fetch: the evict that wrote what it reads; the drop or evict that frees its slot (a step frees gradients).
+    fetch: the evict that wrote what it reads; the drop or evict that frees its slot (a step frees gradients); of
+    gradients also the fetch of their weights, which clears the slot.
     bwd: the fetch of the gradients it adds to.
     """
     waits: dict[int, tuple[int, ...]] = {}
@@ -50,11 +51,15 @@ def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
     slots = _Slots()
     written: dict[tuple[str, int, int, str], int] = {}
     gradients: dict[tuple[int, int], int] = {}
+    filled: dict[int, tuple[int, ...]] = {}
     for index, i in enumerate(program.ranks[rank]):
         if i.op is Op.FETCH:
             waits[index] = _of_fetch(i, slots, written)
             if i.kind == _WGRAD:
                 gradients[i.stage, i.version] = index
+                waits[index] += tuple(before for before in filled.get(i.slot, ()) if before not in waits[index])
+            elif i.kind == _WEIGHTS:
+                filled[i.slot] = (index,)
         elif i.op is Op.EVICT:
             written[i.kind, i.stage, i.version, i.tier] = index
             slots.leave(i.kind, i.stage, index)

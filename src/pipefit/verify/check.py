@@ -16,12 +16,23 @@ from pipefit.verify.messages import fifo, messages
 from pipefit.verify.order import dependencies, use_after_free
 from pipefit.verify.report import RULES, Report, Violation
 from pipefit.verify.sense import set_aside
+from pipefit.verify.spilling import residency
 from pipefit.verify.subject import Finding, Rule, Subject
 from pipefit.verify.versions import versions
 
 __all__ = ["verify"]
 
-_PLAIN: tuple[Rule, ...] = (complete, ownership, dependencies, use_after_free, messages, fifo, deadlock, collectives)
+_PLAIN: tuple[Rule, ...] = (
+    complete,
+    ownership,
+    dependencies,
+    use_after_free,
+    messages,
+    fifo,
+    deadlock,
+    collectives,
+    residency,
+)
 
 
 def verify(

@@ -1,0 +1,194 @@
+"""Rule `residency`: what is spilled is where it must be: on its tier, or in one slot of the device, and never lost.
+
+The rule walks each rank's list and keeps what the device's slots and the tier hold. A tier holds of each stage one
+version of the weights and of the optimizer's states: the one written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Header
+from pipefit.ir.spill import SLOTTED
+from pipefit.verify.subject import Finding, Subject
+
+__all__ = ["residency"]
+
+_WEIGHTS, _WGRAD, _OPTIM = Kind.WEIGHTS.value, Kind.WGRAD.value, Kind.OPTIM.value
+_NOUN = {_WEIGHTS: "weights", _WGRAD: "gradients", _OPTIM: "optimizer states"}
+
+
+@dataclass
+class _Rank:
+    """What one rank's device and its tier hold at an instruction.
+
+    Attributes:
+        header: of the program.
+        slots: (kind, slot) → (stage, version or update) of what lies there.
+        homes: (kind, stage) → its slot.
+        tier: (kind, stage) → the version or update that is written there.
+        parked: the activations there, (kind, stage, micro-batch).
+        saved: of each stage, the micro-batches whose activations autograd keeps, with views of the slot.
+    """
+
+    header: Header
+    slots: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+    homes: dict[tuple[str, int], int] = field(default_factory=dict)
+    tier: dict[tuple[str, int], int] = field(default_factory=dict)
+    parked: set[tuple[str, int, int]] = field(default_factory=set)
+    saved: dict[int, set[int]] = field(default_factory=dict)
+
+    def leave(self, kind: str, stage: int) -> tuple[int, int] | None:
+        """Empties the slot of a kind of a stage; what lay there."""
+        slot = self.homes.pop((kind, stage), None)
+        return None if slot is None else self.slots.pop((kind, slot), None)
+
+    def enter(self, kind: str, stage: int, at: int, slot: int) -> None:
+        self.slots[kind, slot] = stage, at
+        self.homes[kind, stage] = slot
+
+
+def residency(s: Subject) -> Iterator[Finding]:
+    """Fetches into free slots of what the tier holds; nothing changed is forgotten; everything home at the end."""
+    spill = s.header.spill
+    if spill is None:
+        return
+    for rank, instructions in enumerate(s.program.ranks):
+        state = _Rank(s.header)
+        for stage in s.header.stages_of(rank):
+            if s.header.is_spilled(stage):
+                state.tier[_WEIGHTS, stage] = 0
+                if spill.optim:
+                    state.tier[_OPTIM, stage] = 0
+        for number, i in enumerate(instructions, s.graph.starts[rank]):
+            rule = _RULES.get(i.op)
+            if rule:
+                for message in rule(state, i, s.program.recomputed):
+                    yield s.at("residency", number, message)
+        yield from _at_home(state, rank)
+
+
+_Recomputed = frozenset[tuple[int, int]]
+
+
+def _fetch(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+    if i.kind not in SLOTTED:
+        if (i.kind, i.stage, i.version) not in state.parked:
+            yield f"the {i.tier} does not hold the {i.kind} of stage {i.stage}, micro-batch {i.version}"
+        return
+    noun = _NOUN[i.kind]
+    held = state.tier.get((i.kind, i.stage))
+    if held != i.version:
+        there = f"holds {'none' if held is None else _name(i.kind, held)}"
+        yield f"fetches {_name(i.kind, i.version)}, but the {i.tier} {there} of the {noun} of stage {i.stage}"
+    here = state.homes.get((i.kind, i.stage))
+    if here is not None:
+        yield f"the {noun} of stage {i.stage} are already on the device, in slot @{here}"
+    for kind in (_WEIGHTS, _WGRAD) if i.kind == _WEIGHTS else (i.kind,):
+        occupant = state.slots.get((kind, i.slot))
+        if occupant is not None:
+            yield f"slot @{i.slot} still holds the {_NOUN[kind]} of stage {occupant[0]}: evict or drop them first"
+    weights = state.homes.get((_WEIGHTS, i.stage))
+    if i.kind == _WGRAD:
+        if weights != i.slot:
+            place = "nowhere" if weights is None else f"in slot @{weights}"
+            yield f"gradients lie in the twin of their weights' slot, but the weights of stage {i.stage} are {place}"
+        # The sum goes on here: what the tier has is no longer the newest.
+        state.tier.pop((i.kind, i.stage), None)
+    state.leave(i.kind, i.stage)
+    state.enter(i.kind, i.stage, i.version, i.slot)
+
+
+def _evict(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+    if i.kind not in SLOTTED:
+        state.parked.add((i.kind, i.stage, i.version))
+        return
+    if i.kind == _WEIGHTS:
+        yield from _kept_views(state, i)
+    # That it is here, in that version, is a rule of values.
+    state.leave(i.kind, i.stage)
+    state.tier[i.kind, i.stage] = i.version
+
+
+def _drop(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+    if not state.header.is_spilled(i.stage):
+        return
+    yield from _kept_views(state, i)
+    held = state.tier.get((_WEIGHTS, i.stage))
+    if state.leave(_WEIGHTS, i.stage) is not None and held != i.version:
+        yield f"w{i.version} would be lost: stage {i.stage} has stepped since the tier's w{held}; evict it"
+
+
+def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
+    kept = state.saved.get(i.stage)
+    if kept:
+        mbs = ", ".join(f"m{mb}" for mb in sorted(kept))
+        yield f"what autograd keeps of {mbs} is in this slot and goes with it: replay stage {i.stage} before its backward"
+
+
+def _forward(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+    if state.header.is_spilled(i.stage) and (i.op is Op.RECOMPUTE or (i.stage, i.mb) not in recomputed):
+        state.saved.setdefault(i.stage, set()).add(i.mb)
+    return iter(())
+
+
+def _backward(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+    if not state.header.is_spilled(i.stage):
+        return
+    state.saved.get(i.stage, set()).discard(i.mb)
+    update = state.header.update_of(i.stage, i.mb)
+    evicted = state.tier.get((_WGRAD, i.stage))
+    if evicted is not None:
+        yield f"half of the sum is on the tier: fetch the gradients of stage {i.stage}, update {evicted}, first"
+    slot = state.homes.get((_WEIGHTS, i.stage))
+    if slot is not None:
+        state.enter(_WGRAD, i.stage, update, slot)
+
+
+def _step(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+    if not state.header.is_spilled(i.stage):
+        return
+    state.leave(_WGRAD, i.stage)
+    if state.saved.get(i.stage):
+        yield from _kept_views(state, i)
+    for kind in (_WEIGHTS, _OPTIM):
+        slot = state.homes.get((kind, i.stage))
+        if slot is not None:
+            state.enter(kind, i.stage, i.version + 1, slot)
+
+
+def _at_home(state: _Rank, rank: int) -> Iterator[Finding]:
+    for (kind, _), (stage, at) in sorted(state.slots.items()):
+        yield Finding(
+            "residency",
+            rank,
+            -1,
+            f"the {_NOUN[kind]} of stage {stage} ({_name(kind, at)}) are still on the device at the end: evict them, "
+            "or drop them if they are unchanged",
+        )
+    for (kind, stage), at in sorted(state.tier.items()):
+        last = state.header.num_updates(stage)
+        if kind != _WGRAD and at != last and (kind, stage) not in state.homes:
+            message = f"the {_NOUN[kind]} of stage {stage} end as w{at} on the tier, expected w{last}"
+            yield Finding("residency", rank, -1, message)
+
+
+def _name(kind: str, at: int) -> str:
+    return f"update {at}" if kind == _WGRAD else f"w{at}"
+
+
+_Rule = Callable[[_Rank, Instruction, _Recomputed], Iterator[str]]
+
+_RULES: dict[Op, _Rule] = {
+    Op.FETCH: _fetch,
+    Op.EVICT: _evict,
+    Op.DROP: _drop,
+    Op.FWD: _forward,
+    Op.RECOMPUTE: _forward,
+    Op.BWD: _backward,
+    Op.BWD_WEIGHT: _backward,
+    Op.STEP: _step,
+}

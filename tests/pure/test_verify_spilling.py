@@ -1,0 +1,143 @@
+"""Programs that spill train the same model as those that do not; and what breaks that is refused."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from tests.mutants import mutants
+from tests.oracle import BrokenProgramError, outcome
+
+from pipefit.ir import Spill
+from pipefit.ir.text import parse_instruction
+from pipefit.schedules import Shape, find, generate
+from pipefit.verify import verify
+
+ADVERSARIES = ({"seed": 0}, {"seed": 1}, {"seed": 2, "tags": False, "eager": True}, {"seed": 3}, {"seed": 4})
+
+
+def resident(name, shape):
+    """The same schedule with every stage on its device."""
+    return dataclasses.replace(find(name), spills=False)(replace(shape, spill=None))
+
+
+@st.composite
+def spilling(draw):
+    name = draw(st.sampled_from(["spilled", "gpipe", "1f1b", "interleaved", "breadth-first", "naive"]))
+    depth = draw(st.integers(1, 4))
+    chunks = draw(st.integers(1, 3)) if find(name).chunks else 1
+    num_stages = depth * chunks
+    ties = ((0, num_stages - 1),) if num_stages > 1 and draw(st.booleans()) else ()
+    stages = draw(st.sets(st.integers(0, num_stages - 1), min_size=1)) | set(ties[0] if ties else ())
+    slots = draw(st.integers(2 if ties else 1, 3))
+    optim = draw(st.integers(0, 2))
+    shape = Shape(
+        depth=depth,
+        num_microbatches=draw(st.integers(2, 4)),
+        num_chunks=chunks,
+        num_steps=draw(st.integers(1, 3)),
+        replicas=draw(st.sampled_from([(), (), (2,)])),
+        ties=ties,
+        clip=draw(st.booleans()),
+        recompute=draw(st.sampled_from([(), None])),
+        spill=Spill(draw(st.sampled_from(["host", "disk"])), slots, optim, optim > 0, tuple(sorted(stages))),
+        prefetch=draw(st.sampled_from([None, 0, 1, 2])),
+    )
+    return name, shape
+
+
+@given(spilling(), st.integers(0, 99))
+def test_spilling_is_right_and_trains_the_same_model_whatever_the_slots(asked, seed):
+    name, shape = asked
+    program = generate(name, shape)
+    verify(program).raise_if_bad()
+    assert outcome(program, seed=seed) == outcome(resident(name, shape))
+
+
+def same(p, q) -> str:
+    """What a program does that another does not, in the eyes of every adversary; "" if nothing."""
+    wanted = outcome(p)
+    for adversary in ADVERSARIES:
+        try:
+            if outcome(q, **adversary) != wanted:
+                return f"another result under {adversary}"
+        except BrokenProgramError as problem:
+            return f"{problem} under {adversary}"
+    return ""
+
+
+def told(program, rule="residency"):
+    return [v.message for v in verify(program).violations if v.rule == rule]
+
+
+def edited(text="", without="", after=""):
+    """The first lines of a small program that spills, with a line taken out and perhaps put in elsewhere."""
+    own = list(generate("spilled", Shape(3, 1)).ranks[0])
+    at = own.index(parse_instruction(without)) if without else 0
+    moved = [own.pop(at)] if without else []
+    if text:
+        moved = [parse_instruction(text)]
+    if after:
+        place = own.index(parse_instruction(after)) + 1
+        own[place:place] = moved
+    return generate("spilled", Shape(3, 1)).with_ranks([own])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"without": "drop s0 w0"}, "slot @0 still holds the weights of stage 0: evict or drop them first"),
+        ({"text": "drop s2 w1", "without": "evict s2 weights w1 host", "after": "step s2 w0"}, "w1 would be lost"),
+        ({"text": "fetch s2 weights w0 host @1", "after": "fwd s2 m0 w0"}, "already on the device, in slot @0"),
+        ({"text": "fetch s1 weights w1 host @1", "after": "fwd s1 m0 w0"}, "but the host holds w0 of the weights"),
+        ({"without": "recompute s0 m0 w0"}, "replay stage 0 before its backward"),
+        ({"without": "evict s0 optim w1 host"}, "still on the device at the end"),
+        ({"text": "fetch s1 wgrad w0 host @1", "after": "fwd s1 m0 w0"}, "the host holds none of the gradients"),
+        ({"text": "evict s1 wgrad w0 host", "after": "bwd s1 m0 w0"}, ""),  # the step then finds no gradients
+    ],
+)
+def test_what_breaks_spilling_is_refused_in_words(change, says):
+    program = edited(**change)
+    report = verify(program)
+    assert not report.ok
+    if says:
+        assert any(says in message for message in told(program)), str(report)
+
+
+def test_a_stage_may_not_leave_while_autograd_keeps_a_view_of_its_slot():
+    program = generate("gpipe", Shape(2, 2, spill=Spill.of(2, slots=1)))
+    own = list(program.ranks[0])
+    forward = own.index(parse_instruction("fwd s0 m1 w0"))
+    own[forward + 1 : forward + 1] = map(parse_instruction, ["drop s0 w0", "fetch s0 weights w0 host @0"])
+    (message,) = told(program.with_ranks([own, list(program.ranks[1])]))
+    assert (
+        message == "what autograd keeps of m0, m1 is in this slot and goes with it: replay stage 0 before its backward"
+    )
+
+
+def test_a_header_that_spills_nothing_has_no_copies():
+    program = generate("gpipe", Shape(1, 1))
+    own = [parse_instruction("fetch s0 weights w0 host @0"), *program.ranks[0]]
+    assert told(program.with_ranks([own])) == ["the header spills nothing: every stage stays on its device"]
+
+
+CASES = [
+    ("spilled", Shape(3, 2)),
+    ("spilled", Shape(3, 1, num_steps=2, spill=Spill("disk", 1, 1, True, (0, 1, 2)))),
+    ("spilled", Shape(3, 1, clip=True, ties=((0, 2),))),
+    ("gpipe", Shape(2, 2, spill=Spill("host", 1, 0, False, (0, 1)))),
+    ("interleaved", Shape(2, 2, num_chunks=2, clip=True, spill=Spill("host", 1, 1, True, (0, 2, 3)))),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=[f"{name}-{n}" for n, (name, _) in enumerate(CASES)])
+def test_every_mutant_of_a_spilling_program_is_refused_or_trains_the_same_model(name, shape):
+    p = generate(name, shape)
+    assert verify(p).ok and not same(p, p)
+    count = 0
+    for how, mutant in mutants(p):
+        count += 1
+        if verify(mutant).ok:
+            assert not (difference := same(p, mutant)), f"{how} is accepted: {difference}"
+    assert count > 300
