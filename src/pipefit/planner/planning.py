@@ -168,6 +168,8 @@ def space_of(
     for name in chosen:
         if method == "auto" and not find(name).is_synchronous:
             raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
+        if find(name).spills:
+            raise PlanError(f"{name} trains on one device from host memory or disk; this plans what fits in devices")
     replays = {None: ("none", "some", "all"), True: ("all",), False: ("none",)}[recompute]
     inner = ground.topology.levels[0].width
     widths = tuple(2**k for k in range(12) if 2**k <= 2 * inner) if is_gpt(ground.profile) and not executable else (1,)
@@ -196,9 +198,13 @@ def space_of(
     return free
 
 
+def _flushes_over_ranks(name: str) -> bool:
+    return find(name).is_synchronous and not find(name).spills
+
+
 def _schedules_of(method: str) -> tuple[str, ...]:
     if method == "auto":
-        return tuple(name for name in names() if name not in _NOT_AUTOMATIC and find(name).is_synchronous)
+        return tuple(name for name in names() if name not in _NOT_AUTOMATIC and _flushes_over_ranks(name))
     return {
         "2bw": ("pipedream-2bw",), "ptdp": ("1f1b", "interleaved"), "gpipe": ("gpipe",), "uniform": ("1f1b",)
     }[method]  # fmt: skip
