@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from pipefit.errors import TierError
+from pipefit.memory.arena import aligned
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
 from pipefit.memory.tierfile import TierFile
@@ -58,21 +60,29 @@ class DiskTier:
         name: of the file, without ending; one for each rank and trial.
         lanes: shared with other stores; None: its own.
         direct: whether to read and write past the page cache; where the file system refuses that, it is not done.
+        device: whose memory the records come from; those of a GPU go by way of pinned buffers as large as the largest.
 
     Raises:
         TierError: the folder cannot be used, or another run uses the file.
     """
 
     def __init__(
-        self, folder: str | Path, name: str = "rank-0", lanes: Lanes | None = None, direct: bool = True
+        self,
+        folder: str | Path,
+        name: str = "rank-0",
+        lanes: Lanes | None = None,
+        direct: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self._file = TierFile(Path(folder), name, direct)
-        self._lanes = lanes or Lanes()
+        self._device = device or torch.device("cpu")
+        self._lanes = lanes or Lanes(self._device)
         self._own_lanes = lanes is None
         # Chunks of a record, several under way at once: each lane has its own, so that neither waits for the other.
         self._readers, self._writers = (ThreadPoolExecutor(_THREADS, f"pipefit-{what}") for what in ("pread", "pwrite"))
         self._records: dict[Key, _Record] = {}
         self._head = {"read": mmap.mmap(-1, HEADER_BYTES), "write": mmap.mmap(-1, HEADER_BYTES)}
+        self._pinned: dict[str, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -84,27 +94,33 @@ class DiskTier:
         """Whether it goes past the page cache."""
         return self._file.is_direct
 
-    def reserve(self, sizes: Mapping[Key, int], constant: Sequence[Key] = ()) -> None:
+    def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
         """See `TierStore`. What an earlier run left in the file is forgotten."""
-        self._place(sizes, constant)
+        self._place(sizes, scratch)
+        if self._device.type == "cuda":
+            largest = max(sizes.values(), default=0)
+            self._pinned = {lane: aligned(largest, pinned=True) for lane in ("read", "write")}
         self._file.allocate(self.num_bytes)
         self._file.write_table(
             [[*key, record.num_bytes, record.copies] for key, record in self._records.items()]  # type: ignore[misc]
         )
 
-    def _place(self, sizes: Mapping[Key, int], constant: Sequence[Key]) -> None:
+    def _place(self, sizes: Mapping[Key, int], scratch: Sequence[Key]) -> None:
         position = 0
         for key, size in sizes.items():
-            record = self._records[key] = _Record(position, size, 1 if key in constant else 2)
+            record = self._records[key] = _Record(position, size, 1 if key in scratch else 2)
             position = record.position(record.copies)
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`."""
         record = self._records[key]
         assert source.numel() == record.num_bytes, f"{key}: {source.numel()} bytes for a record of {record.num_bytes}"
-        data = memoryview(source.numpy())
+        through = self._pinned["write"][: record.num_bytes] if source.is_cuda else source
+        data = memoryview(through.numpy())
 
         def work() -> None:
+            if source.is_cuda:
+                through.copy_(source)
             copy = (record.current + 1) % record.copies
             start = record.position(copy)
             checksum = self._chunks(self._writers, self._file.write, data, start + HEADER_BYTES)
@@ -122,7 +138,8 @@ class DiskTier:
         The copy fails with a `TierError` where the record holds another version or does not fit its checksum.
         """
         record = self._records[key]
-        data = memoryview(into[: record.num_bytes].numpy())
+        through = self._pinned["read"][: record.num_bytes] if into.is_cuda else into[: record.num_bytes]
+        data = memoryview(through.numpy())
 
         def work() -> None:
             if record.version != version:
@@ -132,6 +149,8 @@ class DiskTier:
                     f"{key} in {self._file.path} does not fit its checksum: the disk did not keep what was written; "
                     f"{self._file.cure()}"
                 )
+            if into.is_cuda:
+                into[: record.num_bytes].copy_(through)
 
         waits = (*after, *([record.written] if record.written else []))
         return self._lanes.read.submit(work, record.num_bytes, waits)
@@ -140,13 +159,13 @@ class DiskTier:
         """See `TierStore`."""
         return self._records[key].asked
 
-    def commit(self, step: int, state: bytes) -> Copy:
+    def commit(self, step: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`. Nothing waits for it but what is written later."""
 
         def work() -> None:
             self._file.commit(step, state)
 
-        return self._lanes.write.submit(work, len(state))
+        return self._lanes.write.submit(work, len(state), after)
 
     def recover(self) -> tuple[int, bytes]:
         """Goes back to the last committed step, whatever was being written when the run before was cut off.
@@ -164,9 +183,10 @@ class DiskTier:
         self._place({key: size for key, size, _ in keys}, [key for key, _, copies in keys if copies == 1])
         self._file.check_size(self.num_bytes)
         for key, record in self._records.items():
+            if record.copies == 1:
+                continue
             buffer = mmap.mmap(-1, record.num_bytes) if record.num_bytes else memoryview(b"")
-            wanted = None if record.copies == 1 else step
-            found = [self._load(key, record, copy, memoryview(buffer), wanted) for copy in range(record.copies)]
+            found = [self._load(key, record, copy, memoryview(buffer), step) for copy in range(record.copies)]
             if all(version is None for version in found):
                 raise TierError(
                     f"{key} of step {step} in {self._file.path} does not fit its checksum; go on from a checkpoint"

@@ -36,6 +36,7 @@ class HostTier:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._places: dict[Key, tuple[int, int]] = {}
         self._versions: dict[Key, int] = {}
+        self._asked: dict[Key, int] = {}
         self._writes: dict[Key, Copy] = {}
 
     @property
@@ -43,7 +44,7 @@ class HostTier:
         """What the buffer takes."""
         return self._buffer.numel()
 
-    def reserve(self, sizes: Mapping[Key, int], constant: Sequence[Key] = ()) -> None:
+    def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
         """See `TierStore`."""
         total = sum(sizes.values())
         if self._capacity_bytes is not None and total > self._capacity_bytes:
@@ -68,6 +69,7 @@ class HostTier:
             _copy(source, target)
             self._versions[key] = version
 
+        self._asked[key] = version
         copy = self._writes[key] = self._lanes.write.submit(work, source.numel(), after)
         return copy
 
@@ -85,11 +87,11 @@ class HostTier:
 
     def holds(self, key: Key) -> int | None:
         """See `TierStore`."""
-        return self._versions.get(key)
+        return self._asked.get(key)
 
-    def commit(self, step: int, state: bytes) -> Copy:
+    def commit(self, step: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
         """Nothing to do: memory does not outlive the process."""
-        return self._lanes.write.submit(lambda: None, 0)
+        return self._lanes.write.submit(lambda: None, 0, after)
 
     def close(self) -> None:
         """Lets the buffer go."""

@@ -33,6 +33,14 @@ class Copy:
         """Whether it has ended, well or not."""
         return self._future.done()
 
+    def tell(self, starts: list[float], ends: list[float], index: int) -> None:
+        """Writes down when it ran, as soon as that is known."""
+
+        def write(_: Future[None]) -> None:
+            starts[index], ends[index] = self.started_s, self.ended_s
+
+        self._future.add_done_callback(write)
+
     def wait(self) -> None:
         """Waits for its end.
 

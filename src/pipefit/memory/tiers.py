@@ -50,12 +50,12 @@ class TierStore(Protocol):
     def num_bytes(self) -> int:
         """What it occupies."""
 
-    def reserve(self, sizes: Mapping[Key, int], constant: Sequence[Key] = ()) -> None:
+    def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
         """Makes room for all records at once, before the first is written.
 
         Args:
             sizes: bytes of each.
-            constant: those written once, whose version never changes.
+            scratch: those that live within a step only, and need not outlast the run.
 
         Raises:
             TierError: there is not enough room.
@@ -70,8 +70,14 @@ class TierStore(Protocol):
     def holds(self, key: Key) -> int | None:
         """The version that was written last (or is being written); None: none yet."""
 
-    def commit(self, step: int, state: bytes) -> Copy:
-        """All records as written so far belong to `step`, with what else must be known to go on from there."""
+    def commit(self, step: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
+        """All records as written so far belong to `step`, with what else must be known to go on from there.
+
+        Args:
+            step: their version.
+            state: for `recover`.
+            after: the writes since the last commit; if one of them fails, so does the commit.
+        """
 
     def close(self) -> None:
         """Lets go of it; a disk keeps its file."""

@@ -6,6 +6,7 @@ projections that end in the residual stream normal(0, 0.02/sqrt(2·layers)), as 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -86,15 +87,16 @@ class Head(nn.Module):
         return self.project(self.norm(x))
 
 
-def _initialise(model: nn.Sequential, layers: int) -> None:
+def _initialise_layer(layers: int, layer: str, module: nn.Module) -> None:
+    """Draws the weights of one layer of a model of `layers` blocks; those of norms stay as torch makes them."""
     residual_std = 0.02 / math.sqrt(2 * layers)
     with torch.no_grad():
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+        for name, part in module.named_modules(prefix=layer):
+            if isinstance(part, nn.Linear | nn.Embedding):
                 std = residual_std if name.endswith(("attention.out", "down")) else 0.02
-                nn.init.normal_(module.weight, std=std)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                nn.init.normal_(part.weight, std=std)
+                if isinstance(part, nn.Linear) and part.bias is not None:
+                    nn.init.zeros_(part.bias)
 
 
 def gpt(
@@ -127,5 +129,8 @@ def gpt(
     blocks = [(f"block{index}", Block(hidden, heads, dropout)) for index in range(layers)]
     head = Head(hidden, vocab, embed.token if tied else None)
     model = chain([("embed", embed), *blocks, ("head", head)])
-    _initialise(model, layers)
+    # Built on the meta device, the model is given its weights layer by layer when there is room for them.
+    model.initialise_layer = functools.partial(_initialise_layer, layers)  # type: ignore[assignment]
+    for name, module in model.named_children():
+        _initialise_layer(layers, name, module)
     return model

@@ -14,6 +14,10 @@ from pipefit.ir.values import ACT, GRAD, INPUT, Value
 __all__ = ["CompiledRank", "compile_rank"]
 
 
+# What is under way until someone waits for it.
+_BY_ITSELF = (Op.RECV, Op.REDUCE, Op.FETCH)
+
+
 @dataclass(frozen=True)
 class CompiledRank:
     """One rank's list with what each instruction waits for and lets go.
@@ -22,7 +26,8 @@ class CompiledRank:
         program: the whole.
         rank: whose list it is.
         instructions: the list.
-        awaits: for each instruction, the earlier receives and reductions it must wait for (each is waited for once).
+        awaits: for each instruction, the earlier receives, reductions and fetches it must wait for (each is waited for
+            once).
         frees: for each instruction, the values nobody on the rank needs after it.
         in_place: the steps that may overwrite their weights.
     """
@@ -50,7 +55,7 @@ def _compile(program: Program, rank: int) -> CompiledRank:
     waited: set[int] = set()
     awaits = []
     for number in range(start, end):
-        asynchronous = [p - start for p in graph.preds[number] if graph.instructions[p].op in (Op.RECV, Op.REDUCE)]
+        asynchronous = [p - start for p in graph.preds[number] if graph.instructions[p].op in _BY_ITSELF]
         mine = tuple(sorted({index for index in asynchronous if index not in waited}))
         waited.update(mine)
         awaits.append(mine)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
+from pipefit.memory.lanes import Copy
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Handle, Message, Transport
@@ -60,6 +61,8 @@ class Execution:
         norms: of each update, the sum of squares of every rank's gradients.
         early: reductions over replicas that begin inside a backward, by its index.
         index: of the instruction that is running or waiting.
+        copies: between tiers, with the index of their instruction.
+        may_block: whether the process may wait for a copy; else the run yields until it is done.
         starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
     """
 
@@ -76,6 +79,8 @@ class Execution:
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
     early: Mapping[int, Instruction] = field(default_factory=dict)
+    copies: list[tuple[int, Copy]] = field(default_factory=list)
+    may_block: bool = True
     index: int = 0
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -115,10 +120,16 @@ class Execution:
                 self._arrive(instructions[awaited], handle.wait())
                 ends[awaited] = clock()
         self.index = len(instructions)
+        for index, copy in self.copies:
+            copy.tell(starts, ends, index)
 
     def _arrive(self, instruction: Instruction, result: Any) -> None:
         if instruction.op is Op.RECV:
             self.values[instruction.kind, instruction.stage, instruction.mb] = result
+            return
+        if result is None:
+            # A copy, or what lies where it belongs already.
+            self.values.pop(("reducing", instruction.stage, instruction.version, instruction.kind), None)
             return
         targets = self.values.pop(("reducing", instruction.stage, instruction.version, instruction.kind))
         if targets and result is not targets:

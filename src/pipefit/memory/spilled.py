@@ -1,0 +1,338 @@
+"""The weights of one stage that lives on a tier: on the device only while it sits in a slot."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.errors import TierError
+from pipefit.memory.arena import Arena
+from pipefit.memory.lanes import Copy, Lanes
+from pipefit.memory.layout import Layout, absent
+from pipefit.memory.states import StateSpec
+from pipefit.memory.tiers import Key, TierStore
+
+__all__ = ["SpilledStore"]
+
+WEIGHTS, WGRAD, OPTIM = "weights", "wgrad", "optim"
+
+
+class SpilledStore:
+    """Stands where a resident stage has its `WeightStore`.
+
+    Its parameters are views of a slot while the stage sits there, and hold nothing else: then they have their shapes,
+    and NaN for whoever reads them. Gradients are summed in the slot's twin, and the optimizer's states are views of a
+    slot of their own, or stay.
+
+    Args:
+        stage: its number.
+        trained: the stage's parameters that its optimizer steps.
+        shared: those of them that other stages use too; they stay on the device.
+        frozen: its other parameters.
+        states: what the optimizer keeps, as `probe_states` found; None: its states stay on the device.
+        zero_at_first: see `is_zero_at_first`.
+        device: of the slots.
+
+    Attributes:
+        masters: what the optimizer gets.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        trained: Sequence[nn.Parameter],
+        shared: Sequence[nn.Parameter],
+        frozen: Sequence[nn.Parameter],
+        states: Sequence[StateSpec] | None,
+        zero_at_first: bool,
+        device: torch.device,
+    ) -> None:
+        self.stage = stage
+        self._trained: list[nn.Parameter] = []
+        staying = {id(parameter) for parameter in shared}
+        self._moved = [p for p in (*trained, *frozen) if id(p) not in staying]
+        self._master_of: dict[int, nn.Parameter] = {}
+        self._summed = [index for index, p in enumerate(self._moved) if p.requires_grad]
+        self.layout = Layout(self._moved)
+        self.gradients = Layout(self._moved[index] for index in self._summed)
+        self._states = [
+            (trained[spec.parameter], spec) for spec in states or () if id(trained[spec.parameter]) not in staying
+        ]
+        self.state_layout = Layout(spec.like for _, spec in self._states) if states is not None else None
+        self._zero_at_first = zero_at_first
+        self._device = device
+        self._optimizer: Optimizer | None = None
+        self._known: set[int] = set()
+        self._base = self._version = 0
+        self._slots: dict[str, int] = {}
+        self._reached: set[int] = set()
+        self.masters: list[nn.Parameter] = []
+        for place, index in enumerate(self._summed):
+            self._moved[index].register_post_accumulate_grad_hook(self._keeper(place))
+
+    # ---- before the first program ----------------------------------------------------------------------------------
+
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each of its records."""
+        found = {Key(self.stage, WEIGHTS): self.layout.num_bytes, Key(self.stage, WGRAD): self.gradients.num_bytes}
+        if self.state_layout is not None:
+            found[Key(self.stage, OPTIM)] = self.state_layout.num_bytes
+        return found
+
+    def attach(self, arena: Arena, tier: TierStore, lanes: Lanes) -> None:
+        """Gets its slots and its tier."""
+        self._arena, self._tier, self._lanes = arena, tier, lanes
+
+    @torch.no_grad()
+    def store_first(self, slot: int, fill: Callable[[], None] | None = None) -> None:
+        """Moves its weights to the tier, by way of a slot; the memory that they had is free.
+
+        Args:
+            slot: that it goes through.
+            fill: gives the weights their first values, in the slot; None: they have them already.
+        """
+        room = self._arena.slot(WEIGHTS, slot)
+        for copy in room.taken():
+            copy.wait()
+        for view, parameter in zip(self.layout.views(room.bytes), self._moved, strict=True):
+            if fill is None:
+                view.copy_(parameter.data)
+            parameter.data = view
+        if fill is not None:
+            fill()
+        self._unbind()
+        record = room.bytes[: self.layout.num_bytes]
+        room.busy.append(self._tier.write(Key(self.stage, WEIGHTS), 0, record))
+
+    def make_masters(self, trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Makes the optimizer's parameters; they share the memory of the live ones wherever that is.
+
+        Args:
+            trained: those that this stage's optimizer steps: all, but for shared ones that another stage's does.
+        """
+        self._trained = list(trained)
+        self.masters = [nn.Parameter(parameter.data) for parameter in self._trained]
+        self._master_of = {id(p): master for p, master in zip(self._trained, self.masters, strict=True)}
+        return self.masters
+
+    def take_optimizer(self, optimizer: Optimizer, slot: int = 0) -> None:
+        """Learns whose states it moves; those that the optimizer has made already go to the tier."""
+        self._optimizer = optimizer
+        if self.state_layout is not None and any(optimizer.state.values()):
+            self._slots[OPTIM] = slot
+            for copy in self._arena.slot(OPTIM, slot).taken():
+                copy.wait()
+            self._adopt_states()
+            self.evict(OPTIM, 0)
+
+    # ---- copies ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, kind: str, version: int, slot: int) -> Copy:
+        """Starts to load a record into a slot, once nothing reads that slot any more.
+
+        Args:
+            kind: "weights", "optim" or "wgrad".
+            version: of the weights, in the program that runs; of gradients, their update.
+            slot: its number; gradients go to the twin of the stage's weights slot.
+        """
+        room = self._arena.slot(kind, slot)
+        waits = room.taken()
+        if kind == WEIGHTS:
+            waits += self._arena.slot(WGRAD, slot).taken()
+        into = room.bytes[: self._size(kind)]
+        key, wanted = Key(self.stage, kind), self._base + version
+        if kind == OPTIM and self._tier.holds(key) is None:
+            # No step yet: there is nothing to read.
+            return self._lanes.read.submit(lambda: _clear(into), 0, waits)
+        return self._tier.read(key, wanted, into, waits)
+
+    def arrived(self, kind: str, version: int, slot: int) -> None:
+        """A fetch has ended: the stage's tensors become views of the slot."""
+        self._slots[kind] = slot
+        record = self._arena.slot(kind, slot).bytes
+        if kind == WEIGHTS:
+            self._version = version
+            for parameter, view in zip(self._moved, self.layout.views(record), strict=True):
+                self._point(parameter, view)
+        elif kind == OPTIM:
+            self._bind_states(record)
+        else:
+            for place in self._reached:
+                self._moved[self._summed[place]].grad = self.gradients.fields[place].of(record)
+
+    def evict(self, kind: str, version: int) -> Copy:
+        """Starts to write a record back; its slot is free once that has ended."""
+        if kind == WGRAD:
+            self._gather_gradients()
+        slot = self._slots.pop(kind)
+        room = self._arena.slot(kind, slot)
+        copy = self._tier.write(Key(self.stage, kind), self._base + version, room.bytes[: self._size(kind)])
+        room.busy.append(copy)
+        if kind == WEIGHTS:
+            self._unbind()
+        elif kind == OPTIM:
+            self._unbind_states()
+        else:
+            self._forget_gradients()
+        return copy
+
+    # ---- what a WeightStore does -----------------------------------------------------------------------------------
+
+    def at(self, version: int) -> None:
+        """The version must sit in a slot; it is the only one that can."""
+        assert WEIGHTS in self._slots, f"stage {self.stage} is not on the device"
+        assert version == self._version, f"stage {self.stage}: version {self._version} is there, not {version}"
+
+    def begin_step(self, version: int, in_place: bool) -> None:
+        """Hands the gradients to the optimizer, which works in the slot."""
+        self.at(version)
+        for parameter, master in zip(self._trained, self.masters, strict=True):
+            master.grad = parameter.grad
+        self._version = version + 1
+
+    def end_step(self) -> None:
+        """Lets go of the gradients; states that the optimizer has just made move to their slot."""
+        for parameter, master in zip(self._trained, self.masters, strict=True):
+            master.grad = parameter.grad = None
+        self._reached.clear()
+        self._slots.pop(WGRAD, None)
+        if self.state_layout is not None:
+            self._adopt_states()
+
+    def drop(self, version: int) -> None:
+        """Forgets weights that the tier still has; their slot is free."""
+        self.at(version)
+        del self._slots[WEIGHTS]
+        self._unbind()
+
+    def rebase(self) -> None:
+        """Calls the newest version 0 again."""
+        self._base += self._version
+        self._version = 0
+
+    @property
+    def num_updates(self) -> int:
+        """How often its record was renewed: the version that the tier holds between programs."""
+        return self._base
+
+    @contextlib.contextmanager
+    def present(self, optim: bool = False, change: bool = False) -> Iterator[None]:
+        """Between programs: brings the stage onto the device.
+
+        Args:
+            optim: its optimizer's states too.
+            change: what was done to them is written back.
+        """
+        kinds = [WEIGHTS] + [OPTIM] * (self.state_layout is not None and (optim or change))
+        for kind in kinds:
+            self.fetch(kind, 0, 0).wait()
+            self.arrived(kind, 0, 0)
+        yield
+        if not change:
+            self.drop(0)
+            self._slots.pop(OPTIM, None)
+            self._unbind_states()
+            return
+        if OPTIM in kinds:
+            self._adopt_states()
+        self._version = 1
+        for kind in kinds:
+            self.evict(kind, 1).wait()
+        self.rebase()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _size(self, kind: str) -> int:
+        return self.sizes()[Key(self.stage, kind)]
+
+    def _keeper(self, place: int) -> object:
+        """Moves a gradient that autograd has made to its place in the slot; from then on autograd adds to it there."""
+
+        def keep(parameter: Tensor) -> None:
+            if place in self._reached or WEIGHTS not in self._slots or parameter.grad is None:
+                return
+            record = self._arena.slot(WGRAD, self._slots[WEIGHTS]).bytes
+            self._slots[WGRAD] = self._slots[WEIGHTS]
+            view = self.gradients.fields[place].of(record)
+            view.copy_(parameter.grad)
+            parameter.grad = view
+            self._reached.add(place)
+
+        return keep
+
+    def _point(self, parameter: nn.Parameter, data: Tensor) -> None:
+        parameter.data = data
+        master = self._master_of.get(id(parameter))
+        if master is not None:
+            master.data = data
+
+    def _unbind(self) -> None:
+        for parameter, field in zip(self._moved, self.layout.fields, strict=True):
+            self._point(parameter, absent(field, self._device))
+
+    def _forget_gradients(self) -> None:
+        for index in self._summed:
+            self._moved[index].grad = None
+
+    def _gather_gradients(self) -> None:
+        """Moves gradients that did not come from autograd, such as zeros of a reduction, to their place."""
+        slot = self._slots.setdefault(WGRAD, self._slots[WEIGHTS])
+        views = self.gradients.views(self._arena.slot(WGRAD, slot).bytes)
+        for place, (index, view) in enumerate(zip(self._summed, views, strict=True)):
+            grad = self._moved[index].grad
+            if grad is not None and grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
+            if grad is not None:
+                self._reached.add(place)
+
+    def _bind_states(self, record: Tensor) -> None:
+        """States become views; those that the optimizer has not made yet only where zeros are as good."""
+        assert self.state_layout is not None
+        if self._optimizer is None:
+            return
+        for index, view in enumerate(self.state_layout.views(record)):
+            if self._zero_at_first or index in self._known:
+                parameter, spec = self._states[index]
+                self._optimizer.state[self._master_of[id(parameter)]][spec.key] = view
+
+    def _unbind_states(self) -> None:
+        if self._optimizer is None or self.state_layout is None:
+            return
+        for (parameter, spec), field in zip(self._states, self.state_layout.fields, strict=True):
+            state = self._optimizer.state.get(self._master_of[id(parameter)], {})
+            if spec.key in state:
+                state[spec.key] = absent(field, self._device)
+
+    def _adopt_states(self) -> None:
+        """Moves states that lie elsewhere into the slot."""
+        if self._optimizer is None or self.state_layout is None:
+            return
+        record = self._arena.slot(OPTIM, self._slots[OPTIM]).bytes
+        for index, view in enumerate(self.state_layout.views(record)):
+            parameter, spec = self._states[index]
+            state = self._optimizer.state.get(self._master_of[id(parameter)], {})
+            value = state.get(spec.key)
+            if value is None:
+                self._known.discard(index)
+                continue
+            self._known.add(index)
+            if value.data_ptr() == view.data_ptr():
+                continue
+            if value.shape != view.shape or value.dtype != view.dtype:
+                raise TierError(
+                    f"stage {self.stage}: the optimizer keeps {spec.key} as {value.dtype}{list(value.shape)}, room was "
+                    f"made for {view.dtype}{list(view.shape)}"
+                )
+            view.copy_(value)
+            state[spec.key] = view
+
+
+def _clear(record: Tensor) -> None:
+    if record.device.type == "cpu":
+        record.numpy().fill(0)
+    else:
+        record.zero_()

@@ -1,0 +1,105 @@
+"""What an optimizer keeps for each parameter, found out before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.errors import ModelError
+
+__all__ = ["StateSpec", "is_zero_at_first", "probe_states"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+
+class StateSpec(NamedTuple):
+    """One tensor that an optimizer keeps.
+
+    Attributes:
+        parameter: index of the parameter it is for.
+        key: its name in the optimizer's state.
+        like: its shape and type, on the meta device.
+    """
+
+    parameter: int
+    key: str
+    like: Tensor
+
+
+def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.device) -> list[StateSpec]:
+    """The tensors that an optimizer will keep on the parameters' device, by taking one step with pretended ones.
+
+    Numbers that it keeps on the host for parameters of another device (step counters beside a GPU) are not among them.
+
+    Raises:
+        ModelError: its step cannot be taken stage by stage, so it cannot be spilled.
+    """
+    try:
+        found = _stepped(make, parameters, torch.device("meta"))
+    except Exception:
+        try:
+            found = _stepped(make, parameters, torch.device("cpu"))
+        except Exception as problem:
+            raise ModelError(
+                f"this optimizer cannot be spilled: {type(problem).__name__}: {problem}; its step must need nothing "
+                "but the gradients of the parameters it was given, as torch.optim's SGD, Adam, AdamW and Adagrad do"
+            ) from None
+    specs = []
+    for index, state in enumerate(found):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and (device.type == "cpu" or value.dim()):
+                specs.append(StateSpec(index, key, torch.empty_like(value, device="meta")))
+    return specs
+
+
+def _stepped(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.device) -> list[dict[str, object]]:
+    if not parameters:
+        return []
+    pretended = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in parameters]
+    for parameter in pretended:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = make(pretended)
+    optimizer.step()
+    return [dict(optimizer.state.get(parameter, {})) for parameter in pretended]
+
+
+def is_zero_at_first(make: MakeOptimizer) -> bool:
+    """Whether an optimizer that finds zeros as its states does the same as one that has none yet.
+
+    Then states can lie in their slot from the first step on. Else (SGD with dampening, which starts from the first
+    gradient) the first step makes them, and they are moved to the slot after it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in ((3, 2), (4,))]
+    gradients = [[torch.randn(s.shape, generator=generator) for s in start] for _ in range(2)]
+    try:
+        lazy, zeroed = (_trained(make, start, gradients, fill) for fill in (False, True))
+    except Exception:
+        return False
+    return zeroed is not None and lazy is not None and all(map(torch.equal, lazy, zeroed))
+
+
+def _trained(
+    make: MakeOptimizer, start: list[Tensor], gradients: list[list[Tensor]], fill: bool
+) -> list[Tensor] | None:
+    """Weights and states after two steps, from states of zeros or none at all; None: it keeps more than tensors."""
+    parameters = [nn.Parameter(tensor.clone()) for tensor in start]
+    optimizer = make(parameters)
+    if any(optimizer.state.values()):
+        return None
+    if fill:
+        specs = probe_states(make, start, torch.device("cpu"))
+        for spec in specs:
+            optimizer.state[parameters[spec.parameter]][spec.key] = torch.zeros_like(spec.like, device="cpu")
+    for of_step in gradients:
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    if any(not isinstance(value, Tensor) for state in optimizer.state.values() for value in state.values()):
+        return None
+    kept = [value for p in parameters for _, value in sorted(optimizer.state[p].items())]
+    return [*(p.detach() for p in parameters), *kept]

@@ -1,0 +1,298 @@
+"""Spilling on one rank: its tier, its slots, the stores of its spilled stages, and what `fetch` and `evict` do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.errors import InfeasibleError, ModelError, PlanError
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Program
+from pipefit.memory.arena import Arena
+from pipefit.memory.disk import DiskTier
+from pipefit.memory.host import HostTier
+from pipefit.memory.lanes import Copy, Lanes
+from pipefit.memory.spilled import SpilledStore
+from pipefit.memory.states import is_zero_at_first, probe_states
+from pipefit.memory.tiers import Key, TierStore
+from pipefit.runtime.executor import Execution
+from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
+from pipefit.stage.split import NamedLayer
+
+if TYPE_CHECKING:
+    from pipefit.runtime.worker import Training
+
+__all__ = ["SpillPlace", "Spilling", "evict", "fetch", "norm_part", "norms_of"]
+
+SLOTTED = ("weights", "wgrad", "optim")
+
+
+@dataclass(frozen=True)
+class SpillPlace:
+    """Where spilled stages live; not part of a plan, for it differs from machine to machine.
+
+    Attributes:
+        folder: of the disk tier; None: the host's memory.
+        host_bytes: most that the host tier may take; None: no limit.
+        direct: whether the disk is read and written past the page cache.
+        arena, lanes: slots and copy lanes that several runs take turns with; None: its own.
+        name: of the files of the disk tier, before the rank.
+    """
+
+    folder: Path | None = None
+    host_bytes: int | None = None
+    direct: bool = True
+    arena: Arena | None = None
+    lanes: Lanes | None = None
+    name: str = "rank"
+
+    def tier(self, rank: int, kind: str, lanes: Lanes, device: torch.device) -> TierStore:
+        """Opens the tier of a rank.
+
+        Raises:
+            PlanError: the plan spills to disk, and no folder is given.
+            TierError: the folder cannot be used.
+        """
+        if kind == "host":
+            return HostTier(self.host_bytes, lanes, device)
+        if self.folder is None:
+            raise PlanError("the plan spills to disk: say where, with --disk FOLDER or Pipeline(…, disk=FOLDER)")
+        return DiskTier(self.folder, f"{self.name}-{rank}", lanes, self.direct, device)
+
+
+@dataclass
+class Spilling:
+    """What a rank keeps for spilling, between programs and over all of them.
+
+    Attributes:
+        stores: of its spilled stages.
+        arena: the slots.
+        tier: where the stages live.
+        lanes: that copy.
+        committed: the last commit that was asked for.
+        parts: norms of the gradients of stages that have left the device, by update and stage.
+    """
+
+    stores: dict[int, SpilledStore]
+    arena: Arena
+    tier: TierStore
+    lanes: Lanes
+    committed: Copy | None = None
+    writes: list[Copy] = field(default_factory=list)
+    parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def create(
+        cls,
+        rank: int,
+        program: Program,
+        training: Training,
+        layers: dict[int, list[NamedLayer]],
+        shared: set[int],
+        device: torch.device,
+        place: SpillPlace,
+        own: InitialiseLayer | None = None,
+    ) -> Spilling:
+        """Moves the spilled stages of a rank to their tier, one after the other.
+
+        Layers of the meta device get their weights in a slot, so that there is never more than that of them in memory.
+
+        Args:
+            rank: whose.
+            program: one of those that will run.
+            training: its optimizer.
+            layers: of the rank's stages.
+            shared: ids of the parameters that several stages use; they stay on the device.
+            device: where the rank computes.
+            place: where the tier is.
+            own: the model's way to draw weights.
+
+        Raises:
+            PipefitError: the tier has not enough room, or the optimizer cannot be spilled.
+        """
+        spill = program.header.spill
+        assert spill is not None
+        mine = [stage for stage in spill.stages if stage in layers]
+        for stage in mine:
+            _stand_ins(layers[stage], shared, device)
+        zero = spill.optim and is_zero_at_first(training.optimizer)
+        stores = {s: _store(s, layers[s], shared, training, spill.optim, zero, device) for s in mine}
+        sizes = {key: size for store in stores.values() for key, size in store.sizes().items()}
+        arena = place.arena or _arena(sizes, {kind: spill.slots(kind) for kind in SLOTTED}, device)
+        lanes = place.lanes or Lanes(device)
+        tier = place.tier(rank, spill.tier, lanes, device)
+        moving = {i.kind for i in program.ranks[rank] if i.op is Op.EVICT}
+        kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or Kind.WGRAD.value in moving}
+        tier.reserve(kept, [key for key in kept if key.kind == Kind.WGRAD])
+        for number, (stage, store) in enumerate(stores.items()):
+            store.attach(arena, tier, lanes)
+            fill = _filling(layers[stage], training.seed, own) if is_new(layers[stage]) else None
+            store.store_first(number % spill.weights_slots, fill)
+        return cls(stores, arena, tier, lanes)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the tier takes of the host's memory."""
+        return self.tier.num_bytes if isinstance(self.tier, HostTier) else 0
+
+    def end_pass(self, state: bytes = b"") -> None:
+        """A program has ended: what it wrote becomes the committed step, once it is written.
+
+        Raises:
+            TierError: the commit of the program before has failed.
+        """
+        self.parts.clear()
+        self.settle()
+        if self.writes:
+            step = max(store.num_updates for store in self.stores.values())
+            self.committed = self.tier.commit(step, state, self.writes)
+            self.writes = []
+
+    def settle(self) -> None:
+        """Waits until the last step that was asked to is committed.
+
+        Raises:
+            TierError: the tier has failed.
+        """
+        if self.committed is not None:
+            committed, self.committed = self.committed, None
+            committed.wait()
+
+    def close(self) -> None:
+        """Ends the copies under way and lets go of the tier."""
+        self.tier.close()
+
+
+def is_new(layers: Iterable[NamedLayer]) -> bool:
+    """Whether layers that were built on the meta device still wait for their weights."""
+    return any(getattr(layer.module, "_pipefit_new", False) for layer in layers)
+
+
+def _stand_ins(layers: list[NamedLayer], shared: set[int], device: torch.device) -> None:
+    if not is_meta(layers):
+        return
+    if any(id(p) in shared for layer in layers for p in layer.module.parameters()):
+        raise ModelError(
+            "a model built on the meta device cannot be spilled with weights that several stages share: untie them "
+            "(for gpt: tied=False), or build it in memory"
+        )
+
+    def make(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    stand_in(layers, make)
+    for layer in layers:
+        layer.module._pipefit_new = True  # type: ignore[assignment]
+
+
+def _filling(layers: list[NamedLayer], seed: int, own: InitialiseLayer | None) -> Callable[[], None]:
+    def fill() -> None:
+        for layer in layers:
+            initialise(layer, seed, own)
+            del layer.module._pipefit_new
+
+    return fill
+
+
+def _store(
+    stage: int,
+    layers: list[NamedLayer],
+    shared: set[int],
+    training: Training,
+    optim: bool,
+    zero: bool,
+    device: torch.device,
+) -> SpilledStore:
+    found = {id(p): p for layer in layers for p in layer.module.parameters()}
+    trained = [p for p in found.values() if p.requires_grad]
+    frozen = [p for p in found.values() if not p.requires_grad]
+    states = probe_states(training.optimizer, trained, device) if optim else None
+    return SpilledStore(stage, trained, [p for p in trained if id(p) in shared], frozen, states, zero, device)
+
+
+def _arena(sizes: dict[Key, int], counts: dict[str, int], device: torch.device) -> Arena:
+    largest = {kind: max((size for key, size in sizes.items() if key.kind == kind), default=0) for kind in counts}
+    try:
+        return Arena(largest, counts, device)
+    except (RuntimeError, MemoryError) as problem:
+        raise InfeasibleError(f"{device} has no room for the slots of the largest stage: {problem}") from None
+
+
+# ---- what the instructions do --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A fetch under way; once it has ended, the stage's tensors are pointed at the slot."""
+
+    copy: Copy
+    store: SpilledStore
+    instruction: Instruction
+    may_block: bool
+
+    def ready(self) -> bool:
+        """Whether `wait` may be called: copies come to their end by themselves, so it may block."""
+        return self.may_block or self.copy.is_done
+
+    def wait(self) -> None:
+        self.copy.wait()
+        i = self.instruction
+        self.store.arrived(i.kind, i.version, i.slot)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Something that was over at once."""
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+def fetch(run: Execution, i: Instruction) -> None:
+    """Starts to load a stage's weights, states or gradients; whoever needs them waits."""
+    store = _spilled(run, i)
+    copy = store.fetch(i.kind, i.version, i.slot)
+    run.copies.append((run.index, copy))
+    run.handles[run.index] = _Fetched(copy, store, i, run.may_block)
+
+
+def evict(run: Execution, i: Instruction) -> None:
+    """Starts to write back what has changed."""
+    spilling = run.worker.spilling
+    assert spilling is not None
+    copy = _spilled(run, i).evict(i.kind, i.version)
+    spilling.writes.append(copy)
+    run.copies.append((run.index, copy))
+
+
+def _spilled(run: Execution, i: Instruction) -> SpilledStore:
+    if i.kind not in SLOTTED:
+        raise ModelError(f"this runtime cannot run '{i}' yet: only weights, gradients and optimizer states are moved")
+    spilling = run.worker.spilling
+    if spilling is None or i.stage not in spilling.stores:
+        raise ModelError(f"'{i}': stage {i.stage} does not live on a tier in this run")
+    return spilling.stores[i.stage]
+
+
+def norm_part(run: Execution, i: Instruction) -> None:
+    """Takes a stage's part of the global norm while its gradients are on the device."""
+    spilling = run.worker.spilling
+    assert spilling is not None
+    spilling.parts[i.version, i.stage] = norms_of(run.worker.counted_gradients(i.stage))
+    run.handles[run.index] = _Done()
+
+
+def norms_of(gradients: list[Tensor]) -> list[Tensor]:
+    """The norm of each gradient, as a scalar in double precision."""
+    return [norm.double() for norm in torch._foreach_norm(gradients)] if gradients else []

@@ -1,0 +1,85 @@
+"""Models built on the meta device, whose layers get their weights one by one when there is room for them.
+
+    with torch.device("meta"):
+        model = gpt(layers=48, hidden=2048, heads=16)
+
+What a layer draws depends on the seed and its place in the model alone, so the weights are the same however the model
+is cut and wherever they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.errors import ModelError
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.stage import layer_seed
+
+__all__ = ["InitialiseLayer", "initialise", "is_meta", "materialise", "stand_in"]
+
+InitialiseLayer = Callable[[str, nn.Module], None]
+"""A model's own way to draw a layer's weights, its attribute `initialise_layer`: from the layer's name and module."""
+
+_INITIALISATION = -1
+
+
+def is_meta(layers: Sequence[NamedLayer]) -> bool:
+    """Whether some weight of the layers has no memory yet."""
+    return any(p.is_meta for layer in layers for p in layer.module.parameters())
+
+
+def stand_in(layers: Sequence[NamedLayer], make: Callable[[Tensor], Tensor]) -> None:
+    """Replaces parameters and buffers of the meta device by what `make` gives for them; shared ones stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for layer in layers:
+        for module in layer.module.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.is_meta:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = nn.Parameter(make(parameter), parameter.requires_grad)
+                        made[id(made[id(parameter)])] = made[id(parameter)]
+                    setattr(module, name, made[id(parameter)])
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    module._buffers[name] = make(buffer)
+
+
+def initialise(layer: NamedLayer, seed: int, own: InitialiseLayer | None = None) -> None:
+    """Draws a layer's weights in place: by `reset_parameters` of its modules, then in the model's own way.
+
+    Raises:
+        ModelError: a module has weights but no `reset_parameters`.
+    """
+    generator = torch.random.get_rng_state()
+    torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
+    try:
+        for name, module in layer.module.named_modules(prefix=layer.prefix):
+            if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+                if reset is None:
+                    raise ModelError(
+                        f"{name} ({type(module).__name__}) was built on the meta device and has no reset_parameters() "
+                        "to draw its weights; give it one, or build the model in memory"
+                    )
+                reset()
+        if own is not None:
+            own(layer.prefix, layer.module)
+    finally:
+        torch.random.set_rng_state(generator)
+
+
+def materialise(
+    layers: Sequence[NamedLayer], seed: int, device: torch.device, own: InitialiseLayer | None = None
+) -> None:
+    """Gives layers of the meta device memory and weights.
+
+    Raises:
+        ModelError: see `initialise`.
+    """
+    drawn = [layer for layer in layers if is_meta([layer])]
+    stand_in(layers, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    for layer in drawn:
+        initialise(layer, seed, own)
