@@ -18,7 +18,7 @@ from torch import Tensor
 from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind
-from pipefit.runtime.shared import SharedLinks
+from pipefit.runtime.shared import SMALL_BYTES, SharedLinks
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import Contract
 
@@ -197,8 +197,13 @@ class DistributedTransport:
         for index, tensor in enumerate(tensors):
             buckets.setdefault(tensor.dtype, []).append(index)
         flats = [torch.cat([tensors[index].reshape(-1) for index in indices]) for indices in buckets.values()]
-        works = [dist.all_reduce(flat, group=self._groups[members], async_op=True) for flat in flats]
+        works = [self._summed(members, flat) for flat in flats]
         return _Reduction(tensors, list(buckets.values()), flats, works)
+
+    def _summed(self, members: tuple[int, ...], flat: Tensor) -> Any:
+        if self._shared is not None and flat.nbytes <= SMALL_BYTES:
+            return self._shared.all_reduce(flat, members)
+        return dist.all_reduce(flat, group=self._groups[members], async_op=True)
 
     def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> InPlace:
         """Starts to sum a tensor over some ranks, where it is."""
