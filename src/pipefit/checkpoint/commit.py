@@ -23,6 +23,7 @@ import msgspec
 from pipefit.checkpoint.exchange import agree, attempt
 from pipefit.checkpoint.manifest import MANIFEST, FileEntry, Manifest, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
+from pipefit.checkpoint.sharded import whole_for_writing
 from pipefit.checkpoint.state import Trained, is_first, tensors_of
 from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError
@@ -58,7 +59,8 @@ def save(
         made = attempt(lambda: _begin(place, pipeline.num_updates, extra, keep) if first else "")
         temporary = place / agree(session, made)[0]
         try:
-            reports = agree(session, attempt(lambda: _write(pipeline, temporary)))
+            with whole_for_writing(pipeline):
+                reports = agree(session, attempt(lambda: _write(pipeline, temporary)))
             done = attempt(lambda: _commit(pipeline, temporary, reports, extra or {}) if first else "")
             path = place / agree(session, done)[0]
         except PipefitError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor
 from pipefit.checkpoint.exchange import agree, attempt, exchange
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest, verify_file
 from pipefit.checkpoint.optim import OPTIM, restore_optimizer
+from pipefit.checkpoint.sharded import whole_for_reading
 from pipefit.checkpoint.state import Trained, aliases_of, weights_of
 from pipefit.checkpoint.tensors import dtype_of
 from pipefit.errors import ModelError, PipefitError
@@ -62,8 +64,9 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     with session.busy():
         path, manifest, skipped = _choose(session, Path(directory))
         takers: list[Callable[[], None]] = []
-        agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
-        agree(session, attempt(lambda: _run_all(takers)))
+        with whole_for_reading(pipeline) if not weights_only else contextlib.nullcontext():
+            agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
+            agree(session, attempt(lambda: _run_all(takers)))
     if not weights_only:
         pipeline.num_updates = manifest.step
         pipeline._next_ordinal = manifest.ordinal

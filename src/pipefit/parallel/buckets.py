@@ -94,9 +94,7 @@ def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int = BUCKET
 
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
-        if members and (
-            parameter.dtype != parameters[members[0]].dtype or end * parameter.element_size() >= cap_bytes
-        ):
+        if members and (parameter.dtype != parameters[members[0]].dtype or end * parameter.element_size() >= cap_bytes):
             close()
         members.append(index)
         starts.append(end)

@@ -111,13 +111,15 @@ class ShardedStore:
                 index = self._own[member]
                 low, high = max(start, first), min(start + self._parameters[index].numel(), last)
                 if low < high:
-                    yield Piece(
-                        index, low - start, high - start, number, low - first, nn.Parameter(flat[low:high])
-                    )
+                    yield Piece(index, low - start, high - start, number, low - first, nn.Parameter(flat[low:high]))
+
+    def is_whole(self, index: int) -> bool:
+        """Whether a parameter is stepped whole."""
+        return index in self._whole
 
     def stepped(self, index: int) -> list[nn.Parameter]:
         """What the optimizer steps of a parameter: its pieces here, maybe none, or all of it."""
-        if index in self._whole:
+        if self.is_whole(index):
             return [self.masters[index]]
         return [piece.master for piece in self.pieces if piece.index == index]
 

@@ -99,6 +99,8 @@ class Engine:
             transport.begin(feed.signatures)
             compiled = compile_rank(program, worker.rank)
             progress = self.session.progress if self.session.is_distributed else Progress()
+            if worker.scale is not None:
+                worker.scale.begin()
             run = Execution(compiled, worker, transport, feed, flags, progress, metric)
             run.early = early_reductions(program, worker.rank) if worker.buckets else {}
             executions.append(run)
@@ -108,6 +110,8 @@ class Engine:
         for worker in self.workers:
             for store in worker.stores.values():
                 store.rebase()
+            if worker.spilling:
+                worker.spilling.end_pass()
         return PassResult({mb: loss for run in executions for mb, loss in run.losses}, executions)
 
     def _prepare(self, program: Program) -> None:

@@ -15,8 +15,10 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
 from pipefit.runtime.executor import Execution, Handlers
+from pipefit.runtime.spilling import evict, fetch, norm_part, norms_of
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
+from pipefit.stage.precision import in_float32, narrowed, widened
 
 __all__ = ["HANDLERS"]
 
@@ -83,12 +85,17 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
     ]
     inputs = [leaf for leaf, flag in zip(leaves, given.flags, strict=True) if flag]
     stage = run.worker.stages[i.stage]
+    if stage.half is not None:
+        leaves = widened(leaves, given.flags, stage.half)
     run.worker.stores[i.stage].at(i.version)
     update = run.compiled.program.header.update_of(i.stage, i.mb)
     output = stage.forward(unflatten(leaves, given.structure), run.feed.ordinals[i.mb], replay, update)
     outputs, structure = flatten(output, f"the output of stage {i.stage}")
     # Without a graph there are no edges, though a layer may hand on an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]
+    if stage.half is not None and i.stage < run.compiled.program.header.last_stage:
+        known = flags if torch.is_grad_enabled() else run.flags.get((i.stage, run.feed.signatures[i.mb]), flags)
+        outputs = narrowed(outputs, known, stage.half)
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
     return Saved(inputs, edges), Message([leaf.detach() for leaf in outputs], flags, structure)
 
@@ -99,7 +106,9 @@ def _loss(run: Execution, i: Instruction) -> None:
     _, target = run.values["input", last, i.mb]
     leaves = [leaf.detach().requires_grad_(flag) for leaf, flag in zip(act.leaves, act.flags, strict=True)]
     needed = [leaf for leaf, flag in zip(leaves, act.flags, strict=True) if flag]
-    loss = run.worker.training.loss(unflatten(leaves, act.structure), target)
+    half = run.worker.training.half
+    given = leaves if half is None else in_float32(leaves, half)
+    loss = run.worker.training.loss(unflatten(given, act.structure), target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {_describe(loss)}")
     share = run.feed.shares[i.mb]
@@ -108,6 +117,9 @@ def _loss(run: Execution, i: Instruction) -> None:
         run.metrics.append(float(run.metric(unflatten(act.leaves, act.structure), target)) * share)
     if not torch.is_grad_enabled():
         return
+    if (scale := run.worker.scale) is not None:
+        program = run.compiled.program
+        share *= scale.of(program, program.header.update_of(last, i.mb))
     grads = _run_backward((loss,), (torch.full_like(loss, share),), tuple(needed)) if needed else ()
     run.values["grad", last, i.mb] = [
         torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(needed, grads, strict=True)
@@ -204,10 +216,13 @@ def _gather(run: Execution, i: Instruction) -> None:
 def _reduce(run: Execution, i: Instruction) -> None:
     program, worker = run.compiled.program, run.worker
     members = collective_members(program.header, i)
+    if i.kind == Kind.NORM and i.stage >= 0:
+        norm_part(run, i)
+        return
     if i.kind == Kind.NORM:
         # Each rank brings its own entry and zeros for the others: the sum is the same to the bit in any order.
         squares = torch.zeros(program.header.num_processes, dtype=torch.float64, device=worker.device)
-        squares[worker.process] = _local_square(run)
+        squares[worker.process] = _local_square(run, i.version)
         run.norms[i.version] = squares
         tensors = [squares]
     elif i.kind == Kind.TIED:
@@ -220,15 +235,16 @@ def _reduce(run: Execution, i: Instruction) -> None:
     run.handles[run.index] = run.transport.all_reduce(members, (i.kind, i.stage, i.version), tensors)
 
 
-def _local_square(run: Execution) -> Tensor:
+def _local_square(run: Execution, update: int) -> Tensor:
     """The sum of squares of the gradients that count here: each weight once over all ranks."""
     header, worker = run.compiled.program.header, run.worker
     mine = [s for s in worker.stages if header.placement[s][0] == worker.rank and not header.is_sharded(s)]
     parts = reducing.counted_parts(run) if header.sharded else []
-    gradients = parts + [gradient for stage in mine for gradient in worker.counted_gradients(stage)]
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=worker.device)
-    return torch.stack([norm.double() for norm in torch._foreach_norm(gradients)]).square().sum()
+    norms = [norm.double() for norm in torch._foreach_norm(parts)] if parts else []
+    gone = worker.spilling.parts if worker.spilling else {}
+    for stage in mine:
+        norms += gone[update, stage] if (update, stage) in gone else norms_of(worker.counted_gradients(stage))
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=worker.device)
 
 
 def _step(run: Execution, i: Instruction) -> None:
@@ -238,10 +254,17 @@ def _step(run: Execution, i: Instruction) -> None:
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
     for module in worker.stages[i.stage].batchnorms:
         module.commit(i.version)
+    # Every rank decides about every update, whatever it trains: all must have one scale.
+    taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
     if optimizer is None:
+        return
+    if not taken:
+        store.end_step()
         return
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     scale = 1 / _steps_in(header, i.stage, i.version)
+    if worker.scale is not None:
+        scale /= worker.scale.of(run.compiled.program, i.version)
     if scale != 1:
         torch._foreach_mul_(gradients, scale)
     if worker.training.clip_norm is not None and gradients:
@@ -290,6 +313,6 @@ HANDLERS: Handlers = {
     Op.DROP: _drop,
     Op.BARRIER: _barrier,
     Op.GATHER: _gather,
-    Op.FETCH: _unsupported,
-    Op.EVICT: _unsupported,
+    Op.FETCH: fetch,
+    Op.EVICT: evict,
 }

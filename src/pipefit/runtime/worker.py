@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipefit.memory.weights import WeightStore
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
+from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from pipefit.runtime.spilling import Spilling
 
 __all__ = ["Owned", "Tie", "Training", "Worker"]
 
@@ -33,6 +37,8 @@ class Training:
         scheduler: from an optimizer to its learning-rate schedule, stepped once per update.
         clip_norm: largest global norm of the gradients of an update; None: no clipping.
         seed: of all random numbers inside the model.
+        half: the type that autocast computes in; None: no autocast.
+        loss_scale: the first scale of the loss; None: the loss is not scaled.
     """
 
     loss: Callable[[Any, Any], Tensor]
@@ -40,6 +46,13 @@ class Training:
     scheduler: MakeScheduler | None = None
     clip_norm: float | None = None
     seed: int = 0
+    half: torch.dtype | None = None
+    loss_scale: float | None = None
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
+        return self.clip_norm is not None or self.loss_scale is not None
 
 
 class Tie(NamedTuple):
@@ -79,6 +92,8 @@ class Worker:
         schedulers: of each optimizer.
         ties: all tied parameters of the model by name, in the model's order.
         buckets: the gradients of each stage that is replicated.
+        scale: of the loss; None: it is not scaled.
+        spilling: tier, slots and lanes of the rank; None: all its stages stay on the device.
         mesh: the processes that share the rank by tensor parallelism.
     """
 
@@ -91,8 +106,10 @@ class Worker:
     stores: dict[int, WeightStore] = field(default_factory=dict)
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
     schedulers: dict[int, LRScheduler] = field(default_factory=dict)
+    spilling: Spilling | None = None
     mesh: Mesh = field(default_factory=Mesh)
     buckets: dict[int, GradientBuckets] = field(default_factory=dict)
+    scale: LossScale | None = None
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod
@@ -103,19 +120,30 @@ class Worker:
         layers: dict[int, list[NamedLayer]],
         ties: dict[str, Tie],
         device: torch.device,
+        spilling: Spilling | None = None,
     ) -> Worker:
-        """Builds the stages of a rank from their layers."""
+        """Builds the stages of a rank from their layers, those of `spilling` without their weights."""
         stages = {index: Stage(index, own, device, training.seed) for index, own in layers.items()}
-        worker = cls(rank, training, device, stages, ties)
+        worker = cls(rank, training, device, stages, ties, spilling=spilling)
+        spilled = spilling.stores if spilling else {}
+        if training.loss_scale is not None:
+            worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
         for index, stage in stages.items():
+            stage.half = training.half
             # A weight that two stages of the rank share is trained by the first.
             named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad and id(p) not in seen]
             seen.update(id(parameter) for _, parameter in named)
             worker.owned[index] = [Owned(name, parameter, ties.get(name)) for name, parameter in named]
-            worker.stores[index] = store = WeightStore([parameter for _, parameter in named])
+            if index in spilled:
+                store = worker.stores[index] = spilled[index]
+                spilled[index].make_masters([parameter for _, parameter in named])
+            else:
+                store = worker.stores[index] = WeightStore([parameter for _, parameter in named])
             if named:
                 worker.optimizers[index] = optimizer = training.optimizer(store.masters)
+                if index in spilled:
+                    spilled[index].take_optimizer(optimizer)
                 if training.scheduler:
                     worker.schedulers[index] = training.scheduler(optimizer)
         return worker

@@ -34,6 +34,7 @@ class Stage:
         index: of the stage.
         layers: with the user's names.
         device: where it runs.
+        half: the type that autocast computes in; None: no autocast.
     """
 
     def __init__(self, index: int, layers: Sequence[NamedLayer], device: torch.device, seed: int = 0) -> None:
@@ -42,6 +43,7 @@ class Stage:
         self.device = device
         self.seed = seed
         self.training = True
+        self.half: torch.dtype | None = None
         for layer in self.layers:
             layer.module.to(device)
             for module in layer.module.modules():
@@ -83,11 +85,18 @@ class Stage:
             module.update = None if replay else update
         state = self._generator.get_state()
         try:
-            for layer in self.layers:
-                self._generator.manual_seed(layer_seed(self.seed, ordinal, layer.index))
-                payload = self._run(layer, payload)
+            if self.half is None:
+                return self._run_all(payload, ordinal)
+            # Inside, so that weights are cast once for each forward, and anew for the next version's.
+            with torch.autocast(self.device.type, self.half):
+                return self._run_all(payload, ordinal)
         finally:
             self._generator.set_state(state)
+
+    def _run_all(self, payload: Any, ordinal: int) -> Any:
+        for layer in self.layers:
+            self._generator.manual_seed(layer_seed(self.seed, ordinal, layer.index))
+            payload = self._run(layer, payload)
         return payload
 
     def _run(self, layer: NamedLayer, payload: Any) -> Any:

@@ -15,7 +15,7 @@ from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, NonFiniteLossError, PlanError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
-from pipefit.parallel import Mesh, divide, make_mesh, release, rule_of
+from pipefit.parallel import Mesh, Region, divide, make_mesh, release, rule_of
 from pipefit.parallel.loss import shared_loss
 from pipefit.runtime.engine import Engine, PassResult
 from pipefit.runtime.session import current
@@ -23,6 +23,7 @@ from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Tie, Training, 
 from pipefit.schedules import find, shape_of
 from pipefit.schedules.forward import forward_only
 from pipefit.spec import Partition, Plan, Profile
+from pipefit.stage.precision import first_scale, half_of
 from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
 from pipefit.timeline import Timeline
 from pipefit.train.batch import Weigh, feed_of, largest_part
@@ -33,6 +34,8 @@ from pipefit.train.memory import peak_memory_bytes
 from pipefit.train.planned import Planned
 from pipefit.train.report import PipelineReport
 from pipefit.train.setup import make_plan, ranks_of
+from pipefit.train.sharding import check_sharding, shard_optimizers
+from pipefit.train.spilled import Spilled, shard_counts, spilled_shape, spillings
 from pipefit.train.stream import stream_feed
 from pipefit.verify import verify
 
@@ -64,6 +67,9 @@ class Pipeline:
         plan: a plan, what `pipefit.plan` gave, or a path; then stages, schedule, microbatches, chunks, replicas,
             recompute and the tensor width are its.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
+        shard_optimizer: divide the optimizer's states over the replicas of each stage.
+        precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32.
+        loss_scale: first scale of the loss, which then follows the gradients; None: 65536 for fp16, else no scaling.
         clip_norm: largest global norm of an update's gradients, over all stages.
         weigh: how much a micro-batch counts in its batch's mean, from its target; None: its number of samples. Give the
             number of tokens that count when the loss averages over them.
@@ -71,6 +77,7 @@ class Pipeline:
         seed: of the random numbers inside the model (dropout): they depend on neither ranks, stages nor schedule.
         device: where ranks compute; None: the process's GPU when there is one, else the CPU.
         options: integers particular to the schedule, such as {"warmup": 2}.
+        spill: stages live on the host or on disk; with a cap on the device's memory and `example` it cuts them itself.
 
     Raises:
         PipefitError: what was given does not fit together; the message says what to do.
@@ -91,6 +98,9 @@ class Pipeline:
         tensor: int = 1,
         sequence_parallel: bool = False,
         scatter_gather: bool = True,
+        shard_optimizer: bool = False,
+        precision: str = "fp32",
+        loss_scale: float | None = None,
         plan: Plan | Planned | str | None = None,
         scheduler: MakeScheduler | None = None,
         clip_norm: float | None = None,
@@ -99,12 +109,19 @@ class Pipeline:
         seed: int = 0,
         device: torch.device | str | None = None,
         options: dict[str, int] | None = None,
+        spill: Spilled | None = None,
     ) -> None:
         self._session = current()
         self.model = model
         self.layers: list[NamedLayer] = named_layers(model)
         self.device = torch.device(device) if device is not None else _default_device()
         self._weigh = weigh
+        self.spill = spill
+        if spill is not None and plan is None:
+            schedule = "spilled" if schedule == "1f1b" and not self._session.is_distributed else schedule
+            if spill.cap_bytes is not None:
+                stages = shard_counts(self.layers, spill, optimizer, example, microbatches)
+                chunks = len(stages)
         if plan is None:
             copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
             self.plan = make_plan(
@@ -119,6 +136,7 @@ class Pipeline:
                 tensor=tensor,
                 sequence_parallel=sequence_parallel,
                 scatter_gather=scatter_gather,
+                sharded_optimizer=shard_optimizer,
                 options=options,
                 profile=self._profile(example, microbatches, loss) if stages == "auto" else None,
                 model=type(model).__name__,
@@ -126,10 +144,14 @@ class Pipeline:
         else:
             self.plan = plan.plan if isinstance(plan, Planned) else plan if isinstance(plan, Plan) else Plan.load(plan)
             self._check_ranks(self.plan)
+        check_sharding(self.plan)
         self.schedule = find(self.plan.schedule)
         self._mesh = self._make_mesh()
         loss = shared_loss(loss, self._mesh.region) if self._shares_output else loss
-        self._training = Training(loss, optimizer, scheduler, clip_norm, seed)
+        half = half_of(precision)
+        self._training = Training(
+            loss, optimizer, scheduler, clip_norm, seed, half=half, loss_scale=first_scale(half, loss_scale)
+        )
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
         # Replicas of a stage that share out whole mini-batches need one each, so a round of them is the least to run.
@@ -196,8 +218,9 @@ class Pipeline:
         """The program of some steps, proven before it is used."""
         key = (self.plan.num_microbatches, num_steps)
         if key not in self._programs:
-            clip = self._training.clip_norm is not None
-            program = self.schedule(shape_of(self.plan, num_steps=num_steps, ties=self._ties, clip=clip))
+            clip = self._training.needs_norm
+            shape = shape_of(self.plan, num_steps=num_steps, ties=self._ties, clip=clip)
+            program = self.schedule(spilled_shape(shape, self.spill))
             verify(program).raise_if_bad()
             self._programs[key] = program
         return self._programs[key]
@@ -209,10 +232,12 @@ class Pipeline:
         ranks = [mine] if self._session.is_distributed else list(range(header.num_ranks))
         ties = _tied_parameters(self.layers, self.plan.partition)
         parts = split(self.layers, self.plan.partition, [header.stages_of(rank) for rank in ranks])
+        kept = spillings(ranks, parts, self.program, self._training, ties, self.device, self.spill, self.model)
         workers = [
-            Worker.create(rank, self._training, part, ties, self.device)
-            for rank, part in zip(ranks, parts, strict=True)
+            Worker.create(rank, self._training, part, ties, self.device, spilling)
+            for rank, part, spilling in zip(ranks, parts, kept, strict=True)
         ]
+        shard_optimizers(workers, self.plan)
         for worker in workers:
             worker.mesh = self._mesh
         if self._session.is_distributed:
@@ -225,6 +250,11 @@ class Pipeline:
     def rank(self) -> int:
         """This process's number; 0 when all ranks run in one process."""
         return self._session.rank
+
+    @property
+    def region(self) -> Region | None:
+        """The processes that share this one's rank by tensor parallelism; None without it."""
+        return self._mesh.region
 
     def step(self, x: Any, y: Any) -> float:
         """Trains on one batch and gives its mean loss, the same number on every rank.

@@ -64,6 +64,7 @@ def make_plan(
     tensor: int = 1,
     sequence_parallel: bool = False,
     scatter_gather: bool = True,
+    sharded_optimizer: bool = False,
     options: dict[str, int] | None = None,
     profile: Profile | None = None,
     model: str = "",
@@ -105,6 +106,7 @@ def make_plan(
         data=alike,
         sequence_parallel=sequence_parallel,
         scatter_gather=scatter_gather,
+        sharded_optimizer=sharded_optimizer,
         model=model,
     )
 

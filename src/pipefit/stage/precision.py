@@ -1,0 +1,146 @@
+"""Mixed precision: which type stages compute and talk in, and the scale of the loss that keeps small gradients alive.
+
+Weights, their gradients and the optimizer stay in float32. Under `bf16` or `fp16` layers run under torch's autocast;
+what needs a gradient crosses from stage to stage in the half type and is taken up as float32 again, so a message has
+half the bytes and sums inside a stage lose nothing. The loss is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import PipefitError, nearest
+from pipefit.ir.op import Op
+from pipefit.ir.program import Program
+
+__all__ = ["PRECISIONS", "LossScale", "first_scale", "half_of", "in_float32", "narrowed", "scale_versions", "widened"]
+
+PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type of a name; None: that of the model, whatever it is."""
+
+_FIRST_SCALE = 2.0**16
+
+
+def half_of(name: str) -> torch.dtype | None:
+    """The half type of a precision by name; None for "fp32".
+
+    Raises:
+        PipefitError: another name; the nearest is suggested.
+    """
+    if name not in PRECISIONS:
+        raise PipefitError(f"unknown precision {name!r}; {nearest(name, PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def first_scale(half: torch.dtype | None, asked: float | None) -> float | None:
+    """The first scale of the loss: what was asked for, or the usual one for a type that needs it.
+
+    Raises:
+        PipefitError: it is not positive.
+    """
+    if asked is not None and not 0 < asked < float("inf"):
+        raise PipefitError(f"loss_scale: expected a positive number, got {asked}")
+    return _FIRST_SCALE if asked is None and half is torch.float16 else asked
+
+
+def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype) -> list[Tensor]:
+    """What a stage has got from the one before, as float32 where it carries a gradient."""
+    return [leaf.float() if flag and leaf.dtype == half else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+
+
+def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype) -> list[Tensor]:
+    """What a stage gives to the next, in the half type where it carries a gradient.
+
+    Masks and tables of positions carry none and stay as they are: the least float32 would become −∞.
+    """
+    return [
+        leaf.to(half) if flag and leaf.dtype == torch.float32 else leaf
+        for leaf, flag in zip(leaves, flags, strict=True)
+    ]
+
+
+def in_float32(leaves: Sequence[Tensor], half: torch.dtype) -> list[Tensor]:
+    """The model's output for the loss."""
+    return [leaf.float() if leaf.dtype == half else leaf for leaf in leaves]
+
+
+def scale_versions(program: Program) -> tuple[int, ...]:
+    """For each update, how many updates were decided when its first loss was computed.
+
+    The scale of an update's loss may rest on these and no others: it is then the same on every rank, and known to the
+    last stage. An update that uses the weights of version v comes after the decision of update v − 1.
+    """
+    kept: tuple[int, ...] | None = program.__dict__.get("_scale_versions")
+    if kept is None:
+        header = program.header
+        last = header.last_stage
+        known: dict[int, int] = {}
+        for _, _, i in program:
+            if i.op is Op.FWD and i.stage == last:
+                update = header.update_of(last, i.mb)
+                known[update] = min(known.get(update, update), i.version)
+        kept = program.__dict__["_scale_versions"] = tuple(known.get(u, u) for u in range(header.num_updates(last)))
+    return kept
+
+
+@dataclass
+class LossScale:
+    """The factor of the loss: halved when a gradient of an update is not finite, doubled after a run of good updates.
+
+    Every rank keeps one and takes the same decisions, from the norm of all gradients, which is the same on all. The
+    rule and its constants are those of `torch.amp.GradScaler`.
+
+    Attributes:
+        scale: what the next update's loss is multiplied with.
+        interval: good updates in a row after which it doubles.
+        streak: good updates in a row so far.
+        skipped: updates that were skipped since training began.
+    """
+
+    scale: float = _FIRST_SCALE
+    interval: int = 2000
+    streak: int = 0
+    skipped: int = 0
+    _after: list[float] = field(default_factory=list)
+    _finite: dict[int, bool] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """A pass over a program begins."""
+        self._after = [self.scale]
+        self._finite = {}
+
+    def of(self, program: Program, update: int) -> float:
+        """The scale of an update's loss."""
+        return self._after[scale_versions(program)[update]]
+
+    def decide(self, update: int, norms: Tensor) -> bool:
+        """Whether an update is taken; every rank asks at its first step of each update, in order.
+
+        Args:
+            update: of the pass.
+            norms: the squares of the norms of all ranks' gradients.
+        """
+        if update not in self._finite:
+            finite = self._finite[update] = bool(torch.isfinite(norms).all())
+            self.streak = self.streak + 1 if finite else 0
+            if not finite:
+                self.skipped += 1
+                self.scale *= 0.5
+            elif self.streak == self.interval:
+                self.streak = 0
+                self.scale *= 2.0
+            self._after.append(self.scale)
+        return self._finite[update]
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"scale": self.scale, "streak": self.streak, "skipped": self.skipped}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes over what a checkpoint says."""
+        self.scale, self.streak, self.skipped = float(state["scale"]), int(state["streak"]), int(state["skipped"])
