@@ -112,7 +112,7 @@ def test_a_stage_may_not_leave_while_autograd_keeps_a_view_of_its_slot():
     own[forward + 1 : forward + 1] = map(parse_instruction, ["drop s0 w0", "fetch s0 weights w0 host @0"])
     (message,) = told(program.with_ranks([own, list(program.ranks[1])]))
     assert (
-        message == "what autograd keeps of m0, m1 is in this slot and goes with it: replay stage 0 before its backward"
+        message == "what autograd keeps of m0, m1 is in this slot and goes too: replay stage 0 before its backward"
     )
 
 

@@ -12,10 +12,23 @@ from typing import NamedTuple
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
-from pipefit.ir.program import Program
-from pipefit.ir.values import SAVED, WEIGHTS, Value, consumes, makes, needs
+from pipefit.ir.program import Header, Program
+from pipefit.ir.spill import SLOTTED
+from pipefit.ir.values import OPTIM, SAVED, WEIGHTS, Value, consumes, makes, needs
 
-__all__ = ["Lifetime", "is_in_place", "lifetimes", "peak", "peak_at", "peak_inflight", "weight_versions"]
+__all__ = [
+    "Lifetime",
+    "arena_bytes",
+    "device_peak_bytes",
+    "is_in_place",
+    "lies_in_slot",
+    "lifetimes",
+    "peak",
+    "peak_at",
+    "peak_inflight",
+    "tier_peak_bytes",
+    "weight_versions",
+]
 
 
 class Lifetime(NamedTuple):
@@ -115,3 +128,65 @@ def weight_versions(program: Program, rank: int) -> int:
         ),
         default=0,
     )
+
+
+def lies_in_slot(header: Header, value: Value) -> bool:
+    """Whether a value lies in one of the slots that its rank has set aside for what is spilled."""
+    if value.kind == OPTIM:
+        return header.is_optim_spilled(value.stage)
+    return value.kind in SLOTTED and header.is_spilled(value.stage)
+
+
+def arena_bytes(header: Header, rank: int, size: Callable[[Value], float]) -> float:
+    """What the slots of a rank take, full or empty: each is as large as the rank's largest spilled stage."""
+    own = [stage for stage in header.stages_of(rank) if header.is_spilled(stage)]
+    if not own or header.spill is None:
+        return 0.0
+    largest = {kind: max(size(Value(kind, stage, 0)) for stage in own) for kind in SLOTTED}
+    return sum(header.spill.slots(kind) * size_bytes for kind, size_bytes in largest.items())
+
+
+def device_peak_bytes(
+    program: Program, rank: int, size: Callable[[Value], float], resident_bytes: float = 0.0
+) -> tuple[float, int]:
+    """The most that is on a rank's device at once, and the first instruction where it is (−1: the start).
+
+    Slots count whole from beginning to end; all else while it is held.
+
+    Args:
+        program: that runs.
+        rank: whose device.
+        size: bytes of a value.
+        resident_bytes: what is there beside values: the states of optimizers that are not moved.
+    """
+    lives = [life for life in lifetimes(program, rank) if not lies_in_slot(program.header, life.value)]
+    highest, index = peak_at(lives, size)
+    return highest + arena_bytes(program.header, rank, size) + resident_bytes, index
+
+
+def tier_peak_bytes(program: Program, rank: int, size: Callable[[Value], float]) -> tuple[float, int]:
+    """The most that a rank's tier holds at once, and the first instruction where it does (−1: the start).
+
+    Weights and states have their room there throughout; gradients and activations from their first eviction on. One
+    copy of each is counted: a disk that keeps two, so that a torn write loses nothing, needs twice as much for weights
+    and states.
+    """
+    header = program.header
+    kinds = (WEIGHTS, OPTIM) if header.spill and header.spill.optim else (WEIGHTS,)
+    own = [stage for stage in header.stages_of(rank) if header.is_spilled(stage)]
+    held = highest = sum(size(Value(kind, stage, 0)) for stage in own for kind in kinds)
+    where = -1
+    there: set[Value] = set()
+    for index, i in enumerate(program.ranks[rank]):
+        if i.op not in (Op.FETCH, Op.EVICT) or i.kind in kinds:
+            continue
+        value = Value(i.kind, i.stage, i.version)
+        if i.op is Op.FETCH and value in there:
+            there.remove(value)
+            held -= size(value)
+        elif i.op is Op.EVICT and value not in there:
+            there.add(value)
+            held += size(value)
+            if held > highest:
+                highest, where = held, index
+    return highest, where

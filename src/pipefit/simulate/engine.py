@@ -30,6 +30,8 @@ class Prices:
         blocks: whether the rank also waits for its end.
         lanes: for copies, the lane of their rank they queue on; for messages under contention, their link.
         groups: the members of the collective it belongs to.
+        copies: each fetch and evict, with the evictions of the pass before that it must wait for.
+        between: seconds a rank spends before each pass.
     """
 
     hold: list[float]
@@ -37,6 +39,8 @@ class Prices:
     blocks: list[bool] | None
     lanes: dict[int, tuple[object, ...]]
     groups: dict[int, tuple[int, ...]]
+    copies: dict[int, tuple[int, ...]]
+    between: float = 0
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class Engine:
         size, num_ranks = len(graph.instructions), len(graph.starts) - 1
         for times in (self.start, self.posted, self.end):
             times += [UNKNOWN] * (size * self.repeats)
-        self.clock = [0] * num_ranks
+        self.clock = [self.prices.between] * num_ranks
         self.at = list(graph.starts[:-1])
         self.blocked_on = [UNKNOWN] * num_ranks
         self.issuing = [False] * num_ranks
@@ -133,6 +137,7 @@ class Engine:
                     now = self.clock[rank]
                 i += 1
             i = first
+            now += prices.between
             self.clock[rank], self.at[rank] = now, base + size + first
 
     def _issue(self, rank: int, n: int, i: int) -> bool:
@@ -168,6 +173,8 @@ class Engine:
             begin = self.posted[base + side]
             if begin < 0:
                 return
+            if base and side in prices.copies:
+                begin = max((begin, *(self.end[base - len(layout.codes) + need] for need in prices.copies[side])))
             for need in layout.waits[side]:
                 if self.end[base + need] < 0:
                     return
@@ -177,6 +184,9 @@ class Engine:
             self.free[lane] = finish
         for side in sides:
             self.end[base + side] = finish
+        if i in prices.copies:
+            # What counts of a copy is when its lane begins it, not when the rank asked for it.
+            self.start[n] = finish - prices.travel[i]
         for side in sides:
             self._arrived(base, side)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipefit.cost.model import CostModel
-from pipefit.ir.liveness import lifetimes
-from pipefit.ir.op import OP_SPEC, Kind, Lane
+from pipefit.ir.liveness import arena_bytes, lies_in_slot, lifetimes
+from pipefit.ir.op import OP_SPEC, Lane
 from pipefit.ir.program import Program
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def memory_over_time(program: Program, cost: CostModel, engine: Engine) -> tuple
 
     A value takes room from the start of the instruction that makes it (a receive: from posting) to the end of the last
     one that needs it (a send: until its message has arrived). What ends where something else begins makes room first.
+    The slots of what is spilled are there throughout.
     """
     return tuple(_rank_memory(program, cost, engine, rank) for rank in range(len(program.ranks)))
 
@@ -29,7 +30,9 @@ def memory_over_time(program: Program, cost: CostModel, engine: Engine) -> tuple
 def _rank_memory(program: Program, cost: CostModel, engine: Engine, rank: int) -> Samples:
     starts = engine.layout.graph.starts
     first, size, count = starts[rank], starts[-1], starts[rank + 1] - starts[rank]
-    sized = [(life.born, life.dies, cost.size_bytes(life.value)) for life in lifetimes(program, rank)]
+    header = program.header
+    lives = [life for life in lifetimes(program, rank) if header.spill is None or not lies_in_slot(header, life.value)]
+    sized = [(life.born, life.dies, cost.size_bytes(life.value)) for life in lives]
     sized = [item for item in sized if item[2]]
     computes = [OP_SPEC[i.op].lane is Lane.COMPUTE for i in program.ranks[rank]]
     last = max((index for index in range(count) if computes[index]), default=-1)
@@ -46,8 +49,9 @@ def _rank_memory(program: Program, cost: CostModel, engine: Engine, rank: int) -
                 changes[begin] = changes.get(begin, 0) + amount
                 changes[end] = changes.get(end, 0) - amount
         seam = after
-    fetched = any(i.kind == Kind.OPTIM for i in program.ranks[rank])
-    held: float = 0 if fetched else cost.resident_bytes(program.header.stages_of(rank))
+    # Slots are there throughout, full or empty; the states of an optimizer too, unless they come and go in slots.
+    held = arena_bytes(header, rank, cost.size_bytes) if header.spill else 0
+    held += cost.resident_bytes([stage for stage in header.stages_of(rank) if not header.is_optim_spilled(stage)])
     samples: list[tuple[float, float]] = [] if 0 in changes else [(0, held)]
     # What is there after the last pass stays there.
     changes[seam] = changes.get(seam, 0) + sum(amount for _, dies, amount in sized if dies >= count)

@@ -9,7 +9,7 @@ from itertools import pairwise, repeat
 
 from pipefit.cost.model import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
-from pipefit.ir.graph import collective_members
+from pipefit.ir.graph import Graph, collective_members
 from pipefit.ir.op import OP_SPEC, Lane, Op
 from pipefit.ir.program import Program
 from pipefit.simulate.engine import Engine, Prices
@@ -155,7 +155,27 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
                 lanes[number] = lanes[layout.partners[number]] = link
         elif i.op is Op.FETCH or i.op is Op.EVICT:
             lanes[number] = (graph.ranks[number], i.op, i.tier)
-    return Prices([hold_of[index] for index in layout.costs], travel, blocks, lanes, groups)
+    return Prices([hold_of[index] for index in layout.costs], travel, blocks, lanes, groups, _copies(graph), cost.pass_s)
+
+
+def _copies(graph: Graph) -> dict[int, tuple[int, ...]]:
+    """Each copy; for a fetch, what the pass before must have written back: its value, and what was in its slot.
+
+    Only what nothing of its own pass has written or freed is waited for: the rest is in the graph.
+    """
+    last: dict[tuple[object, ...], int] = {}
+    written: dict[int, list[tuple[object, ...]]] = {}
+    found: dict[int, tuple[int, ...]] = {}
+    slots: dict[tuple[object, ...], int] = {}
+    for number, i in enumerate(graph.instructions):
+        rank = graph.ranks[number]
+        if i.op is Op.FETCH:
+            slots[rank, i.kind, i.stage] = i.slot
+            written[number] = [] if graph.preds[number] else [(rank, i.kind, i.stage), (rank, i.kind, i.slot, "slot")]
+        elif i.op is Op.EVICT:
+            found[number] = ()
+            last[rank, i.kind, i.stage] = last[rank, i.kind, slots.get((rank, i.kind, i.stage), -1), "slot"] = number
+    return found | {number: tuple({last[key] for key in keys if key in last}) for number, keys in written.items()}
 
 
 def _travel_s(cost: CostModel, layout: Layout, op: Op, index: int) -> float:

@@ -26,8 +26,8 @@ class Event(NamedTuple):
         rank: who ran it.
         position: its place in the rank's list.
         repeat: which pass over the program (0 for the first).
-        start_s: for a message, reduction or copy: when the rank began to issue it; for compute: when the rank began it,
-            everything it needs being there.
+        start_s: for a message or reduction: when the rank began to issue it; for compute and copies: when the rank, or
+            the lane of the copy, began it, everything it needs being there.
         end_s: for a message, reduction or copy: when it had arrived.
     """
 
@@ -94,14 +94,21 @@ class Timeline:
         return [event for event in self.events if works[event[0]][event[1]]]
 
     @cached_property
+    def _span(self) -> list[Event]:
+        """What a step lasts from and to: its work, and what must be fetched before it and written back after it."""
+        if self.program.header.spill is None:
+            return self._work
+        return self._work + [event for event in self.events if self.lane(event) is Lane.COPY]
+
+    @cached_property
     def start_s(self) -> float:
-        """When the first instruction of the compute lane starts."""
-        return min((event.start_s for event in self._work), default=0)
+        """When the first instruction of the compute lane starts, or the first copy of a program that spills."""
+        return min((event.start_s for event in self._span), default=0)
 
     @cached_property
     def end_s(self) -> float:
-        """When the last instruction of the compute lane ends."""
-        return max((event.end_s for event in self._work), default=0)
+        """When the last instruction of the compute lane ends, or the last copy of a program that spills."""
+        return max((event.end_s for event in self._span), default=0)
 
     @property
     def makespan_s(self) -> float:

@@ -11,7 +11,7 @@ from pipefit.verify.collectives import collectives
 from pipefit.verify.complete import complete, ownership
 from pipefit.verify.deadlock import deadlock
 from pipefit.verify.excerpt import excerpt
-from pipefit.verify.memory import capacities, memory
+from pipefit.verify.memory import capacities, memory, tiers
 from pipefit.verify.messages import fifo, messages
 from pipefit.verify.order import dependencies, use_after_free
 from pipefit.verify.report import RULES, Report, Violation
@@ -40,6 +40,7 @@ def verify(
     *,
     capacity_bytes: float | Sequence[float] | None = None,
     size: Callable[[Value], float] | None = None,
+    tier_bytes: float | None = None,
     max_versions: int | None = None,
 ) -> Report:
     """Checks a program against every rule; what is wrong is listed, never raised.
@@ -47,7 +48,8 @@ def verify(
     Args:
         program: valid or not.
         capacity_bytes: memory of each rank, or one number for all; None: the rule `memory` is not checked.
-        size: bytes of a value; needed with `capacity_bytes`.
+        size: bytes of a value; needed with `capacity_bytes` and `tier_bytes`.
+        tier_bytes: room on the tier that stages are spilled to, for all ranks together (None: no limit).
         max_versions: of one stage's weights alive at once (None: one with a flush, two with double buffering, else
             as many as the order needs).
 
@@ -67,6 +69,10 @@ def verify(
         if size is None:
             raise PipefitError("capacity_bytes needs size: how many bytes a value takes")
         findings += memory(subject, capacities(capacity_bytes, program.header.num_ranks), size)
+    if tier_bytes is not None:
+        if size is None:
+            raise PipefitError("tier_bytes needs size: how many bytes a value takes")
+        findings += tiers(subject, tier_bytes, size)
     return Report(program.header.schedule, len(program), _violations(program, findings))
 
 

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from pipefit.errors import PipefitError
-from pipefit.ir.liveness import lifetimes, peak_at
+from pipefit.ir.liveness import arena_bytes, device_peak_bytes, lies_in_slot, lifetimes, tier_peak_bytes
 from pipefit.ir.values import Value
 from pipefit.units import format_bytes
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["capacities", "memory"]
+__all__ = ["capacities", "memory", "tiers"]
 
 
 def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[float]:
@@ -33,10 +33,10 @@ def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[
 def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -> Iterator[Finding]:
     """The highest sum of sizes on each rank is at most its capacity."""
     for rank, capacity in enumerate(given):
-        lives = lifetimes(s.program, rank)
-        highest, index = peak_at(lives, size)
+        highest, index = device_peak_bytes(s.program, rank, size)
         if highest <= capacity:
             continue
+        lives = [life for life in lifetimes(s.program, rank) if not lies_in_slot(s.header, life.value)]
         parts: dict[str, float] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)
         for life in lives:
@@ -46,6 +46,8 @@ def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -
         held = ", ".join(
             f"{counts[k]} {k} {format_bytes(parts[k])}" for k in sorted(parts, key=parts.__getitem__)[::-1]
         )
+        slots = arena_bytes(s.header, rank, size)
+        held = ", ".join(filter(None, (held, f"slots {format_bytes(slots)}" if slots else "")))
         over = format_bytes(highest - capacity)
         message = f"holds {format_bytes(highest)}, capacity {format_bytes(capacity)}, {over} too much: {held}"
         if s.program.ranks[rank]:
@@ -53,3 +55,19 @@ def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -
             yield s.at("memory", number, message)
         else:
             yield Finding("memory", rank, -1, message)
+
+
+def tiers(s: Subject, limit_bytes: float, size: Callable[[Value], float]) -> Iterator[Finding]:
+    """What all ranks keep on the tier at their fullest, one copy of each, is at most its capacity."""
+    spill = s.header.spill
+    if spill is None:
+        return
+    peaks = [tier_peak_bytes(s.program, rank, size) for rank in range(s.header.num_ranks)]
+    total = sum(highest for highest, _ in peaks)
+    if total > limit_bytes:
+        rank = max(range(len(peaks)), key=lambda rank: peaks[rank][0])
+        message = (
+            f"the {spill.tier} holds {format_bytes(total)} for all ranks, capacity {format_bytes(limit_bytes)}, "
+            f"{format_bytes(total - limit_bytes)} too much"
+        )
+        yield Finding("memory", rank, -1, message)

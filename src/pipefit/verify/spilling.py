@@ -126,7 +126,7 @@ def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
     kept = state.saved.get(i.stage)
     if kept:
         mbs = ", ".join(f"m{mb}" for mb in sorted(kept))
-        yield f"what autograd keeps of {mbs} is in this slot and goes with it: replay stage {i.stage} before its backward"
+        yield f"what autograd keeps of {mbs} is in this slot and goes too: replay stage {i.stage} before its backward"
 
 
 def _forward(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:

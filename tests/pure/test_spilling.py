@@ -1,0 +1,132 @@
+"""Spilling: which stage sits in which slot, what it costs in time and memory."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipefit.cost import unit
+from pipefit.errors import PipefitError, ScheduleError
+from pipefit.ir import Op, Spill
+from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
+from pipefit.ir.values import Value
+from pipefit.passes.stays import stays
+from pipefit.schedules import Shape, generate
+from pipefit.simulate import simulate
+from pipefit.verify import verify
+
+SIZES = {"weights": 100.0, "wgrad": 100.0, "optim": 200.0, "act": 7.0, "grad": 7.0, "saved": 30.0}
+
+
+def size(value: Value) -> float:
+    return SIZES.get(value.kind, 0.0) * (2 if value.stage == 1 and value.kind in ("weights", "wgrad", "optim") else 1)
+
+
+def copies(program, op, kind, rank=0) -> list[int]:
+    return [i.stage for i in program.ranks[rank] if i.op is op and i.kind == kind]
+
+
+def fewest_loads(visits, num_slots, here=frozenset()):
+    """By trying everything."""
+    if not visits:
+        return 0
+    stage, rest = visits[0], visits[1:]
+    if stage in here:
+        return fewest_loads(rest, num_slots, here)
+    if len(here) < num_slots:
+        return 1 + fewest_loads(rest, num_slots, here | {stage})
+    return 1 + min(fewest_loads(rest, num_slots, here - {gone} | {stage}) for gone in here)
+
+
+@given(st.lists(st.integers(0, 4), max_size=12), st.integers(1, 3))
+def test_no_choice_of_victims_loads_less_often(visits, num_slots):
+    found = stays([(index, (stage,)) for index, stage in enumerate(visits)], num_slots)
+    assert len(found) == fewest_loads(visits, num_slots)
+    assert sorted(index for stay in found for index in stay.visits) == list(range(len(visits)))
+
+
+def test_stages_stay_at_the_turns_and_only_what_changed_is_written_back():
+    program = generate("spilled", Shape(4, 3, num_steps=2))
+    # Two stages stay where forwards turn to backwards, and two where the next step begins.
+    assert copies(program, Op.FETCH, "weights") == [0, 1, 2, 3, 1, 0, 2, 3, 1, 0]
+    assert sorted(copies(program, Op.EVICT, "weights")) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert copies(program, Op.FETCH, "wgrad") == []
+
+
+def test_clipping_costs_another_visit_of_every_stage_that_could_not_stay():
+    program = generate("spilled", Shape(4, 3, clip=True))
+    assert copies(program, Op.EVICT, "wgrad") == copies(program, Op.FETCH, "wgrad")[::-1] == [3, 2]
+    assert copies(program, Op.FETCH, "weights") == [0, 1, 2, 3, 1, 0, 2, 3]
+
+
+def test_weights_are_moved_as_often_however_many_micro_batches_there_are():
+    few, many = (generate("spilled", Shape(4, m)) for m in (1, 16))
+    for op in (Op.FETCH, Op.EVICT):
+        assert copies(few, op, "weights") == copies(many, op, "weights")
+
+
+def test_a_fetch_runs_beside_the_visit_before_it_unless_it_is_told_to_wait():
+    def makespan(copy, **rest):
+        program = generate("spilled", Shape(4, 4, **rest))
+        return simulate(program, unit(program.header, 4, 8, copy=copy)).makespan_s
+
+    busy = 4 * (4 + 8) + 3 * 4  # and the replay of three stages of four
+    first_fill, last_write = 1, 2
+    assert makespan(0) == busy
+    assert makespan(4) == busy + first_fill + last_write
+    assert makespan(4, prefetch=0) > makespan(4) + 4
+
+
+def test_the_next_pass_waits_until_what_it_fetches_is_written():
+    program = generate("spilled", Shape(2, 1, spill=Spill.of(2, slots=1)))
+    once, twice = (simulate(program, unit(program.header, 2, 4, copy=2), repeats=n) for n in (1, 2))
+    last_states = 1  # written while the next pass begins to fetch weights
+    assert twice.makespan_s == 2 * once.makespan_s - last_states
+
+
+def test_slots_are_counted_whole_and_everything_else_while_it_is_held():
+    program = generate("spilled", Shape(3, 2))
+    assert arena_bytes(program.header, 0, size) == 2 * (200 + 200) + 400
+    highest, index = device_peak_bytes(program, 0, size)
+    # The boundary activations of two micro-batches at two cuts, and what the last stage gives and saves.
+    assert highest == 1200 + 4 * 7 + 7 + 30 and str(program.ranks[0][index]) == "fwd s2 m0 w0"
+    assert device_peak_bytes(program, 0, size, resident_bytes=5)[0] == highest + 5
+    assert tier_peak_bytes(program, 0, size) == (400 + 800, -1)
+    clipped = generate("spilled", Shape(3, 2, clip=True))
+    assert tier_peak_bytes(clipped, 0, size)[0] == 1200 + 100
+
+
+def test_capacities_of_device_and_tier_are_held():
+    program = generate("spilled", Shape(3, 2))
+    assert verify(program, capacity_bytes=1265, size=size, tier_bytes=1200).ok
+    (device,) = verify(program, capacity_bytes=1264, size=size).violations
+    assert "slots 1.17 KiB" in device.message
+    (tier,) = verify(program, size=size, tier_bytes=1199).violations
+    assert tier.rule == "memory" and "the host holds 1.17 KiB for all ranks" in tier.message
+    with pytest.raises(PipefitError, match="tier_bytes needs size"):
+        verify(program, tier_bytes=1)
+
+
+def test_simulated_memory_is_what_the_law_says():
+    program = generate("interleaved", Shape(2, 2, num_chunks=3, spill=Spill("disk", 1, 1, True, (0, 1, 2, 3, 4))))
+    cost = replace(unit(program.header), weight_bytes=(8.0,) * 6, optim_bytes=(16.0,) * 6, act_bytes=(1.0,) * 6)
+    timeline = simulate(program, cost)
+    for rank, resident in enumerate((0, 16)):
+        highest, _ = device_peak_bytes(program, rank, cost.size_bytes, resident)
+        assert timeline.peak_bytes(rank) <= highest
+        assert timeline.memory[rank][0][1] >= arena_bytes(program.header, rank, cost.size_bytes) == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "says"),
+    [
+        ("pipedream-2bw", Shape(2, 2, spill=Spill.of(2)), "needs a schedule that flushes"),
+        ("spilled", Shape(3, 1, ties=((0, 2),), spill=Spill.of(3, slots=1)), "takes 2 slots, got 1"),
+        ("spilled", Shape(3, 1, prefetch=-1), "prefetch: expected at least 0, got -1"),
+        ("spilled", Shape(3, 1, spill=Spill.of(4)), "no such stage"),
+    ],
+)
+def test_what_cannot_be_spilled_is_refused(name, shape, says):
+    with pytest.raises(ScheduleError, match=says):
+        generate(name, shape)
