@@ -101,9 +101,9 @@ def test_capacities_of_device_and_tier_are_held():
     program = generate("spilled", Shape(3, 2))
     assert verify(program, capacity_bytes=1265, size=size, tier_bytes=1200).ok
     (device,) = verify(program, capacity_bytes=1264, size=size).violations
-    assert "slots 1.17 KiB" in device.message
+    assert "slots 1.172 KiB" in device.message
     (tier,) = verify(program, size=size, tier_bytes=1199).violations
-    assert tier.rule == "memory" and "the host holds 1.17 KiB for all ranks" in tier.message
+    assert tier.rule == "memory" and "the host holds 1.172 KiB for all ranks" in tier.message
     with pytest.raises(PipefitError, match="tier_bytes needs size"):
         verify(program, tier_bytes=1)
 
