@@ -140,6 +140,7 @@ def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], e
         "aliases": {name: saved for report in reports for name, saved in report["aliases"].items()},
         "optimization": [record for report in reports for record in report["optimization"]],
         "extra": extra,
+        "loss_scale": scale.state() if (scale := pipeline._engine.workers[0].scale) else None,
     }
     place = temporary.parent
     try:

@@ -78,6 +78,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         aliases: further names of tied weights, each with the name it is saved under.
         optimization: of each stage.
         extra: the caller's own data, such as the position in the training data.
+        loss_scale: its value and how it came to be; None: the loss was not scaled.
     """
 
     step: int
@@ -90,6 +91,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: dict[str, str]
     optimization: list[Optimization]
     extra: dict[str, Any]
+    loss_scale: dict[str, Any] | None = None
 
     def to_text(self) -> str:
         """JSON that ends with the checksum of all before it."""

@@ -22,6 +22,8 @@ from pipefit.checkpoint.tensors import dtype_of
 from pipefit.errors import ModelError, PipefitError
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.session import Session
+from pipefit.runtime.spilling import presence
+from pipefit.runtime.worker import Worker
 
 __all__ = ["Checkpoint", "load"]
 
@@ -70,6 +72,9 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     if not weights_only:
         pipeline.num_updates = manifest.step
         pipeline._next_ordinal = manifest.ordinal
+        for worker in pipeline._engine.workers:
+            if worker.scale is not None and manifest.loss_scale is not None:
+                worker.scale.load(manifest.loss_scale)
         if manifest.seed != pipeline._training.seed:
             _log.warning(
                 "the checkpoint was trained with seed %d, this run has seed %d: dropout will differ",
@@ -170,11 +175,32 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
     for worker in pipeline._engine.workers:
         for stage in worker.stages:
             known = aliases_of(worker.stages[stage].layers)
+            if worker.spilling:
+                restore = None
+                if not weights_only and stage in worker.optimizers:
+                    restore = restore_optimizer(worker, stage, manifest.optimization, states)
+                takers.append(_spilled_taker(worker, stage, weights, restore))
+                continue
             for name, _, tensor in weights_of(worker, known, stage):
                 takers.append(_copier(tensor, _reader(mesh, name, weights[name])))
             if not weights_only and stage in worker.optimizers:
                 takers.append(restore_optimizer(worker, stage, manifest.optimization, states))
     return takers
+
+
+def _spilled_taker(
+    worker: Worker, stage: int, weights: dict[str, _Saved], restore: Callable[[], None] | None
+) -> Callable[[], None]:
+    """Brings a stage onto the device, takes everything over, and writes it back to its tier."""
+
+    def take() -> None:
+        with presence(worker, stage, optim=True, change=True), torch.no_grad():
+            for name, _, tensor in weights_of(worker, aliases_of(worker.stages[stage].layers), stage):
+                tensor.copy_(weights[name].read())
+            if restore is not None:
+                restore()
+
+    return take
 
 
 def _reader(mesh: Mesh, name: str, saved: _Saved) -> Callable[[], Tensor]:

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipefit.checkpoint.optim import OPTIM, optimizer_tensors
+from pipefit.checkpoint.spilled import StagedTensors
 from pipefit.errors import ModelError
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.session import Session
@@ -92,10 +93,20 @@ def tensors_of(pipeline: Trained, worker: Worker, optimizer: bool = True) -> tup
                 aliases[name] = saved
         if optimizer:
             tensors.update(optimizer_tensors(worker, stage))
+    if worker.spilling:
+        mine = [stage for stage in worker.stages if is_first(pipeline.plan, worker, stage)]
+        return StagedTensors(worker, mine, lambda stage: _stage_tensors(worker, stage, optimizer)), aliases
     if worker.mesh.tensor > 1:
         tensors = _whole(worker, tensors)
         aliases = aliases if worker.mesh.is_first else {}
     return tensors, aliases
+
+
+def _stage_tensors(worker: Worker, stage: int, optimizer: bool) -> dict[str, Tensor]:
+    """What is saved of one stage, by name."""
+    known = aliases_of(worker.stages[stage].layers)
+    tensors = {name: value for name, saved, value in weights_of(worker, known, stage) if name == saved}
+    return tensors | (dict(optimizer_tensors(worker, stage)) if optimizer else {})
 
 
 def _whole(worker: Worker, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -38,14 +38,14 @@ def export(pipeline: Trained, path: str | Path) -> Path:
     session = pipeline._session
     path = Path(path)
     with session.busy():
-        held: dict[str, Tensor] = {}
+        held: list[dict[str, Tensor]] = []
         aliases: dict[str, str] = {}
         for worker in pipeline._engine.workers:
             tensors, known = tensors_of(pipeline, worker, optimizer=False)
-            held.update(tensors)
+            held.append(tensors)
             aliases.update(known)
         mine = {
-            "held": {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in held.items()},
+            "held": {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for own in held for name, t in own.items()},
             "aliases": aliases,
         }
         tables = exchange(session, mine)
@@ -66,7 +66,7 @@ def _model_names(pipeline: Trained) -> Iterator[str]:
 
 
 def _write(
-    pipeline: Trained, path: Path, parts: list[tuple[Any, ...]], metadata: dict[str, str], held: dict[str, Tensor]
+    pipeline: Trained, path: Path, parts: list[tuple[Any, ...]], metadata: dict[str, str], held: list[dict[str, Tensor]]
 ) -> dict[str, Any]:
     """Rank 0 takes tensor after tensor from its owner and writes it; an error does not stop the others' sends."""
     session = pipeline._session
@@ -97,7 +97,8 @@ def _write(
 
     run(begin)
     for name, owner, *_ in parts:
-        tensor = _collected(session, owner, held.get(name), shapes[name])
+        mine = next((own.get(name) for own in held if name in own), None)
+        tensor = _collected(session, owner, mine, shapes[name])
         if tensor is not None:
             run(lambda t=tensor: file.write(payload(t)))
     run(finish)
