@@ -45,7 +45,9 @@ def export(pipeline: Trained, path: str | Path) -> Path:
             held.append(tensors)
             aliases.update(known)
         mine = {
-            "held": {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for own in held for name, t in own.items()},
+            "held": {
+                name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for own in held for name, t in own.items()
+            },
             "aliases": aliases,
         }
         tables = exchange(session, mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +27,9 @@ from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stan
 from pipefit.stage.split import NamedLayer
 
 if TYPE_CHECKING:
-    from pipefit.runtime.worker import Training
+    from pipefit.runtime.worker import Training, Worker
 
-__all__ = ["SpillPlace", "Spilling", "evict", "fetch", "norm_part", "norms_of"]
+__all__ = ["SpillPlace", "Spilling", "evict", "fetch", "norm_part", "norms_of", "presence"]
 
 SLOTTED = ("weights", "wgrad", "optim")
 
@@ -224,6 +225,14 @@ def _arena(sizes: dict[Key, int], counts: dict[str, int], device: torch.device) 
         return Arena(largest, counts, device)
     except (RuntimeError, MemoryError) as problem:
         raise InfeasibleError(f"{device} has no room for the slots of the largest stage: {problem}") from None
+
+
+def presence(
+    worker: Worker, stage: int, optim: bool = False, change: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Between programs: has a stage on the device, wherever it lives; see `SpilledStore.present`."""
+    spilled = worker.spilling.stores if worker.spilling else {}
+    return spilled[stage].present(optim, change) if stage in spilled else contextlib.nullcontext()
 
 
 # ---- what the instructions do --------------------------------------------------------------------------------------

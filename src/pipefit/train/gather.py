@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipefit.runtime.engine import Engine
+from pipefit.runtime.spilling import presence
+from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 
@@ -33,7 +35,7 @@ def full_state(engine: Engine, layers: Sequence[NamedLayer], plan: Plan) -> dict
     result: dict[str, Tensor] = {}
     for layer in layers:
         stage, owner = owner_of(plan, layer.index)
-        held = workers[owner].stages[stage].state_dict() if owner in workers else {}
+        held = _state_of(workers[owner], stage) if owner in workers else {}
         for name, shaped in layer.module.state_dict(prefix=f"{layer.prefix}.").items():
             if name in held:
                 tensor = mesh.whole(name, held[name].detach()).contiguous()
@@ -44,6 +46,14 @@ def full_state(engine: Engine, layers: Sequence[NamedLayer], plan: Plan) -> dict
                 dist.broadcast(tensor, mesh.process_of(owner))
             result[name] = tensor.to("cpu", copy=True)
     return result
+
+
+def _state_of(worker: Worker, stage: int) -> dict[str, Tensor]:
+    """A stage's weights and buffers; of one that lives on a tier, copies."""
+    if worker.spilling is None:
+        return worker.stages[stage].state_dict()
+    with presence(worker, stage):
+        return {name: tensor.clone() for name, tensor in worker.stages[stage].state_dict().items()}
 
 
 def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:

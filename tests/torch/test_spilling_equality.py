@@ -1,0 +1,217 @@
+"""Spilled training is resident training, bit for bit: the same micro-batches, wherever the weights lie."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit import Pipeline
+from pipefit.errors import InfeasibleError, PlanError
+from pipefit.models import build
+from pipefit.train.spilled import Spilled
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def dampened(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.1)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def adagrad(parameters):
+    return torch.optim.Adagrad(parameters, 0.01, initial_accumulator_value=0.1)
+
+
+def rmsprop(parameters):
+    return torch.optim.RMSprop(parameters, 0.01, momentum=0.5)
+
+
+def factored(parameters):
+    return torch.optim.Adafactor(parameters)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def data(steps=4):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(12, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)) for _ in range(steps)
+    ]
+
+
+def resident(optimizer=momentum, clip=None, model=None):
+    return Pipeline(
+        model or network(), loss=nn.functional.cross_entropy, optimizer=optimizer, stages=1, microbatches=3,
+        clip_norm=clip, scheduler=halving, seed=3,
+    )  # fmt: skip
+
+
+def spilled(optimizer=momentum, clip=None, model=None, counts=(3, 2, 1, 1), **how):
+    return Pipeline(
+        model or network(), loss=nn.functional.cross_entropy, optimizer=optimizer, stages=list(counts),
+        chunks=len(counts), microbatches=3, clip_norm=clip, scheduler=halving, seed=3, spill=Spilled(**how),
+    )  # fmt: skip
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("optimizer", [momentum, dampened, adamw, adagrad, rmsprop, factored])
+def test_spilled_training_is_resident_training_to_the_bit(optimizer, clip, tmp_path):
+    one, other = resident(optimizer, clip), spilled(optimizer, clip, disk=tmp_path / "tier")
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 0}, {"slots": 1}, {"slots": 3, "optim_slots": 2}, {"optim_slots": 0}])
+def test_slots_and_prefetching_change_nothing(how):
+    one, other = resident(adamw, 0.5), spilled(adamw, 0.5, **how)
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_weights_that_two_shards_share_stay_on_the_device_and_train_alike():
+    """Their gradient is summed shard by shard, not micro-batch by micro-batch: equal to rounding."""
+    torch.manual_seed(0)
+    bundle = build("gpt", layers=2, hidden=16, heads=2, context=8, vocab=32, dropout=0.1)
+    x, y = bundle.example(6, 0)
+    one = Pipeline(copy.deepcopy(bundle.layers), loss=bundle.loss, optimizer=adamw, stages=1, microbatches=3)
+    other = Pipeline(
+        bundle.layers, loss=bundle.loss, optimizer=adamw, stages=4, chunks=4, microbatches=3, spill=Spilled()
+    )
+    for _ in range(3):
+        assert one.step(x, y) == pytest.approx(other.step(x, y), rel=1e-6)
+    for name, value in other.state_dict().items():
+        assert torch.allclose(one.state_dict()[name], value, atol=1e-5)
+    other.close()
+
+
+def test_a_stage_that_is_on_its_tier_holds_no_memory_and_tells_who_reads_it():
+    pipe = spilled()
+    pipe.step(*data(1)[0])
+    parameter = pipe.model[0].weight
+    assert parameter.shape == (16, 8)
+    assert parameter.untyped_storage().nbytes() == 4
+    assert parameter.isnan().all()
+    pipe.close()
+
+
+def test_evaluation_fetches_every_stage_and_changes_nothing():
+    one, other = resident(), spilled()
+    for x, y in data():
+        one.step(x, y), other.step(x, y)
+    before = other.state_dict()
+    assert one.evaluate(data(2)) == other.evaluate(data(2))
+    assert same(before, other.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize("optimizer", [dampened, adamw])
+def test_checkpoints_go_from_spilled_to_resident_runs_and_back(optimizer, tmp_path):
+    batches = data(6)
+    whole = resident(optimizer, 0.5)
+    losses = [whole.step(x, y) for x, y in batches]
+    first = spilled(optimizer, 0.5)
+    for x, y in batches[:2]:
+        first.step(x, y)
+    first.save(tmp_path / "a")
+    first.close()
+    second = resident(optimizer, 0.5)
+    second.load(tmp_path / "a")
+    assert [second.step(x, y) for x, y in batches[2:4]] == losses[2:4]
+    second.save(tmp_path / "b")
+    third = spilled(optimizer, 0.5, counts=(2, 2, 2, 1), disk=tmp_path / "tier")
+    third.load(tmp_path / "b")
+    assert [third.step(x, y) for x, y in batches[4:]] == losses[4:]
+    assert same(third.state_dict(), whole.state_dict())
+    third.close()
+
+
+def test_weights_alone_are_taken_into_a_spilled_run():
+    source, target = resident(), spilled()
+    source.step(*data(1)[0])
+    target.load_state_dict(source.state_dict())
+    assert same(source.state_dict(), target.state_dict())
+    target.close()
+
+
+def test_a_model_of_the_meta_device_gets_the_same_weights_wherever_they_lie(tmp_path):
+    def pipeline(**more):
+        with torch.device("meta"):
+            bundle = build("gpt", layers=3, hidden=16, heads=2, context=8, vocab=32, tied=False)
+        return Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, seed=5, **more), bundle
+
+    one, bundle = pipeline(stages=1)
+    other, _ = pipeline(stages=5, chunks=5, spill=Spilled(disk=tmp_path / "tier"))
+    assert same(one.state_dict(), other.state_dict())
+    std = one.state_dict()["block0.attention.out.weight"].std()
+    assert 0.015 / 6**0.5 < std < 0.025 / 6**0.5
+    x, y = bundle.example(4, 0)
+    for _ in range(2):
+        assert one.step(x, y) == other.step(x, y)
+    other.close()
+
+
+def test_a_cap_cuts_the_model_so_that_it_is_kept():
+    bundle = build("gpt", layers=6, hidden=32, heads=2, context=8, vocab=32)
+    example = bundle.example(4, 0)
+    pipe = Pipeline(
+        bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, example=example, spill=Spilled("1 MiB")
+    )
+    arena = pipe._engine.workers[0].spilling.arena
+    assert len(pipe.plan.partition.stages) == 8
+    assert arena.num_bytes < 2**20
+    pipe.step(*example)
+    pipe.close()
+
+
+def test_a_cap_that_is_too_small_names_the_smallest_that_works():
+    bundle = build("gpt", layers=6, hidden=32, heads=2, context=8, vocab=32)
+
+    def pipeline(cap):
+        return Pipeline(
+            bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, example=bundle.example(4, 0),
+            spill=Spilled(cap),
+        )  # fmt: skip
+
+    with pytest.raises(InfeasibleError, match="the smallest cap that works is 1 MiB"):
+        pipeline("100 kB")
+    pipeline("1 MiB").close()
+
+
+def test_a_cap_needs_an_example():
+    with pytest.raises(PlanError, match="example"):
+        Pipeline(network(), loss=nn.functional.cross_entropy, optimizer=adamw, spill=Spilled("1 GiB"))
+
+
+def test_copies_are_in_the_measured_timeline():
+    pipe = spilled()
+    pipe.step(*data(1)[0])
+    pipe.step(*data(1)[0])
+    pipe._engine.workers[0].spilling.settle()
+    events = pipe.timeline(last=1).events
+    listed = pipe.program.ranks[0]
+    copies = [e for e in events if listed[e.position].op in ("fetch", "evict")]
+    assert copies and all(0 <= e.start_s <= e.end_s for e in copies)
+    pipe.close()

@@ -1,0 +1,220 @@
+"""What a tier does when a write is torn, a folder goes away, or there is no room: one message, and nothing is lost."""
+
+import errno
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit import Pipeline
+from pipefit.errors import PipefitError, TierError
+from pipefit.memory import tierfile
+from pipefit.memory.arena import aligned
+from pipefit.memory.disk import DiskTier
+from pipefit.memory.host import HostTier
+from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
+from pipefit.memory.tiers import Key
+from pipefit.train.spilled import Spilled
+
+SIZE = 3 * 4096
+A, B = Key(0, "weights"), Key(1, "weights")
+
+
+def filled(value):
+    tensor = aligned(SIZE)
+    tensor.fill_(value)
+    return tensor
+
+
+def read(tier, key, version):
+    into = aligned(SIZE)
+    tier.read(key, version, into).wait()
+    return int(into[0]), int(into[-1])
+
+
+def written(folder, steps=2):
+    """A tier of two records with some committed steps; record contents are the step's number."""
+    tier = DiskTier(folder)
+    tier.reserve({A: SIZE, B: SIZE})
+    for step in range(1, steps + 1):
+        writes = [tier.write(key, step, filled(step)) for key in (A, B)]
+        tier.commit(step, f"state {step}".encode(), writes).wait()
+    return tier
+
+
+@pytest.mark.parametrize("make", [HostTier, None])
+def test_a_read_waits_for_the_write_of_its_version(make, tmp_path):
+    tier = make() if make else DiskTier(tmp_path)
+    tier.reserve({A: SIZE})
+    for version in range(20):
+        tier.write(A, version, filled(version))
+        assert read(tier, A, version) == (version, version)
+    tier.close()
+
+
+def test_a_version_that_is_not_there_is_refused(tmp_path):
+    tier = written(tmp_path)
+    with pytest.raises(TierError, match="asked for version 7"):
+        read(tier, A, 7)
+    tier.close()
+
+
+def test_a_run_goes_on_from_the_step_it_committed_last(tmp_path):
+    written(tmp_path).close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover() == (2, b"state 2")
+    assert read(tier, A, 2) == read(tier, B, 2) == (2, 2)
+    tier.close()
+
+
+def test_what_was_written_after_the_commit_is_rolled_back(tmp_path):
+    tier = written(tmp_path)
+    tier.write(A, 3, filled(3)).wait()
+    tier.close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover()[0] == 2
+    assert read(tier, A, 2) == (2, 2)
+    tier.close()
+
+
+@pytest.mark.parametrize("cut", [0, 1, HEADER_BYTES, HEADER_BYTES + 4096, HEADER_BYTES + 8192])
+def test_a_write_that_was_cut_off_anywhere_loses_nothing(tmp_path, cut):
+    """Step 3 overwrites the copy of step 1; whatever part of it arrived, step 2 is whole."""
+    tier = written(tmp_path)
+    record = tier._records[A]
+    start = record.position(1 - record.current)
+    tier.close()
+    new = RecordHeader(str(A), 3, SIZE, 12345).pack() + bytes([3]) * SIZE
+    with tier._file.path.open("r+b") as file:
+        file.seek(start)
+        file.write(new[:cut])
+    tier = DiskTier(tmp_path)
+    assert tier.recover()[0] == 2
+    assert read(tier, A, 2) == (2, 2)
+    tier.close()
+
+
+@pytest.mark.parametrize("offset", [0, 20, HEADER_BYTES, HEADER_BYTES + 5000, HEADER_BYTES + SIZE - 1])
+def test_a_flipped_bit_is_found(tmp_path, offset):
+    tier = written(tmp_path)
+    record = tier._records[A]
+    place = record.position(record.current) + offset
+    tier.close()
+    with tier._file.path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+    tier = DiskTier(tmp_path)
+    with pytest.raises(TierError, match="does not fit its checksum; go on from a checkpoint"):
+        tier.recover()
+    tier.close()
+
+
+def test_a_checksum_knows_blocks_that_change_places():
+    data = bytearray(os.urandom(4 * 4096))
+    moved = data[4096:8192] + data[:4096] + data[8192:]
+    assert chunk_sum(memoryview(data)) != chunk_sum(memoryview(moved))
+
+
+def test_a_folder_that_goes_away_stops_the_next_commit(tmp_path):
+    tier = written(tmp_path / "tier")
+    shutil.rmtree(tmp_path / "tier")
+    with pytest.raises(TierError, match="the last committed step, 2, is whole"):
+        tier.commit(3, b"").wait()
+    tier.close()
+
+
+def test_a_failed_write_fails_the_commit_and_keeps_the_step_before(tmp_path, monkeypatch):
+    tier = written(tmp_path)
+    monkeypatch.setattr(tierfile.os, "pwritev", _full)
+    write = tier.write(A, 3, filled(3))
+    with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
+        tier.commit(3, b"", [write]).wait()
+    monkeypatch.undo()
+    tier.close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover()[0] == 2
+    tier.close()
+
+
+def _full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(tierfile.os, "posix_fallocate", _full)
+    tier = DiskTier(tmp_path)
+    with pytest.raises(TierError, match=r"needs 64 KiB.*make room, or give another --disk folder"):
+        tier.reserve({A: SIZE, B: SIZE})
+    tier.close()
+
+
+def test_two_runs_cannot_use_one_file(tmp_path):
+    tier = DiskTier(tmp_path)
+    with pytest.raises(TierError, match="another run uses it"):
+        DiskTier(tmp_path)
+    tier.close()
+
+
+def test_a_folder_whose_parent_is_missing_is_refused(tmp_path):
+    with pytest.raises(TierError, match="cannot keep spilled records there: No such file or directory"):
+        DiskTier(tmp_path / "no" / "such")
+
+
+def test_a_host_tier_keeps_to_its_limit():
+    tier = HostTier(SIZE)
+    with pytest.raises(TierError, match="--host-memory allows 12"):
+        tier.reserve({A: SIZE, B: SIZE})
+    tier.close()
+
+
+def _pipeline(folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    return Pipeline(
+        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.Adam(p, 0.01), stages=[1, 2], chunks=2,
+        microbatches=2, spill=Spilled(disk=folder),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2, 3])
+def test_training_stops_with_one_message_when_the_disk_fills(tmp_path, monkeypatch, moment):
+    pipe = _pipeline(tmp_path / "tier")
+    x = torch.randn(4, 4)
+    pipe.step(x, x)
+    pipe._engine.workers[0].spilling.settle()
+    calls = iter(range(100))
+    true = os.pwritev
+    monkeypatch.setattr(tierfile.os, "pwritev", lambda *args: _full() if next(calls) >= moment else true(*args))
+    with pytest.raises(PipefitError, match="No space left on device; the last committed step, 1, is whole"):
+        for _ in range(3):
+            pipe.step(x, x)
+    monkeypatch.undo()
+    pipe.close()
+    tier = DiskTier(tmp_path / "tier")
+    assert tier.recover()[0] == 1
+    tier.close()
+
+
+def test_training_stops_when_the_folder_goes_away(tmp_path):
+    pipe = _pipeline(tmp_path / "tier")
+    x = torch.randn(4, 4)
+    pipe.step(x, x)
+    pipe._engine.workers[0].spilling.settle()
+    shutil.rmtree(tmp_path / "tier")
+    with pytest.raises(PipefitError, match="No such file or directory; the last committed step, 1"):
+        for _ in range(3):
+            pipe.step(x, x)
+    pipe.close()
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    with pytest.raises(PipefitError, match="cannot be spilled"):
+        Pipeline(
+            model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.LBFGS(p), stages=2, chunks=2,
+            microbatches=2, spill=Spilled(disk=tmp_path),
+        )  # fmt: skip
