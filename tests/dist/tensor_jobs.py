@@ -1,5 +1,7 @@
 """What ranks run in the tests of tensor parallelism."""
 
+import os
+import signal
 import types
 from typing import Any
 
@@ -171,7 +173,7 @@ def bytes_of_four() -> dict[str, tuple[int, float, int]]:
     for name, options in ways.items():
         pipe = pipeline(model(), tensor=2, stages=2, **options)
         pipe.step(*batch(4, 0))
-        transport, region = pipe._engine.transports[0], pipe._mesh.region
+        transport, region = pipe._engine.transports[0], pipe.region
         found[name] = (transport.bytes_sent, region.moved_bytes, transport.gathered_bytes)
     torch.manual_seed(0)
     odd = nn.Sequential(Alike(3, 3), Alike(3, 3)).double()
@@ -213,3 +215,13 @@ def all_refused() -> list[list[str]]:
         refused(tensor=2, sequence_parallel=True),
         refused(tensor=2, replicas=(2, 1)),
     ]
+
+
+def stand_still_inside_a_layer() -> None:
+    """Process 3, the second of rank 1, stops in the middle of its second pass."""
+    pipe = pipeline(model(), tensor=2, stages=2)
+    pipe.step(*batch(4, 0))
+    layer = pipe.layers[-1].module
+    if current().rank == 3:
+        layer.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+    pipe.step(*batch(4, 0))

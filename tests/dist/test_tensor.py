@@ -10,7 +10,7 @@ from tests.dist import tensor_jobs as jobs
 
 from pipefit.errors import PlanError
 from pipefit.models.examples import mean_cross_entropy
-from pipefit.runtime.launch import launch
+from pipefit.runtime.launch import LaunchError, launch
 from pipefit.testing import Outcome, compare, expected, tolerance_of
 
 ALL = {2: jobs.TWO, 4: jobs.FOUR, 8: jobs.EIGHT}
@@ -130,3 +130,9 @@ def test_what_cannot_be_divided_is_refused_alike_on_every_process() -> None:
 def test_ranks_in_one_process_cannot_share_a_rank() -> None:
     with pytest.raises(PlanError, match="tensor=2 needs a process for each part: start 4"):
         jobs.pipeline(jobs.model(), tensor=2, stages=2)
+
+
+def test_a_process_that_stands_still_is_named_by_those_that_wait_for_it() -> None:
+    with pytest.raises(LaunchError, match="rank 3 is stopped") as told:
+        launch(jobs.stand_still_inside_a_layer, 4, threads=1, quiet=True, deadline_s=1.5)
+    assert "of rank 3" in str(told.value) and "'fwd s1 m0 w0'" in str(told.value)

@@ -33,9 +33,12 @@ def command(
     batch: Annotated[int | None, help_of("Samples of a step; default: two for each micro-batch, and one more.")] = None,
     dtype: Annotated[Literal["float64", "float32"], help_of("Of weights and data.")] = "float64",
     transport: Annotated[
-        Literal["local", "distributed"], help_of("All ranks in this process, or a process for each.")
-    ] = "local",
+        Literal["local", "distributed"] | None,
+        help_of("All ranks in this process, or a process for each; default: local, but for --tensor."),
+    ] = None,
     recompute: Annotated[bool, flag("Replay each forward before its backward.")] = False,
+    tensor: Annotated[int, help_of("Processes that share each rank by tensor parallelism.", "--tensor", "-t")] = 1,
+    sequence_parallel: Annotated[bool, flag("They also divide the sequence between them.")] = False,
     clip: Annotated[float | None, help_of("Clip gradients to this global norm.")] = None,
     option: ModelOptions = None,
     schedule_option: Annotated[list[str] | None, help_of("An option of the schedule as NAME=INTEGER.")] = None,
@@ -53,8 +56,16 @@ def command(
     import torch
 
     from pipefit.testing import check
+    from pipefit.train.setup import ranks_of
 
-    for name, value in (("--ranks", ranks), ("--microbatches", microbatches), ("--chunks", chunks), ("--steps", steps)):
+    transport = transport or ("local" if tensor == 1 else "distributed")
+    for name, value in (
+        ("--tensor", tensor),
+        ("--ranks", ranks),
+        ("--microbatches", microbatches),
+        ("--chunks", chunks),
+        ("--steps", steps),
+    ):
         count(name, value)
     bundle = make_model(importable(model) if transport == "distributed" else model, option, seed=seed)
     size = count("--batch", 2 * microbatches + 1 if batch is None else batch)
@@ -62,7 +73,7 @@ def command(
     with _told_when_it_cannot_travel(model):
         result = check(
             bundle.layers,
-            num_ranks=ranks,
+            num_ranks=ranks_of(ranks, tensor),
             schedule=schedule,
             num_microbatches=microbatches,
             num_chunks=chunks,
@@ -75,12 +86,15 @@ def command(
             dtype=getattr(torch, dtype),
             transport=transport,
             recompute=recompute,
+            tensor=tensor,
+            sequence_parallel=sequence_parallel,
             clip_norm=clip,
             seed=seed,
             device=device,
             options=pairs("--schedule-option", schedule_option),
         )
     facts = {"schedule": schedule, "num_ranks": ranks, "num_microbatches": microbatches, "dtype": dtype}
+    facts |= {"tensor": tensor, "sequence_parallel": sequence_parallel} if tensor > 1 else {}
     data = result.as_dict() | facts | {"transport": transport, "steps": steps}
     return Answer(data, _told(result, bundle, data), FINE if result.equal else FINDING)
 
@@ -90,12 +104,19 @@ def _told(result: CheckResult, model: ModelBundle, data: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{model.describe()}",
-            f"{data['schedule']} on {data['num_ranks']} ranks ({data['transport']}), {data['num_microbatches']} "
+            f"{data['schedule']} on {data['num_ranks']} ranks{_width(data)} ({data['transport']}), "
+            f"{data['num_microbatches']} "
             f"micro-batches, {data['steps']} steps in {data['dtype']}: {verdict}",
             f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
             f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})",
         ]
     )
+
+
+def _width(data: dict[str, Any]) -> str:
+    if "tensor" not in data:
+        return ""
+    return f", tensor {data['tensor']}" + " and sequence" * data["sequence_parallel"]
 
 
 def _try_once(model: ModelBundle, size: int, seed: int) -> None:

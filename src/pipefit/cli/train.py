@@ -36,6 +36,15 @@ def command(
     replicas: Annotated[str | None, help_of("Copies of each stage, such as 2,1; one number stands for all.")] = None,
     stages: Annotated[str | None, help_of("Layers of each stage, like 3,3; default: balanced by a profile.")] = None,
     recompute: Annotated[bool, flag("Replay each forward before its backward.")] = False,
+    data_parallel: Annotated[int, help_of("Copies of the whole pipeline.", "--data-parallel", "-d")] = 1,
+    tensor: Annotated[int, help_of("Processes that share each rank by tensor parallelism.", "--tensor", "-t")] = 1,
+    sequence_parallel: Annotated[bool, flag("They also divide the sequence between them.")] = False,
+    whole_messages: Annotated[bool, flag("Without that: each of them sends all of a message, not its part.")] = False,
+    shard_optimizer: Annotated[bool, flag("Divide the optimizer's states over the replicas of each stage.")] = False,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"], help_of("What layers compute in; weights stay as they are.")
+    ] = "fp32",
+    loss_scale: Annotated[float, help_of("First scale of the loss; 0: 65536 for fp16, else none.")] = 0.0,
     plan: Annotated[
         Path | None, help_of("Follow this plan: schedule, stages and micro-batches are then its own.")
     ] = None,
@@ -68,6 +77,8 @@ def command(
 
     for name, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks), ("batch", batch)):
         count(f"--{name}", value)
+    count("--tensor", tensor)
+    count("--data-parallel", data_parallel)
     count("--steps", steps)
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder for the run, got a file")
@@ -82,6 +93,13 @@ def command(
         replicas=whole_numbers("--replicas", replicas),
         stages=whole_numbers("--stages", stages),
         recompute=recompute,
+        data_parallel=data_parallel,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        scatter_gather=not whole_messages,
+        shard_optimizer=shard_optimizer,
+        precision=precision,
+        loss_scale=loss_scale,
         plan=_text(plan),
         batch=batch,
         steps=steps,

@@ -74,6 +74,8 @@ class Watcher:
 def plan_table(plan: Any, profile: Any) -> str:
     """The stages of a plan with their layers, ranks, weights and times."""
     head = f"{plan.schedule}, {plan.num_microbatches} micro-batches per update, {plan.placement.num_ranks} ranks"
+    if plan.tensor > 1:
+        head += f" of {plan.tensor} processes" + (" that also divide the sequence" if plan.sequence_parallel else "")
     rows = [("stage", "ranks", "layers", "weights", "forward", "backward", "memory")]
     peaks = plan.prediction.peak_bytes if plan.prediction else ()
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -70,7 +71,7 @@ class ModelBundle:
     options: Mapping[str, Any]
     whole: nn.Module
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Trainable and frozen parameters; a tied one counts once."""
         return sum(parameter.numel() for parameter in self.layers.parameters())

@@ -96,7 +96,7 @@ class Region:
         self.moved_bytes += (self.size - 1) * x.nbytes
         x = x.contiguous()
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.size,))
-        dist.all_gather_into_tensor(out, x, group=self.group)
+        dist.all_gather_single(out, x, group=self.group)
         if dim == 0:
             return out
         return out.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
@@ -106,7 +106,7 @@ class Region:
         self.moved_bytes += (self.size - 1) / self.size * x.nbytes
         parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         out = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=self.group)
+        dist.reduce_scatter_single(out, parts.flatten(0, 1), group=self.group)
         return out
 
 

@@ -211,11 +211,11 @@ class DistributedTransport:
 
     def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> InPlace:
         """Starts to sum a flat tensor over some ranks, each of which gets its part."""
-        return InPlace(dist.reduce_scatter_tensor(part, whole, group=self._groups[members], async_op=True))
+        return InPlace(dist.reduce_scatter_single(part, whole, group=self._groups[members], async_op=True))
 
     def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> InPlace:
         """Starts to join the parts of some ranks."""
-        return InPlace(dist.all_gather_into_tensor(whole, part, group=self._groups[members], async_op=True))
+        return InPlace(dist.all_gather_single(whole, part, group=self._groups[members], async_op=True))
 
     def finish(self) -> None:
         """Waits for every send under way."""

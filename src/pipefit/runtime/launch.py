@@ -282,7 +282,8 @@ def _last_instruction(rank: int, place: Path) -> str:
     if position.index in PLACES:
         return f" {PLACES[position.index]}, after pass {position.passes}"
     try:
-        instructions = text.load(program_file(place, position.program)).ranks[rank]
+        program = text.load(program_file(place, position.program))
+        instructions = program.ranks[rank // program.header.tensor]
         return f" at '{instructions[position.index]}' (instruction {position.index}, pass {position.passes})"
     except (PipefitError, IndexError):
         return f" after {position.passes} passes"

@@ -23,20 +23,22 @@ def waits_for(program: Program, rank: int, positions: Mapping[int, Position]) ->
     others = {r: p for r, p in positions.items() if r != rank}
     if here.index == LOSS:
         return {r: "its part of the loss" for r, p in others.items() if p.passes <= here.passes and p.index != LOSS}
-    instructions = program.ranks[rank]
+    row, part = divmod(rank, program.header.tensor)
+    instructions = program.ranks[row]
     if not 0 <= here.index < len(instructions):
         return {}
     graph = dependency_graph(program)
-    start = graph.starts[rank]
+    start = graph.starts[row]
     found: dict[int, str] = {}
 
     def needs(number: int, what: str) -> None:
         peer, index = graph.place(number)
+        peer = peer * program.header.tensor + part
         there = positions.get(peer)
         if peer != rank and (there is None or (there.passes, _index(there)) <= (here.passes, index)):
             found.setdefault(peer, what)
 
-    for awaited in compile_rank(program, rank).awaits[here.index]:
+    for awaited in compile_rank(program, row).awaits[here.index]:
         number, instruction = start + awaited, instructions[awaited]
         if instruction.op is Op.RECV:
             needs(graph.partner[number], f"'{graph.instructions[graph.partner[number]]}'")
@@ -45,8 +47,21 @@ def waits_for(program: Program, rank: int, positions: Mapping[int, Position]) ->
                 needs(member, f"'{instruction}'")
     if instructions[here.index].op is Op.SEND and not found:
         # A send waits for an earlier one to the same peer, when too many are under way.
-        found[instructions[here.index].peer] = "its receives"
-    return found
+        found[instructions[here.index].peer * program.header.tensor + part] = "its receives"
+    return found or _partners(program, rank, positions)
+
+
+def _partners(program: Program, rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
+    """The processes of the same tensor-parallel rank that have not come as far: inside a layer all wait for all."""
+    here, tensor = positions[rank], program.header.tensor
+    first = rank - rank % tensor
+    return {
+        other: f"its part of '{program.ranks[rank // tensor][here.index]}'"
+        for other in range(first, first + tensor)
+        if other != rank
+        and (there := positions.get(other))
+        and (there.passes, _index(there)) < (here.passes, here.index)
+    }
 
 
 def _index(position: Position) -> int:
@@ -66,8 +81,8 @@ def _where(program: Program | None, rank: int, position: Position) -> str:
     if position.index in PLACES:
         return f"{PLACES[position.index]}, after pass {position.passes}"
     name = f"instruction {position.index}"
-    if program is not None and position.index < len(program.ranks[rank]):
-        name = f"'{program.ranks[rank][position.index]}' ({name})"
+    if program is not None and position.index < len(own := program.ranks[rank // program.header.tensor]):
+        name = f"'{own[position.index]}' ({name})"
     return f"at {name} of pass {position.passes}"
 
 

@@ -111,7 +111,7 @@ class TensorTransport(DistributedTransport):
 
     def _gathered(self, piece: Tensor, shape: torch.Size) -> Tensor:
         whole = piece.new_empty(piece.numel() * self._tensor)
-        dist.all_gather_into_tensor(whole, piece, group=self._group)
+        dist.all_gather_single(whole, piece, group=self._group)
         self.gathered_bytes += whole.nbytes - piece.nbytes
         return whole.view(shape)
 

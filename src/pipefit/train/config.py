@@ -15,13 +15,20 @@ class RunConfig:
         model: built-in name or pkg.mod:factory.
         options: of the model, as "layers=8,hidden=256".
         data: "text", "digits" or "synthetic"; or text files of the user's; (): what the model is made for.
-        ranks: processes to start.
+        ranks: processes to start: data × pipeline × tensor.
         schedule: its name.
         microbatches: per weight update.
         chunks: stages per rank.
         replicas: copies of each stage; one number stands for all.
         stages: layer counts; (): balanced by a profile.
         recompute: replay forwards before backwards.
+        data_parallel: copies of the whole pipeline; another way to say one number of replicas.
+        tensor: processes that share each rank by tensor parallelism.
+        sequence_parallel: they also divide the sequence.
+        scatter_gather: messages between ranks travel in pieces, one from each of them.
+        shard_optimizer: divide the optimizer's states over the replicas of each stage.
+        precision: "fp32", "bf16" or "fp16".
+        loss_scale: its first value; 0: the usual one where the precision needs it.
         plan: a plan's path; it then says schedule, stages and the rest.
         batch: samples per step.
         steps: weight updates.
@@ -47,6 +54,13 @@ class RunConfig:
     replicas: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
     recompute: bool = False
+    data_parallel: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
+    scatter_gather: bool = True
+    shard_optimizer: bool = False
+    precision: str = "fp32"
+    loss_scale: float = 0.0
     plan: str = ""
     batch: int = 16
     steps: int = 100

@@ -15,10 +15,10 @@ from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, NonFiniteLossError, PlanError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
-from pipefit.parallel import Mesh, Region, divide, make_mesh, release, rule_of
-from pipefit.parallel.loss import shared_loss
+from pipefit.parallel import Region
 from pipefit.runtime.engine import Engine, PassResult
 from pipefit.runtime.session import current
+from pipefit.runtime.spilling import presence
 from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Tie, Training, Worker
 from pipefit.schedules import find, shape_of
 from pipefit.schedules.forward import forward_only
@@ -27,6 +27,7 @@ from pipefit.stage.precision import first_scale, half_of
 from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
 from pipefit.timeline import Timeline
 from pipefit.train.batch import Weigh, feed_of, largest_part
+from pipefit.train.divided import Divided
 from pipefit.train.gather import forget_others, full_state
 from pipefit.train.losses import PendingLosses
 from pipefit.train.measured import PassHistory
@@ -146,8 +147,8 @@ class Pipeline:
             self._check_ranks(self.plan)
         check_sharding(self.plan)
         self.schedule = find(self.plan.schedule)
-        self._mesh = self._make_mesh()
-        loss = shared_loss(loss, self._mesh.region) if self._shares_output else loss
+        self._divided = Divided.of(self.layers, self.plan, self._session, self.device)
+        loss = self._divided.loss(loss)
         half = half_of(precision)
         self._training = Training(
             loss, optimizer, scheduler, clip_norm, seed, half=half, loss_scale=first_scale(half, loss_scale)
@@ -188,22 +189,6 @@ class Pipeline:
                 f"started; start {wanted}, or plan again"
             )
 
-    def _make_mesh(self) -> Mesh:
-        """Where this process stands; the model is divided over the processes that share a rank."""
-        plan, session = self.plan, self._session
-        mesh = make_mesh(
-            plan.placement.num_ranks,
-            plan.tensor,
-            session.rank,
-            session.num_ranks,
-            self.device,
-            plan.sequence_parallel,
-        )
-        last = rule_of(self.layers[-1].module)
-        self._shares_output = mesh.region is not None and last is not None and last.gives_shares
-        divide([(layer.prefix, layer.module) for layer in self.layers], mesh)
-        return mesh
-
     def _profile(self, example: tuple[Any, Any] | None, microbatches: int, loss: Any) -> Profile:
         from pipefit.train.profiled import agreed_profile
 
@@ -228,7 +213,7 @@ class Pipeline:
     def _make_engine(self) -> Engine:
         header = self.program.header
         self._check_ranks(self.plan)
-        mine = self._mesh.rank_of(self._session.rank)
+        mine = self._divided.mesh.rank_of(self._session.rank)
         ranks = [mine] if self._session.is_distributed else list(range(header.num_ranks))
         ties = _tied_parameters(self.layers, self.plan.partition)
         parts = split(self.layers, self.plan.partition, [header.stages_of(rank) for rank in ranks])
@@ -239,7 +224,7 @@ class Pipeline:
         ]
         shard_optimizers(workers, self.plan)
         for worker in workers:
-            worker.mesh = self._mesh
+            worker.mesh = self._divided.mesh
         if self._session.is_distributed:
             forget_others(self.layers, {layer.index for part in parts for own in part.values() for layer in own})
         return Engine(workers, header.num_stages, self._session, self.device)
@@ -254,7 +239,7 @@ class Pipeline:
     @property
     def region(self) -> Region | None:
         """The processes that share this one's rank by tensor parallelism; None without it."""
-        return self._mesh.region
+        return self._divided.mesh.region
 
     def step(self, x: Any, y: Any) -> float:
         """Trains on one batch and gives its mean loss, the same number on every rank.
@@ -281,21 +266,11 @@ class Pipeline:
         return self._session.stop.agreed
 
     def _start_step(self, x: Any, y: Any) -> PendingLosses:
-        self._check_length(x)
+        self._divided.check(x)
         feed = feed_of([(x, y)], self.plan.num_microbatches, self._next_ordinal, "train", self._weigh)
         result = self._run(self.program, feed)
         self._advance(1)
         return PendingLosses(self._engine, result, self.plan.num_microbatches, 1)
-
-    def _check_length(self, x: Any) -> None:
-        """Sequence parallelism divides the second dimension of the input."""
-        if self.plan.sequence_parallel:
-            for leaf in torch.utils._pytree.tree_leaves(x):
-                if leaf.dim() < 2 or leaf.shape[1] % self.plan.tensor:
-                    raise DataError(
-                        f"sequence parallelism divides the sequence by tensor={self.plan.tensor}, but an input has "
-                        f"shape {list(leaf.shape)}; give sequences of a length that {self.plan.tensor} divides"
-                    )
 
     def _run(self, program: Program, feed: Any) -> PassResult:
         for worker in self._engine.workers:
@@ -398,12 +373,10 @@ class Pipeline:
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is given.
         """
         total = loss = measured = 0.0
-        region, measure = self._mesh.region, metric
-        if metric is not None and region is not None and self._shares_output:
-            measure = lambda output, target: metric(region.join(output), target)  # noqa: E731
+        measure = self._divided.metric(metric)
         for batch in batches:
             x, y = _pair(batch)
-            self._check_length(x)
+            self._divided.check(x)
             count = len(y) if isinstance(y, Tensor) else len(torch.utils._pytree.tree_leaves(y)[0])
             num = min(self.plan.num_microbatches, count)
             feed = feed_of([(x, y)], num, 0, "eval", self._weigh)
@@ -431,10 +404,11 @@ class Pipeline:
         Raises:
             ModelError: a name is missing or has another shape.
         """
-        state = {name: self._mesh.part(name, value) for name, value in state.items()}
+        state = {name: self._divided.mesh.part(name, value) for name, value in state.items()}
         for worker in self._engine.workers:
-            for stage in worker.stages.values():
-                stage.load_state_dict(state)
+            for index, stage in worker.stages.items():
+                with presence(worker, index, change=True):
+                    stage.load_state_dict(state)
 
     def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None) -> Path:
         """Saves weights (the user's names, safetensors), optimizers and where the training stands.
@@ -484,11 +458,13 @@ class Pipeline:
         return drawing_of(self._program(4 * len(self.plan.partition.stages)))
 
     def close(self) -> None:
-        """Gives batch norms back their own class; the model can then be used without pipefit."""
+        """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
         for worker in self._engine.workers:
+            if worker.spilling:
+                worker.spilling.close()
             for stage in worker.stages.values():
                 stage.release()
-        release([(layer.prefix, layer.module) for layer in self.layers])
+        self._divided.release()
 
 
 def _default_device() -> torch.device:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch.distributed as dist
 
 from pipefit.cost import CostModel
 from pipefit.errors import TopologyError
+from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.runtime.session import Session
+from pipefit.schedules import find
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Prediction, Profile, Topology
 from pipefit.timeline import Timeline
@@ -16,8 +21,6 @@ from pipefit.train.calibrate import USUAL, RuntimeCosts
 __all__ = ["cost_of", "links_of", "predict", "prediction_of"]
 
 _TRIES = 3
-_COPY_S_PER_BYTE = 0.2e-9
-"""Gloo copies what it sends on the caller's core."""
 
 
 def links_of(session: Session, num_ranks: int) -> Topology:
@@ -39,21 +42,37 @@ def links_of(session: Session, num_ranks: int) -> Topology:
 
 
 def cost_of(
-    profile: Profile, plan: Plan, topology: Topology, state_per_weight: float = 2.0, runtime: RuntimeCosts = USUAL
+    profile: Profile,
+    plan: Plan,
+    topology: Topology,
+    state_per_weight: float = 2.0,
+    runtime: RuntimeCosts = USUAL,
+    all_reduce_s: Callable[[float], float] | None = None,
 ) -> CostModel:
-    """Costs of the plan's stages on these links, with what the executor itself costs."""
-    weights = sum(layer.weight_bytes for layer in profile.layers)
-    return CostModel.from_profile(
+    """Costs of the plan's stages on these links, with what the executor itself costs.
+
+    Where ranks share memory, messages cost what `runtime` says, whatever the topology.
+    """
+    shared = runtime.latency_s is not None
+    num_ranks = max(plan.placement.num_ranks, 1)
+    cost = CostModel.from_profile(
         profile,
         plan.partition,
-        topology,
+        Topology.local(num_ranks, bandwidth_bytes_per_s=1e18, latency_s=runtime.latency_s) if shared else topology,
         optimizer_bytes_per_weight_byte=state_per_weight,
-        step_s_per_weight_byte=profile.optimizer_s / weights if weights else 0.0,
         loss_s=profile.loss_s,
         overhead_s=runtime.overhead_s,
         post_s=runtime.post_s,
-        copy_s_per_byte=_COPY_S_PER_BYTE,
+        copy_s_per_byte=runtime.copy_s_per_byte,
     )
+    steps = tuple(profile.optimizer_of(stage.layers) / stage.tensor for stage in plan.partition.stages)
+    synchronous = find(plan.schedule).is_synchronous
+    host_s = dict(runtime.host_s)
+    if host_s and not synchronous:
+        # One pass holds all steps: its batches are cut as they are loaded.
+        host_s[Op.LOAD.value] += runtime.cut_s
+    pass_s = runtime.pass_s + runtime.cut_s * plan.num_microbatches if synchronous else 0.0
+    return replace(cost, step_s=steps, host_s=host_s, pass_s=pass_s, take_s_per_byte=runtime.take_s_per_byte)
 
 
 def predict(program: Program, cost: CostModel, repeats: int = 1) -> Timeline:

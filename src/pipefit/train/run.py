@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipefit.data import sample
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, PlanError
 from pipefit.ir import text as program_text
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.planner import plan as plan_for
@@ -27,13 +27,14 @@ from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, compare
 from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import runtime_costs
+from pipefit.train.collectives import all_reduce_law
 from pipefit.train.config import RunConfig
 from pipefit.train.memory import peak_memory_bytes
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
-from pipefit.train.setup import make_plan
+from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sources import Source, source_of
 
 __all__ = ["Observer", "RunResult", "run"]
@@ -86,12 +87,13 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     bundle = build(config.model, **parse_options(config.options, config.model))
     source = source_of(config, bundle)
     optimizer = make_optimizer(config.optimizer, config.lr)
+    _known = bundle.num_parameters  # before tensor parallelism takes parts away
     example = bundle.example(config.batch, 0)
     plan = Plan.load(config.plan) if config.plan else None
     layers = named_layers(bundle.layers)
     sizes = _sizes(config, plan, example)
     profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer)
-    topology = links_of(session, plan.placement.num_ranks if plan else config.ranks)
+    topology = links_of(session, plan.num_processes if plan else config.ranks)
     plan = plan or _plan(config, session, bundle, profile, topology)
     profile = profile.at(largest_part(example[0], plan.num_microbatches))
     pipe = Pipeline(
@@ -101,10 +103,14 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         scheduler=lambda made: _cosine(made, config),
         plan=plan,
         clip_norm=config.clip or None,
+        precision=config.precision,
+        loss_scale=config.loss_scale or None,
         seed=config.seed,
         device=config.device or None,
     )
-    cost = cost_of(profile, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session))
+    cost = cost_of(
+        profile, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session), all_reduce_law(pipe.region)
+    )
     forecast = _forecast(pipe, cost)
     plan = msgspec.structs.replace(plan, prediction=prediction_of(plan, forecast, config.batch))
     observer.planned(plan, profile, bundle, source)
@@ -148,16 +154,28 @@ def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Pro
         )
     return make_plan(
         named_layers(bundle.layers),
-        num_ranks=session.num_ranks if session.is_distributed else config.ranks,
+        num_ranks=ranks_of(session.num_ranks if session.is_distributed else config.ranks, config.tensor),
         schedule=config.schedule,
         num_microbatches=config.microbatches,
         num_chunks=config.chunks,
         stages=config.stages or None,
-        replicas=config.replicas,
+        replicas=_replicas(config),
         recompute=config.recompute,
+        tensor=config.tensor,
+        sequence_parallel=config.sequence_parallel,
+        scatter_gather=config.scatter_gather,
+        sharded_optimizer=config.shard_optimizer,
         profile=profile,
         model=bundle.name,
     )
+
+
+def _replicas(config: RunConfig) -> tuple[int, ...]:
+    if config.data_parallel == 1:
+        return config.replicas
+    if config.replicas:
+        raise PlanError("give replicas of each stage or data_parallel copies of the whole pipeline, not both")
+    return (config.data_parallel,)
 
 
 def _others(profile: Profile) -> list[int]:
@@ -273,7 +291,9 @@ def _leave(
         return
     result.rows = compare(forecast, measured)
     if source.tokens_per_sample and config.sample:
-        result.text = _generate(bundle, state, config, source)
+        # The layers of a tensor-parallel run are parts of the model's.
+        whole = build(config.model, **parse_options(config.options, config.model)) if plan.tensor > 1 else bundle
+        result.text = _generate(whole, state, config, source)
     if not config.output:
         return
     folder = Path(config.output)
