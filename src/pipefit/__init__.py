@@ -9,11 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipefit import draw
+    from pipefit import draw, study
     from pipefit.errors import PipefitError
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
     from pipefit.schedules import Shape, schedule
     from pipefit.spec import Partition, Placement, Plan, Profile, Topology
+    from pipefit.study.api import Study
+    from pipefit.study.trial import Trial
     from pipefit.timeline import Timeline
     from pipefit.train.pipeline import Pipeline
     from pipefit.train.planned import plan
@@ -32,8 +34,10 @@ _HOMES = {
     "Program": "ir",
     "Report": "verify",
     "Shape": "schedules",
+    "Study": "study.api",
     "Timeline": "timeline",
     "Topology": "spec",
+    "Trial": "study.trial",
     "bwd": "ir",
     "bwd_input": "ir",
     "bwd_weight": "ir",
@@ -41,6 +45,7 @@ _HOMES = {
     "fwd": "ir",
     "plan": "train.planned",
     "schedule": "schedules",
+    "study": "study",
 }
 
 __all__ = [
@@ -54,8 +59,10 @@ __all__ = [
     "Program",
     "Report",
     "Shape",
+    "Study",
     "Timeline",
     "Topology",
+    "Trial",
     "__version__",
     "bwd",
     "bwd_input",
@@ -64,6 +71,7 @@ __all__ = [
     "fwd",
     "plan",
     "schedule",
+    "study",
 ]
 
 

@@ -28,7 +28,7 @@ class Admitted(NamedTuple):
         parameters: of the model.
         tier_bytes: it takes on the tier.
         device_bytes: its largest shard needs on the device, by the profile; 0 where none was made.
-        held_out: whether it is judged on held-out data at its end.
+        step, turn: where it stands: in the middle, when the study goes on from earlier.
     """
 
     num_turns: int
@@ -48,7 +48,6 @@ class Job(NamedTuple):
         trial: its number.
         step: from 0.
         turn: within the step.
-        losses: of the trial so far.
     """
 
     kind: str
@@ -88,8 +87,8 @@ class Entry:
     Attributes:
         number: in the order of the study.
         trial: what it is.
-        status: "waiting" to be admitted, "ready", "running", "held" at a rung, or how it ended: "finished", "stopped" by
-            the rule, "failed".
+        status: "waiting" to be admitted, "ready", "running", "held" at a rung, or how it ended: "finished", "stopped"
+            by the rule, "failed".
         reason: why it ended, where it did not finish.
         admitted: what is known since it was built.
         step, turn: the next one.
@@ -98,6 +97,7 @@ class Entry:
         last_turn: when, counted in turns of the study.
         busy_s: seconds of devices it took.
         moves: how often another device took it over.
+        moved_s: of `busy_s`, reading and writing its state.
         deaths: of workers that had it.
     """
 
@@ -114,6 +114,7 @@ class Entry:
     last_turn: int = -1
     busy_s: float = 0.0
     moves: int = 0
+    moved_s: float = 0.0
     deaths: int = 0
     turn_s: dict[int, tuple[float, int]] = field(default_factory=dict)
     judged_at: int = 0
@@ -132,7 +133,7 @@ class Entry:
     def measured(self, turn: int, seconds: float) -> None:
         """Remembers how long a turn took; the first of its kind is forgotten once there is another."""
         mean, count = self.turn_s.get(turn, (0.0, 0))
-        self.turn_s[turn] = (seconds, 1) if count == 0 else (seconds, 2) if count == 1 else _average(mean, count, seconds)
+        self.turn_s[turn] = _average(mean, count, seconds) if count > 1 else (seconds, count + 1)
 
     @property
     def cost(self) -> TrialCost | None:
@@ -166,6 +167,7 @@ class Board:
         self.tier_bytes = 0.0
         self._choose = POLICIES[policy]
         self._count = 0
+        self._sent_back = False  # a trial was, for want of room, and nothing has ended since
         self.on_end: Callable[[Entry], None] = lambda entry: None
 
     # ---- what next -------------------------------------------------------------------------------------------------
@@ -180,16 +182,10 @@ class Board:
         return None if number is None else self._begin(self.entries[number], device, "turn")
 
     def _may_begin(self, device: int) -> bool:
-        """Whole tasks are admitted one by one, as devices come free; otherwise all trials are, so that they can be chosen."""
+        """Whole tasks are admitted one by one, as devices come free; else all are, so that any can be chosen."""
         if self.policy != "whole-task":
-            return not self._is_full()
+            return not self._sent_back
         return not any(e.device == device and e.status in ("ready", "running", "held") for e in self.entries)
-
-    def _is_full(self) -> bool:
-        """Whether a trial was sent back for want of room, and nothing has ended since."""
-        return self._sent_back
-
-    _sent_back = False
 
     def _begin(self, entry: Entry, device: int, kind: str) -> Job:
         entry.status = "running"
@@ -236,6 +232,7 @@ class Board:
         assert entry.admitted is not None
         seconds = report.end_s - report.start_s
         entry.busy_s += seconds
+        entry.moved_s += report.read_s + report.write_s
         entry.measured(report.turn, seconds)
         self.turns.append(Turn(report.trial, device, report.step, report.turn, report.start_s, report.end_s))
         entry.turn, entry.step = report.turn + 1, report.step
@@ -332,7 +329,7 @@ class Board:
                 return None
             steps = entry.step if entry.status == "stopped" else entry.trial.steps
             costs.append(entry.cost._replace(num_steps=steps, admission_s=self._admission_s(entry)))
-        return simulate_study(costs, self.num_devices, policy or self.policy)
+        return simulate_study(costs, self.num_devices, policy or self.policy) if costs else None
 
     def _admission_s(self, entry: Entry) -> float:
         return sum(t.end_s - t.start_s for t in self.turns if t.trial == entry.number and t.step < 0)

@@ -85,7 +85,7 @@ def rule_of(data: Any, where: str = "stop") -> Rule:
         StudyError: an unknown rule or key, or a number that does not fit.
     """
     if not isinstance(data, Mapping) or "rule" not in data:
-        raise StudyError(f'{where}: expected a table with rule = {" or ".join(map(repr, RULES))}')
+        raise StudyError(f"{where}: expected a table with rule = {' or '.join(map(repr, RULES))}")
     kind = RULES.get(data["rule"])
     if kind is None:
         raise StudyError(f"{where}: unknown rule {data['rule']!r}; {nearest(str(data['rule']), RULES)}")
@@ -94,8 +94,8 @@ def rule_of(data: Any, where: str = "stop") -> Rule:
     _known(numbers, tuple(parameters), where)
     for key, value in numbers.items():
         least = {"factor": 2, "min_steps": 0, "least": 0}.get(key, 1)
-        wanted: tuple[type, ...] = (int, float) if key == "least" else (int,)
-        if not isinstance(value, wanted) or isinstance(value, bool) or value < least:
+        fits = isinstance(value, int) or (isinstance(value, float) and key == "least")
+        if not fits or isinstance(value, bool) or value < least:
             raise StudyError(f"{where}: {key}: expected a number of at least {least}, got {value!r}")
     return kind(**numbers)
 
@@ -124,7 +124,9 @@ def _dotted(space: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _trial(shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str, Any], where: str, alone: bool) -> Trial:
+def _trial(
+    shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str, Any], where: str, alone: bool
+) -> Trial:
     options = {**_table(shared.get(_OPTIONS, {}), where), **_table(own.get(_OPTIONS, {}), where)}
     settings = {**shared, **{key: value for key, value in own.items() if key != _OPTIONS}}
     values = {key: value for key, value in own.items() if key not in ("name", _OPTIONS)}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["POLICIES", "Policy", "Ready", "SLACK"]
+__all__ = ["POLICIES", "SLACK", "Policy", "Ready"]
 
-SLACK = 0.01
-"""Under `lrtf` a device stays with the trial it has in hand while that is at most this share shorter than the longest."""
+SLACK = 0.02
+"""Under `lrtf` a device stays with a trial that it has had while that is at most so much shorter than the longest: a
+share of all the remaining time, so that it is nothing in the end, where it would count."""
 
 
 class Ready(NamedTuple):
@@ -34,11 +36,14 @@ Policy = Callable[[Sequence[Ready], int], int | None]
 def lrtf(ready: Sequence[Ready], device: int) -> int | None:
     """Sharded-LRTF: the trial with the longest remaining time.
 
-    Among trials that are as good as equally long, the one that the device has in hand: its shard need not be read.
+    Among trials that are as good as equally long, the one that the device had last: its shards need not be read.
     Source: Hydra (PVLDB 2022) §4.
     """
     longest = max(ready, key=lambda trial: (trial.remaining_s, -trial.number))
-    near = [t for t in ready if t.device == device and t.remaining_s >= (1 - SLACK) * longest.remaining_s]
+    least = longest.remaining_s
+    if least < math.inf:
+        least -= SLACK * sum(trial.remaining_s for trial in ready)
+    near = [trial for trial in ready if trial.device == device and trial.remaining_s >= least]
     return max(near, key=lambda trial: trial.last_turn).number if near else longest.number
 
 

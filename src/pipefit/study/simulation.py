@@ -110,8 +110,10 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
         raise PipefitError("a study's turns need finite times of at least 0")
     choose, runs = POLICIES[policy], [_Run(cost) for cost in costs]
     ready = {number for number, run in enumerate(runs) if run.turns}
-    idle, busy = list(range(num_devices)), []
-    now, count, turns = 0.0, 0, []
+    idle = list(range(num_devices))
+    busy: list[tuple[float, int, int, float]] = []  # (end, device, trial, start)
+    turns: list[Turn] = []
+    now, count = 0.0, 0
     while ready or busy:
         for device in list(idle):
             offer = [Ready(n, runs[n].left_s, runs[n].last_turn, runs[n].device) for n in sorted(ready)]

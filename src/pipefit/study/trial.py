@@ -72,7 +72,7 @@ class Trial:
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
                 raise StudyError(f"{who}: {key}: expected a number of at least 0, got {value!r}")
         if not isinstance(self.model, str) and (self.loss is None or not callable(self.data)):
-            raise StudyError(f"{who}: a model given as a factory needs loss=… and data=…, a function of the step's number")
+            raise StudyError(f"{who}: a factory's model needs loss=… and data=…, a function of the step's number")
 
     @property
     def is_named(self) -> bool:

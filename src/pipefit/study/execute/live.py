@@ -9,36 +9,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipefit.errors import InfeasibleError, NonFiniteLossError, PipefitError
+from pipefit.errors import NonFiniteLossError, PipefitError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
-from pipefit.partition.capacity import hydra, shard_bytes
-from pipefit.profiling import profile_sizes
 from pipefit.runtime.compiled import CompiledRank, compile_rank
 from pipefit.runtime.executor import Execution, Feed
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.progress import Progress
-from pipefit.runtime.transport import Message
-from pipefit.spec import Partition, Profile
+from pipefit.spec import Partition
 from pipefit.study.board import Admitted, Report
+from pipefit.study.execute.admission import build_trial
+from pipefit.study.execute.boundary import packed, unpacked
 from pipefit.study.execute.cursor import Cursor, commit, read_cursor, write_loss
 from pipefit.study.execute.recipe import Recipe, check_batch, on_meta, recipe_of
-from pipefit.study.execute.records import Record, read_record, record_bytes, write_record
+from pipefit.study.execute.records import Record, read_record, write_record
 from pipefit.study.execute.shards import Shard, Structure
 from pipefit.study.trial import Trial
 from pipefit.study.turns import Turn, replays, step_program, turns_of
-from pipefit.train.batch import cut, feed_of, largest_part
+from pipefit.train.batch import cut, feed_of
 
-__all__ = ["LiveTrial", "NoRoom"]
+__all__ = ["LiveTrial", "NoRoomError"]
 
 
-class NoRoom(PipefitError):
+class NoRoomError(PipefitError):
     """The tier is too full for a trial now."""
 
 
@@ -67,7 +65,7 @@ class LiveTrial:
         self.number, self.trial, self.folder, self.device = number, trial, folder, device
         self.capacity_bytes = capacity_bytes
         self.shard: Shard | None = None
-        self._versions: tuple[int, ...] = ()
+        self._shards: dict[int, tuple[tuple[int, ...], Shard]] = {}
         self._recipe: Recipe | None = None
         self._structure: Structure | None = None
         self._slices: list[_Slice] = []
@@ -80,7 +78,7 @@ class LiveTrial:
 
         Raises:
             InfeasibleError: it needs more memory than the device has, however it is cut.
-            NoRoom: the tier has no room for it now.
+            NoRoomError: the tier has no room for it now.
         """
         cursor = read_cursor(self.folder)
         if cursor is None:
@@ -97,72 +95,25 @@ class LiveTrial:
         )
 
     def _begin(self, room_bytes: float) -> Cursor:
-        recipe = recipe_of(self.trial)
-        batch = check_batch(recipe.batch_at(0), 0)
-        counts, device_bytes = self._cut(recipe, batch)
-        structure = Structure(recipe.layers, Partition.from_counts(counts, len(recipe.layers)))
-        states = [structure.tensors(shard) for shard in range(structure.num_shards)]
-        per_weight = 1 + recipe.state_per_weight
-        weights = sum(record_bytes(state) for state in states)
-        needed = int(2 * per_weight * weights + self._boundary_bytes(batch, structure.num_shards))
-        if needed > room_bytes:
-            raise NoRoom(f"its state needs {needed} bytes on the tier, {int(room_bytes)} are free")
+        built = build_trial(self.trial, self.capacity_bytes)
+        if built.tier_bytes > room_bytes:
+            raise NoRoomError(f"its state needs {built.tier_bytes} bytes on the tier, {int(room_bytes)} are free")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for shard, state in enumerate(states):
-            write_record(self._record(shard, 0), 0, state, {})
-        parameters = structure.num_parameters
-        cursor = Cursor(counts, [0] * len(counts), parameters=parameters, tier_bytes=needed, device_bytes=device_bytes)
+        structure = built.structure
+        for shard in range(structure.num_shards):
+            write_record(self.record(shard, 0), 0, structure.tensors(shard), {})
+        cursor = Cursor(
+            built.counts,
+            [0] * len(built.counts),
+            parameters=structure.num_parameters,
+            tier_bytes=built.tier_bytes,
+            device_bytes=built.device_bytes,
+        )
         commit(self.folder, cursor)
         for shard in range(structure.num_shards):
             structure.release(shard)
-        self._recipe, self._structure = recipe, structure
+        self._recipe, self._structure = built.recipe, structure
         return cursor
-
-    def _cut(self, recipe: Recipe, batch: tuple[Any, Any]) -> tuple[list[int], float]:
-        """Layers of each shard, and what the largest needs on the device (0: not known)."""
-        num_layers, wanted = len(recipe.layers), self.trial.shards
-        if wanted > num_layers:
-            raise PipefitError(f"{wanted} shards need as many layers, the model has {num_layers}")
-        if not self.capacity_bytes:
-            size, more = divmod(num_layers, max(wanted, 1))
-            return [size + (shard < more) for shard in range(max(wanted, 1))], 0.0
-        profile = self._profile(recipe, batch)
-        if wanted:
-            size, more = divmod(num_layers, wanted)
-            partition = Partition.from_counts([size + (shard < more) for shard in range(wanted)], num_layers)
-        else:
-            partition = hydra(profile, self.capacity_bytes, recipe.state_per_weight)
-        sizes = [
-            shard_bytes(profile, stage.layers[0], stage.layers[-1] + 1, recipe.state_per_weight)
-            for stage in partition.stages
-        ]
-        if max(sizes) > self.capacity_bytes:
-            raise InfeasibleError(
-                f"shard {sizes.index(max(sizes))} of {wanted} needs {int(max(sizes))} bytes on the device, there are "
-                f"{int(self.capacity_bytes)}; ask for more shards, or leave their number to pipefit (shards = 0)"
-            )
-        return [len(stage.layers) for stage in partition.stages], max(sizes)
-
-    def _profile(self, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
-        """What layers need; boundary tensors count for every micro-batch of a step, for a shard sees them all at once."""
-        x, y = batch
-        num = self.trial.microbatches
-        profile = profile_sizes(
-            [(layer.prefix, layer.module) for layer in recipe.layers],
-            x,
-            recipe.training.loss,
-            y,
-            microbatch_sizes=[largest_part(x, num)],
-            repeats=3,
-            limit_s=2.0,
-            threads=None,
-        )
-        layers = [msgspec.structs.replace(layer, output_bytes=num * layer.output_bytes) for layer in profile.layers]
-        return msgspec.structs.replace(profile, model=self.trial.name or "the model", layers=tuple(layers))
-
-    def _boundary_bytes(self, batch: tuple[Any, Any], num_shards: int) -> int:
-        leaves = [leaf for leaf in pytree.tree_leaves(batch[0]) if isinstance(leaf, Tensor)]
-        return 4 * num_shards * sum(leaf.nbytes for leaf in leaves)
 
     # ---- readiness -------------------------------------------------------------------------------------------------
 
@@ -183,13 +134,14 @@ class LiveTrial:
     @property
     def held_bytes(self) -> int:
         """What this worker keeps of the trial between turns."""
-        return self.shard.num_bytes if self.shard else 0
+        return sum(shard.num_bytes for _, shard in self._shards.values())
 
     def forget(self) -> None:
         """Lets go of what the device holds; the tier has it."""
-        if self.shard is not None:
-            self.shard.forget()
-        self.shard, self._versions = None, ()
+        for _, shard in self._shards.values():
+            shard.forget()
+        self._shards.clear()
+        self.shard = None
 
     # ---- a turn ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +188,8 @@ class LiveTrial:
         run = Execution(part.compiled, shard.worker, transport, feed, flags, Progress())  # type: ignore[arg-type]
         wanted = [value for value in turn.takes if value.kind in (Kind.ACT, Kind.GRAD)]
         for kind, stage in dict.fromkeys((value.kind, value.stage) for value in wanted):
-            run.values.update(_unpacked(kind, stage, self._read(f"{kind}-{stage}", cursor.step)))
+            record = self._read(f"{kind}-{stage}", cursor.step)
+            run.values.update(unpacked(kind, stage, record, self.device))
         self._take_gradients(cursor, part, shard)
         if any(value.kind == Kind.NORM for value in turn.takes):
             run.norms[0] = _square(cursor.norms, len(cursor.counts))
@@ -252,21 +205,29 @@ class LiveTrial:
     def _shard(self, cursor: Cursor, index: int) -> Shard:
         """The shard on the device: the one that is there when nobody has changed it since, else read anew."""
         assert self._structure is not None and self._recipe is not None
-        homes = sorted({index, *self._structure.borrowed(index).values()})
-        versions = tuple(cursor.versions[home] for home in homes)
-        if self.shard is not None and self.shard.index == index and self._versions == versions:
-            return self.shard
-        self.forget()
-        record = self._read_shard(cursor, index)
-        borrowed: dict[str, Tensor] = {}
-        for home in homes:
-            if home != index:
+        versions = self._versions_of(cursor, index)
+        known = self._shards.pop(index, None)
+        if known is not None and known[0] == versions:
+            self.shard = known[1]
+        else:
+            if known is not None:
+                known[1].forget()
+            if self.capacity_bytes or self._structure.shares_modules:
+                self.forget()
+            borrowed: dict[str, Tensor] = {}
+            for home in sorted(set(self._structure.borrowed(index).values())):
                 names = [name for name, of in self._structure.borrowed(index).items() if of == home]
                 lender = self._read_shard(cursor, home)
                 borrowed |= {name: lender.tensors[name] for name in names}
-        self.shard = Shard(self._structure, index, self._recipe.training, self.device, record, borrowed)
-        self._versions = versions
+            record = self._read_shard(cursor, index)
+            self.shard = Shard(self._structure, index, self._recipe.training, self.device, record, borrowed)
+        self._shards[index] = versions, self.shard
         return self.shard
+
+    def _versions_of(self, cursor: Cursor, index: int) -> tuple[int, ...]:
+        """Of the records that a shard is made from."""
+        assert self._structure is not None
+        return tuple(cursor.versions[home] for home in sorted({index, *self._structure.borrowed(index).values()}))
 
     def _norm_of(self, cursor: Cursor) -> Callable[[Execution, Instruction], None]:
         """The norm for clipping: this shard's gradients are here, of the others the tier has the norms."""
@@ -317,12 +278,11 @@ class LiveTrial:
         if run.losses:
             cursor.loss = _loss_of(run, self.trial.microbatches)
             if not math.isfinite(cursor.loss):
-                raise NonFiniteLossError(
-                    f"the loss of step {cursor.step + 1} is {cursor.loss}: lower the learning rate or clip the gradients"
-                )
+                what = f"the loss of step {cursor.step + 1} is {cursor.loss}"
+                raise NonFiniteLossError(f"{what}: lower the learning rate or clip the gradients")
         for kind, stage in dict.fromkeys((v.kind, v.stage) for v in turn.leaves if v.kind in (Kind.ACT, Kind.GRAD)):
             mbs = [v.at for v in turn.leaves if (v.kind, v.stage) == (kind, stage)]
-            self._write(f"{kind}-{stage}", cursor.step, *_packed(kind, stage, mbs, run.values))
+            self._write(f"{kind}-{stage}", cursor.step, *packed(kind, stage, mbs, run.values))
         if Op.BWD in ops:
             self._leave_gradients(cursor, turn, shard)
         if Op.FWD in ops and not turn.steps:
@@ -342,7 +302,7 @@ class LiveTrial:
         return loss if complete else math.nan
 
     def _leave_gradients(self, cursor: Cursor, turn: Turn, shard: Shard) -> None:
-        """Gradients of borrowed weights go to the shard below that has them too; under clipping all wait for the norm."""
+        """Gradients of borrowed weights go to the shard below that has them; under clipping all wait for the norm."""
         if shard.borrowed:
             left = {n: p.grad for n, p in shard.borrowed.items() if p.grad is not None}
             self._write(f"lent-{shard.index}", cursor.step, left, {})
@@ -365,19 +325,25 @@ class LiveTrial:
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
-    def _record(self, shard: int, version: int) -> Path:
+    def structure(self, cursor: Cursor) -> Structure:
+        """The model's structure, made when it is first asked for."""
+        self._prepare(cursor)
+        assert self._structure is not None
+        return self._structure
+
+    def record(self, shard: int, version: int) -> Path:
+        """Where a version of a shard lies."""
         return self.folder / f"shard-{shard}.{'ab'[version % 2]}"
 
     def _read_shard(self, cursor: Cursor, shard: int) -> Record:
-        return read_record(self._record(shard, cursor.versions[shard]), cursor.versions[shard])
+        return read_record(self.record(shard, cursor.versions[shard]), cursor.versions[shard])
 
     def _write_shard(self, cursor: Cursor, shard: Shard) -> None:
         tensors, extra = shard.state()
         version = cursor.versions[shard.index] + 1
-        write_record(self._record(shard.index, version), version, tensors, extra)
+        write_record(self.record(shard.index, version), version, tensors, extra)
         cursor.versions[shard.index] = version
-        homes = sorted({shard.index, *shard.structure.borrowed(shard.index).values()})
-        self._versions = tuple(cursor.versions[home] for home in homes)
+        self._shards[shard.index] = self._versions_of(cursor, shard.index), shard
 
     def _read(self, name: str, step: int) -> Record:
         return read_record(self.folder / f"{name}.between", step)
@@ -440,37 +406,3 @@ def _loss_of(run: Execution, num_microbatches: int) -> float:
 
 def _shapes(payload: Any) -> str:
     return ",".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in pytree.tree_leaves(payload))
-
-
-def _packed(kind: str, stage: int, mbs: list[int], values: Mapping[Any, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Activations or gradients of a boundary as a record."""
-    tensors: dict[str, Tensor] = {}
-    extra: dict[str, Any] = {"mbs": mbs, "flags": {}, "counts": {}}
-    for mb in mbs:
-        value = values[kind, stage, mb]
-        leaves = value.leaves if isinstance(value, Message) else value
-        tensors |= {f"{mb}.{index}": leaf for index, leaf in enumerate(leaves)}
-        extra["counts"][str(mb)] = len(leaves)
-        if isinstance(value, Message):
-            extra["flags"][str(mb)] = list(value.flags)
-            extra["structure"] = pytree.treespec_dumps(value.structure)
-    return tensors, extra
-
-
-def _unpacked(kind: str, stage: int, record: Record) -> dict[tuple[str, int, int], Any]:
-    extra = record.extra
-    structure = _structure(extra["structure"]) if "structure" in extra else None
-    found: dict[tuple[str, int, int], Any] = {}
-    for mb in extra["mbs"]:
-        leaves = [record.tensors[f"{mb}.{index}"] for index in range(extra["counts"][str(mb)])]
-        flags = extra["flags"].get(str(mb))
-        found[kind, stage, mb] = leaves if flags is None else Message(leaves, list(flags), structure)
-    return found
-
-
-def _structure(text: str) -> Any:
-    from pipefit.stage.payload import flatten
-
-    single = flatten(torch.empty(0))[1]
-    spec = pytree.treespec_loads(text)
-    return single if spec == single else spec

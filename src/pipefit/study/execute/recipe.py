@@ -119,5 +119,3 @@ def on_meta(trial: Trial) -> Recipe | None:
             if any(isinstance(value, Tensor) and value.is_meta for value in own):
                 return None  # a tensor that is neither weight nor buffer would stay without values
     return recipe
-
-

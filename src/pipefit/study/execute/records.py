@@ -97,7 +97,7 @@ def read_record(path: Path, version: int) -> Record:
     except OSError as problem:
         raise PipefitError(f"{path}: cannot be read: {problem.strerror}") from None
     if at < len(data) or chunk_sum(data) != header.checksum:
-        raise PipefitError(f"{path}: the trial's state does not fit its checksum: the tier did not keep what was written")
+        raise PipefitError(f"{path}: does not fit its checksum: the tier did not keep what was written")
     length = int.from_bytes(data[:8], "little")
     found = json.loads(bytes(data[8 : 8 + length]))
     body = buffer[padded(8 + length) :]

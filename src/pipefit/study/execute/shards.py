@@ -43,6 +43,7 @@ class Structure:
         layers: of each shard.
         num_shards: how many there are.
         aliases: further names of weights, with the name they live under.
+        shares_modules: whether two shards have a module in common: then only one of them can be on a device.
     """
 
     def __init__(self, layers: Sequence[NamedLayer], partition: Partition) -> None:
@@ -59,6 +60,8 @@ class Structure:
             self._buffers.append([])
             for layer in own:
                 self._look(shard, layer, first)
+        modules = [{id(m) for layer in own for m in layer.module.modules()} for own in self.layers]
+        self.shares_modules = len(set().union(*modules)) < sum(map(len, modules))
 
     def _look(self, shard: int, layer: NamedLayer, first: dict[int, str]) -> None:
         for prefix, module in layer.module.named_modules(prefix=layer.prefix):
@@ -85,7 +88,7 @@ class Structure:
         return {name: home for name, home in homes.items() if home != shard}
 
     def next_above(self, shard: int) -> dict[str, int]:
-        """For each weight of a shard that shards above it use too, the nearest of these: whose gradients come before."""
+        """For each weight of a shard that shards above use too, the nearest of these: whose gradients come before."""
         users: dict[str, list[int]] = {}
         for other, places in enumerate(self._parameters):
             for place in places:
@@ -119,7 +122,8 @@ class Structure:
             for place in self._buffers[shard]:
                 place.module._buffers[place.key] = tensors[BUFFER + place.name]
         except KeyError as problem:
-            raise ModelError(f"{problem} is not in the trial's state: the factory must build the same model each time")
+            missing = f"{problem} is not in the trial's state"
+            raise ModelError(f"{missing}: the factory must build the same model each time") from None
 
     def release(self, shard: int) -> None:
         """Lets go of the memory of a shard."""

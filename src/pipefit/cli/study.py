@@ -1,0 +1,189 @@
+"""`pipefit study`: many trials on few devices, a shard at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.options import Json, count, flag, help_of
+from pipefit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from pipefit.study.board import Board
+    from pipefit.study.results import StudyResult
+    from pipefit.study.trial import StudySpec
+
+__all__ = ["command"]
+
+_MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
+
+
+def command(
+    file: Annotated[Path, Parameter(help="The study, as TOML.")],
+    *,
+    workers: Annotated[int | None, help_of("Processes, one per device; default: those of the file.")] = None,
+    policy: Annotated[str | None, help_of("lrtf, fifo, round-robin or whole-task; default: that of the file.")] = None,
+    output: Annotated[Path | None, help_of("The study's folder.", "--output", "-o")] = None,
+    resume: Annotated[bool, flag("Go on from what the folder holds.")] = False,
+    json: Json = False,
+) -> Answer:
+    """Train many trials on few devices, a shard at a time.
+
+    Example: pipefit study examples/study.toml
+
+    The file names a model, its data, and a grid or a list of trials. Free devices take turns of a shard, by default of
+    the trial with the longest remaining time; a trial that fails leaves the others alone. Printed are the makespan, the
+    time that no policy can beat, and the gap; the folder holds the results, the timeline and the best weights.
+    """
+    from pipefit.study.file import load_study
+
+    spec = load_study(file)
+    if workers is not None:
+        spec = replace(spec, workers=count("--workers", workers))
+    if policy is not None:
+        spec = replace(spec, policy=policy)
+    if output is not None:
+        spec = replace(spec, output=str(output))
+    spec = replace(spec, trials=tuple(_found_everywhere(trial) for trial in spec.trials))
+    result, stopped_by = _run(spec, resume, quiet=json)
+    if stopped_by is not None and result.interrupted:
+        code = 128 + stopped_by
+        hint = f"stopped by {signal.Signals(stopped_by).name}; go on with: pipefit study {file} --resume"
+        hint += f" -o {output}" if output is not None else ""
+        print(f"pipefit study: {hint}", file=sys.stderr)
+    else:
+        code = FINDING if result.num_failed else FINE
+    return Answer(result.as_dict(), lambda: told(result), code)
+
+
+def _found_everywhere(trial: Any) -> Any:
+    from pipefit.cli.models import importable
+
+    return replace(trial, model=importable(trial.model)) if ":" in trial.model else trial
+
+
+def _run(spec: StudySpec, resume: bool, quiet: bool) -> tuple[StudyResult, int | None]:
+    from pipefit.study.execute.run import StudyRun
+
+    with _shown(spec, quiet) as observer:
+        run = StudyRun(spec, observer=observer, resume=resume, forked=False)
+        result = run.run()
+    return result, run.stopped_by
+
+
+@contextlib.contextmanager
+def _shown(spec: StudySpec, quiet: bool) -> Iterator[Any]:
+    """Who shows the study: a table that moves in a terminal, a line now and then elsewhere, nobody under --json."""
+    if quiet:
+        yield None
+    elif sys.stdout.isatty():
+        from rich.live import Live
+
+        with Live(refresh_per_second=4) as live:
+            yield _Table(live)
+    else:
+        yield _Lines()
+
+
+class _Lines:
+    """Plain lines: when trials begin to be known, and when one ends."""
+
+    def __init__(self) -> None:
+        self._told: set[int] = set()
+
+    def changed(self, board: Board) -> None:
+        for entry in board.entries:
+            if entry.has_ended and entry.number not in self._told:
+                self._told.add(entry.number)
+                why = f": {entry.reason}" if entry.reason else ""
+                loss = f", loss {entry.losses[-1]:.4f}" if entry.losses else ""
+                print(f"{entry.name} {entry.status} after {len(entry.losses)} steps{loss}{why}", flush=True)
+
+    def predicted(self, seconds: float, bound_s: float) -> None:
+        print(f"predicted: {format_seconds(seconds)} in all, lower bound {format_seconds(bound_s)}", flush=True)
+
+
+class _Table:
+    """The trials as they stand, drawn again at most four times a second."""
+
+    def __init__(self, live: Any) -> None:
+        self._live, self._last_s, self._predicted = live, 0.0, ""
+
+    def predicted(self, seconds: float, bound_s: float) -> None:
+        self._predicted = f"predicted {format_seconds(seconds)}, lower bound {format_seconds(bound_s)}"
+
+    def changed(self, board: Board) -> None:
+        now = time.monotonic()
+        if now - self._last_s < 0.25 and not board.is_over:
+            return
+        self._last_s = now
+        self._live.update(self._drawn(board))
+
+    def _drawn(self, board: Board) -> Any:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(box=SIMPLE_HEAD, pad_edge=False, title=self._predicted or None, title_justify="left")
+        for head in ("trial", "", "step", "loss", "left", "device"):
+            table.add_column(head, justify="left" if head in ("trial", "") else "right")
+        for entry in board.entries:
+            left = entry.remaining_s
+            table.add_row(
+                entry.name,
+                _MARKS.get(entry.status, entry.status),
+                f"{len(entry.losses)}/{entry.trial.steps}",
+                f"{entry.losses[-1]:.4f}" if entry.losses else "",
+                "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
+                str(entry.device) if entry.status == "running" else "",
+            )
+        return table
+
+
+def told(result: StudyResult) -> str:
+    """A study's result for people."""
+    from pipefit.cli.watch import columns
+
+    head = ("trial", "status", "steps", "score", "loss", "shards", "parameters", "busy", "moves")
+    rows: list[tuple[str, ...]] = [head]
+    for row in result.trials:
+        rows.append(
+            (
+                ("* " if row.name == result.best else "  ") + row.name,
+                row.status,
+                str(row.steps),
+                "" if row.score is None else f"{row.score:.4f}",
+                "" if row.last_loss is None else f"{row.last_loss:.4f}",
+                str(row.shards or ""),
+                f"{row.parameters:,}" if row.parameters else "",
+                format_seconds(row.busy_s) if row.busy_s else "",
+                str(row.moves),
+            )
+        )
+    lines = ["", *columns(rows), ""]
+    reasons: dict[str, list[str]] = {}
+    for row in result.trials:
+        if row.reason:
+            reasons.setdefault(f"{row.status}: {row.reason}", []).append(row.name)
+    lines += [f"{', '.join(names)} {reason}" for reason, names in reasons.items()]
+    measured = f"makespan {format_seconds(result.makespan_s)}, lower bound {format_seconds(result.bound_s)}"
+    lines.append(f"{result.policy} on {result.num_devices} devices: {measured}, gap {result.gap:.1%}")
+    if result.predicted_s is not None:
+        lines.append(f"predicted after the first turns, with no trial stopped: {format_seconds(result.predicted_s)}")
+    if result.policies:
+        others = (f"{name} {format_seconds(s)} ({more:+.1%})" for name, (s, more) in result.policies.items())
+        lines.append("on paper, with the turns as they were: " + ", ".join(others))
+    largest = max((row.device_bytes for row in result.trials), default=0)
+    if largest:
+        lines.append(f"the largest shard needs {format_bytes(largest)} on its device")
+    width = max(map(len, result.paths), default=0)
+    lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
+    return "\n".join(lines)

@@ -1,0 +1,77 @@
+"""Twelve trials of different lengths on two workers: how near each policy comes to what no policy can beat."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipefit.study.execute.run import StudyRun
+from pipefit.study.trial import StudySpec, Trial
+
+__all__ = ["LENGTHS", "StudyRow", "study_policies"]
+
+LENGTHS = (4, 4, 5, 6, 7, 8, 9, 10, 12, 14, 18, 42)
+"""Steps of the trials, the longest one last, as it happens when nobody has thought about it."""
+
+OPTIONS = {"layers": 4, "hidden": 128, "heads": 4, "context": 128}
+"""GPT of 4 blocks × 128, in three shards."""
+
+
+class StudyRow(NamedTuple):
+    """A policy, run.
+
+    Attributes:
+        policy: its name.
+        makespan_s: measured, from the first turn to the last.
+        bound_s: max(longest trial, total / workers) of the same run's turns.
+        gap: makespan over bound, minus one.
+        predicted_s: the makespan on paper after the first turns; None where trials began too late.
+        moved: share of the turns' time that state took to the tier and back.
+        losses: the last of each trial, which must not depend on the policy.
+    """
+
+    policy: str
+    makespan_s: float
+    bound_s: float
+    gap: float
+    predicted_s: float | None
+    moved: float
+    losses: tuple[float | None, ...]
+
+
+def study_policies(
+    policies: Sequence[str] = ("lrtf", "fifo", "whole-task"), scale: float = 1.0, workers: int = 2
+) -> list[StudyRow]:
+    """Runs the same trials under each policy, one study after the other.
+
+    Args:
+        policies: names.
+        scale: of the trials' lengths; each has at least 2 steps.
+        workers: processes of one thread.
+    """
+    return [_measure(policy, scale, workers) for policy in policies]
+
+
+def _measure(policy: str, scale: float, workers: int) -> StudyRow:
+    trials = tuple(
+        Trial(
+            name=f"steps-{number:02d}",
+            options=OPTIONS,
+            data=("synthetic",),
+            batch=8,
+            microbatches=2,
+            steps=max(2, round(scale * steps)),
+            lr=1e-3,
+            seed=number,
+            shards=3,
+        )
+        for number, steps in enumerate(LENGTHS)
+    )
+    with tempfile.TemporaryDirectory(prefix="pipefit-bench-") as folder:
+        spec = StudySpec(trials, workers, policy, threads=1, output=str(Path(folder) / policy), name=policy)
+        result = StudyRun(spec, forked=False).run()
+    losses = tuple(row.last_loss for row in result.trials)
+    moved = sum(row.moved_s for row in result.trials) / max(sum(row.busy_s for row in result.trials), 1e-9)
+    return StudyRow(policy, result.makespan_s, result.bound_s, result.gap, result.predicted_s, moved, losses)

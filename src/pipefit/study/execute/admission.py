@@ -1,0 +1,109 @@
+"""Admitting a trial: it is built once, cut for the device, and its state put on the tier."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipefit.errors import InfeasibleError, PipefitError
+from pipefit.partition.capacity import hydra, shard_bytes
+from pipefit.profiling import profile_sizes
+from pipefit.spec import Partition, Profile
+from pipefit.study.execute.recipe import Recipe, check_batch, recipe_of
+from pipefit.study.execute.records import record_bytes
+from pipefit.study.execute.shards import Structure
+from pipefit.study.trial import Trial
+from pipefit.train.batch import largest_part
+
+__all__ = ["Built", "build_trial", "cut_evenly"]
+
+
+class Built(NamedTuple):
+    """A trial with its first weights.
+
+    Attributes:
+        recipe: what trains.
+        structure: the model in shards, with its weights in it.
+        counts: layers of each shard.
+        tier_bytes: what its state takes in the end, twice each record, with the optimizer's states.
+        device_bytes: what its largest shard needs on the device; 0: not measured.
+    """
+
+    recipe: Recipe
+    structure: Structure
+    counts: list[int]
+    tier_bytes: int
+    device_bytes: float
+
+
+def build_trial(trial: Trial, capacity_bytes: float) -> Built:
+    """Builds a trial for a device.
+
+    Args:
+        trial: what it is.
+        capacity_bytes: of the device; 0: no limit, then the model is cut only where the trial says so.
+
+    Raises:
+        InfeasibleError: it needs more memory than the device has, however it is cut.
+        PipefitError: something in it does not fit.
+    """
+    recipe = recipe_of(trial)
+    batch = check_batch(recipe.batch_at(0), 0)
+    counts, device_bytes = _cut(trial, recipe, batch, capacity_bytes)
+    structure = Structure(recipe.layers, Partition.from_counts(counts, len(recipe.layers)))
+    weights = sum(record_bytes(structure.tensors(shard)) for shard in range(structure.num_shards))
+    leaves = [leaf for leaf in pytree.tree_leaves(batch[0]) if isinstance(leaf, Tensor)]
+    boundaries = 4 * structure.num_shards * sum(leaf.nbytes for leaf in leaves)
+    needed = int(2 * (1 + recipe.state_per_weight) * weights + boundaries)
+    return Built(recipe, structure, counts, needed, device_bytes)
+
+
+def cut_evenly(num_layers: int, num_shards: int) -> list[int]:
+    """Layers of each shard, as nearly alike as can be."""
+    size, more = divmod(num_layers, num_shards)
+    return [size + (shard < more) for shard in range(num_shards)]
+
+
+def _cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_bytes: float) -> tuple[list[int], float]:
+    num_layers, wanted = len(recipe.layers), trial.shards
+    if wanted > num_layers:
+        raise PipefitError(f"{wanted} shards need as many layers, the model has {num_layers}")
+    if not capacity_bytes:
+        return cut_evenly(num_layers, max(wanted, 1)), 0.0
+    profile = _profile(trial, recipe, batch)
+    if wanted:
+        partition = Partition.from_counts(cut_evenly(num_layers, wanted), num_layers)
+    else:
+        partition = hydra(profile, capacity_bytes, recipe.state_per_weight)
+    sizes = [
+        shard_bytes(profile, stage.layers[0], stage.layers[-1] + 1, recipe.state_per_weight)
+        for stage in partition.stages
+    ]
+    if max(sizes) > capacity_bytes:
+        raise InfeasibleError(
+            f"shard {sizes.index(max(sizes))} of {wanted} needs {int(max(sizes))} bytes on the device, there are "
+            f"{int(capacity_bytes)}; ask for more shards, or leave their number to pipefit (shards = 0)"
+        )
+    return [len(stage.layers) for stage in partition.stages], max(sizes)
+
+
+def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
+    """What layers need; boundary tensors count for every micro-batch of a step: a shard sees them all at once."""
+    x, y = batch
+    profile = profile_sizes(
+        [(layer.prefix, layer.module) for layer in recipe.layers],
+        x,
+        recipe.training.loss,
+        y,
+        microbatch_sizes=[largest_part(x, trial.microbatches)],
+        repeats=3,
+        limit_s=2.0,
+        threads=None,
+    )
+    layers = [
+        msgspec.structs.replace(layer, output_bytes=trial.microbatches * layer.output_bytes) for layer in profile.layers
+    ]
+    return msgspec.structs.replace(profile, model=trial.name or "the model", layers=tuple(layers))

@@ -1,0 +1,119 @@
+"""The workers' processes: started, spoken to, found dead, started again."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
+
+from pipefit.errors import PipefitError
+from pipefit.study.execute.worker import Settings, work
+
+__all__ = ["Pool"]
+
+_START_S = 120.0
+_GRACE_S = 10.0
+
+
+class Pool:
+    """One process per device.
+
+    Trials told in words run in processes from a server that has torch loaded; what a program of the user's has in its
+    hands (closures, classes of a notebook) is known to a copy of that program alone, so workers are then forks of it.
+
+    Args:
+        settings: of each worker.
+        forked: whether workers are forks.
+    """
+
+    def __init__(self, settings: list[Settings], forked: bool) -> None:
+        self._settings, self._forked = settings, forked
+        if forked:
+            self._context: Any = mp.get_context("fork")
+        else:
+            self._context = mp.get_context("forkserver")
+            self._context.set_forkserver_preload(["pipefit.train.preload"])
+        self._processes: list[Any] = [None] * len(settings)
+        self._pipes: list[Any] = [None] * len(settings)
+        for number in range(len(settings)):
+            self._start(number)
+        for number in range(len(settings)):
+            self._await_start(number)
+
+    def restart(self, number: int, settings: Settings) -> None:
+        """A new process in the place of one that died."""
+        self._settings[number] = settings
+        self._pipes[number].close()
+        self._start(number)
+        self._await_start(number)
+
+    def _start(self, number: int) -> None:
+        ours, theirs = self._context.Pipe()
+        held = [pipe for pipe in self._pipes if pipe is not None and not pipe.closed] + [ours] if self._forked else []
+        settings = replace(self._settings[number], held=held)
+        process = self._context.Process(target=work, args=(settings, theirs), daemon=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks of programs with threads
+            process.start()
+        theirs.close()
+        self._processes[number], self._pipes[number] = process, ours
+
+    def _await_start(self, number: int) -> None:
+        pipe = self._pipes[number]
+        try:
+            if pipe.poll(_START_S) and pipe.recv()[0] == "ready":
+                return
+        except EOFError:
+            pass
+        raise PipefitError(f"worker {number} did not start; its log: {self._settings[number].log}")
+
+    def send(self, number: int, message: tuple[Any, ...]) -> bool:
+        """Gives a worker a job; False: it is dead."""
+        try:
+            self._pipes[number].send(message)
+        except OSError:
+            return False
+        return True
+
+    def pid(self, number: int) -> int:
+        """Of a worker's process."""
+        pid: int = self._processes[number].pid
+        return pid
+
+    def answers(self, busy: set[int], timeout_s: float) -> Iterator[tuple[int, tuple[Any, ...] | None]]:
+        """(worker, its answer) of those that have one; None instead of an answer: it died."""
+        pipes = {self._pipes[number]: number for number in busy}
+        for pipe in wait(list(pipes), timeout_s):
+            number = pipes[pipe]  # type: ignore[index]
+            try:
+                yield number, pipe.recv()  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                yield number, None
+
+    def how_it_died(self, number: int) -> str:
+        """In words."""
+        self._processes[number].join(2.0)
+        code = self._processes[number].exitcode
+        if code is None:
+            return "gone silent"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """Ends all: those that are at work get a little time."""
+        for number in range(len(self._processes)):
+            self.send(number, ("close",))
+        deadline = time.monotonic() + grace_s
+        for process in self._processes:
+            process.join(max(deadline - time.monotonic(), 0))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()

@@ -1,0 +1,333 @@
+"""The study itself: deals turns out to workers, keeps what ended, and can be stopped and resumed at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipefit.errors import PipefitError
+from pipefit.spec.files import read_json, write_json
+from pipefit.study.board import Admitted, Board, Entry, Job
+from pipefit.study.execute.cursor import read_cursor, read_losses
+from pipefit.study.execute.pool import Pool
+from pipefit.study.execute.worker import Settings
+from pipefit.study.results import StudyResult, read_entry, result_of, save_result, write_entry
+from pipefit.study.search import Search
+from pipefit.study.trial import StudyError, StudySpec, Trial, file_name
+
+__all__ = ["Observer", "StudyRun"]
+
+_GRACE_S = 10.0
+_MOST_RESTARTS = 20
+Define = Callable[[Mapping[str, Any]], Trial]
+
+
+class Observer(Protocol):
+    """Who watches a study; the command line's shows it to people."""
+
+    def changed(self, board: Board) -> None:
+        """Something has happened."""
+
+    def predicted(self, seconds: float, bound_s: float) -> None:
+        """Every trial was measured: this is how long the study should take in all."""
+
+
+class _Nobody:
+    def changed(self, board: Board) -> None:
+        pass
+
+    def predicted(self, seconds: float, bound_s: float) -> None:
+        pass
+
+
+class StudyRun:
+    """One run of a study, from its start or from where an earlier run left it.
+
+    Args:
+        spec: the study.
+        define: makes a trial of the values that `search` chooses.
+        search: chooses further trials; None: there are those of the spec.
+        observer: is told what happens.
+        resume: go on from what the output folder holds.
+        forked: workers are forks of this process, which know what it knows; else they come from a server that has torch
+            loaded, and trials must be told in words.
+
+    Raises:
+        StudyError: the folder holds another study, or one that was not to be resumed.
+    """
+
+    def __init__(
+        self,
+        spec: StudySpec,
+        *,
+        define: Define | None = None,
+        search: Search | None = None,
+        observer: Observer | None = None,
+        resume: bool = False,
+        forked: bool = True,
+    ) -> None:
+        if forked and _has_used_cuda():
+            raise StudyError(
+                "this program has used the GPU already, and a fork of it cannot: run the study first, in a program of "
+                "its own, or from a study file"
+            )
+        self._forked = forked
+        self.spec, self._define, self._search = spec, define, search
+        self._observer: Observer = observer or _Nobody()
+        self.folder = Path(spec.output).absolute()
+        self._open(resume)
+        entries = [self._entry(number, trial) for number, trial in enumerate(spec.trials)]
+        self.board = Board(entries, spec.workers, spec.policy, spec.stop)
+        self.board.on_end = self._ended
+        self._predicted_s: float | None = None
+        self._stop: int | None = None
+        self._restarts = 0
+        self._chosen: dict[int, Mapping[str, Any]] = {}
+        self._kept: Entry | None = self.board.best
+
+    # ---- the folder ------------------------------------------------------------------------------------------------
+
+    def _open(self, resume: bool) -> None:
+        path = self.folder / "study.json"
+        told = self.spec.told()
+        if path.exists():
+            if not resume:
+                raise StudyError(f"{self.folder} holds a study already: resume it (--resume), or give another output")
+            before = read_json(path)
+            for key in ("trials", "stop", "tier"):
+                if before.get(key) != _through_json(told[key]):
+                    raise StudyError(f"{self.folder} holds another study: its {key} differ; give another output")
+        elif resume:
+            raise StudyError(f"{self.folder} holds no study to resume")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise StudyError(f"{self.folder}: expected a folder for the study, got a file")
+        self.state = _state_folder(self.spec, self.folder)
+        if not resume:
+            shutil.rmtree(self.state, ignore_errors=True)
+        for place in (self.folder / "logs", self.state):
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+            except OSError as problem:
+                raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
+        write_json(path, {"format": "pipefit.study/1", "state": str(self.state), **told})
+
+    def _entry(self, number: int, trial: Trial) -> Entry:
+        entry = Entry(number, trial, file_name(number, trial))
+        before = read_entry(entry.name, self.folder)
+        if before is not None:
+            entry.status, entry.reason = before["status"], before["reason"]
+            entry.losses = [float("nan") if loss is None else loss for loss in before["losses"]]
+            entry.busy_s, entry.moved_s, entry.moves = before["busy_s"], before["moved_s"], before["moves"]
+            entry.step = len(entry.losses)
+            entry.admitted = Admitted(*before["admitted"]) if before["admitted"] else None
+        return entry
+
+    # ---- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> StudyResult:
+        """To the end, or to the first signal; everything that was committed is kept either way."""
+        with self._listening():
+            self._ask()
+            pool = Pool([self._settings(number) for number in range(self.spec.workers)], self._forked)
+            try:
+                self._loop(pool)
+                result = self._finish(pool)
+            finally:
+                pool.close(grace_s=0.5)
+        return result
+
+    @property
+    def stopped_by(self) -> int | None:
+        """The signal that ended the run before the study was over."""
+        return self._stop
+
+    def _settings(self, number: int) -> Settings:
+        threads = self.spec.threads or max(1, (os.cpu_count() or 1) // self.spec.workers)
+        return Settings(
+            number,
+            threads,
+            self.spec.device,
+            self.spec.device_memory_bytes,
+            self.state,
+            self.folder / "logs" / f"worker-{number}.log",
+            {entry.number: entry.trial for entry in self.board.entries},
+            self._define,
+            dict(os.environ),
+        )
+
+    def _loop(self, pool: Pool) -> None:
+        idle, busy = set(range(self.spec.workers)), dict[int, Job]()
+        stopped_s = 0.0
+        while True:
+            if self._stop is None:
+                self._deal(pool, idle, busy)
+            if not busy:
+                break
+            if self._stop is not None:
+                stopped_s = stopped_s or time.monotonic()
+                if time.monotonic() - stopped_s > _GRACE_S:
+                    break  # what is under way is not committed, and will be done again
+            for number, answer in pool.answers(set(busy), 0.2):
+                job = busy.pop(number)
+                if answer is None:
+                    self._lost(pool, number, job)
+                else:
+                    self._take(answer, number)
+                idle.add(number)
+                self._predict()
+                self._ask()
+                self._observer.changed(self.board)
+
+    def _deal(self, pool: Pool, idle: set[int], busy: dict[int, Job]) -> None:
+        for number in sorted(idle):
+            job = self.board.next_job(number)
+            if job is None:
+                continue
+            room = (self._room_bytes(),) if job.kind == "admit" else ()
+            pool.send(number, (job.kind, job.trial, *room))  # a dead worker is noticed when its answer is awaited
+            idle.discard(number)
+            busy[number] = job
+
+    def _room_bytes(self) -> float:
+        """What a trial may take on the tier now."""
+        free = float(shutil.disk_usage(self.state).free)
+        limit = self.spec.tier_bytes
+        return min(free, limit - self.board.tier_bytes) if limit else free
+
+    def _take(self, answer: tuple[Any, ...], device: int) -> None:
+        kind, number, what = answer
+        if kind == "turned":
+            self.board.turned(what, device)
+        elif kind == "admitted":
+            found, start_s, end_s = what
+            self.board.entries[number].losses = list(read_losses(self._place(number), found.step))
+            self.board.admitted(number, found, device, start_s, end_s)
+        elif kind == "no-room":
+            self.board.sent_back(number)
+        elif kind == "failed":
+            self.board.failed(number, what)
+
+    def _lost(self, pool: Pool, number: int, job: Job) -> None:
+        """A worker died: its trial goes on from its last commit, in another process."""
+        how = pool.how_it_died(number)
+        cursor = read_cursor(self._place(job.trial))
+        step, turn = (cursor.step, cursor.turn) if cursor else (0, 0)
+        self.board.lost(job.trial, how, step, turn, read_losses(self._place(job.trial), step))
+        self._restarts += 1
+        if self._restarts > _MOST_RESTARTS:
+            raise PipefitError(f"{self._restarts} workers died ({how}); their logs: {self.folder / 'logs'}")
+        pool.restart(number, self._settings(number))
+
+    def _place(self, number: int) -> Path:
+        return self.state / self.board.entries[number].name
+
+    def _predict(self) -> None:
+        """Once every trial was measured twice (the first turns are slow), the whole study is run on paper."""
+        if self._predicted_s is not None or self._search is not None:
+            return
+        entries = [entry for entry in self.board.entries if not entry.has_ended]
+        if not entries or any(min((n for _, n in e.turn_s.values()), default=0) < 2 for e in entries):
+            return
+        found = self.board.predicted()
+        if found is not None:
+            self._predicted_s = found.makespan_s
+            self._observer.predicted(found.makespan_s, found.bound_s)
+
+    # ---- trials come and go ----------------------------------------------------------------------------------------
+
+    def _ask(self) -> None:
+        """Asks for further trials while there are fewer than workers could take."""
+        while self._search is not None and self._stop is None and len(self.board.alive) < 2 * self.spec.workers:
+            values = self._search.ask()
+            if values is None:
+                return
+            assert self._define is not None
+            trial = self._define(values)
+            trial = replace(trial, values={**dict(trial.values), **dict(values)})
+            number = len(self.board.entries)
+            entry = Entry(number, trial, file_name(number, trial))
+            self._chosen[number] = values
+            self.board.entries.append(entry)
+
+    def _ended(self, entry: Entry) -> None:
+        write_entry(entry, self.folder)
+        if entry.number in self._chosen and self._search is not None:
+            score = entry.score if entry.status != "failed" and entry.score < float("inf") else None
+            self._search.tell(self._chosen[entry.number], score)
+        best = self.board.best
+        # The state of the best so far stays until its weights are written.
+        for other in {e.number: e for e in (entry, self._kept) if e is not None}.values():
+            if best is None or other.number != best.number:
+                shutil.rmtree(self.state / other.name, ignore_errors=True)
+        self._kept = best
+
+    def _finish(self, pool: Pool) -> StudyResult:
+        over = self.board.is_over
+        result = result_of(self.board, self.spec.name, self._predicted_s, interrupted=not over)
+        best = self.board.best
+        target = self.folder / "best" / "model.safetensors"
+        if over and best is not None and (self.state / best.name).is_dir():
+            pool.send(0, ("export", best.number, str(target)))
+            for _, answer in pool.answers({0}, 120.0):
+                if answer is not None and answer[0] == "exported":
+                    write_json(target.with_name("trial.json"), {"name": best.name, **best.trial.told()})
+                    shutil.rmtree(self.state / best.name, ignore_errors=True)
+                elif answer is not None:
+                    raise PipefitError(f"the best trial's weights could not be written: {answer[2]}")
+        if target.exists():
+            result.paths["best"] = str(target)
+        save_result(result, self.board, self.folder)
+        if over:
+            shutil.rmtree(self.state, ignore_errors=True)
+        return result
+
+    # ---- signals ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """SIGINT and SIGTERM let the turns under way end; a second one does not wait for them."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def asked(number: int, frame: object) -> None:
+            if self._stop is not None:
+                raise KeyboardInterrupt
+            self._stop = number
+
+        before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _state_folder(spec: StudySpec, folder: Path) -> Path:
+    """Where trials live between turns."""
+    if spec.tier == "disk":
+        return folder / "state"
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        raise StudyError('tier = "host" needs shared memory at /dev/shm, which is not here; use tier = "disk"')
+    return shared / f"pipefit-study-{os.getuid()}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+
+
+def _has_used_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
+def _through_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))

@@ -1,0 +1,206 @@
+"""A worker: a process with a device that does one job at a time, and keeps nothing that must last."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from pipefit.errors import PipefitError
+from pipefit.study.trial import Trial, file_name
+
+__all__ = ["Settings", "work"]
+
+_KEPT_BYTES = 1 << 30
+"""What a worker keeps of trials between their turns where no limit is given for the device."""
+
+
+@dataclass
+class Settings:
+    """What a worker knows from the start.
+
+    Attributes:
+        number: of the worker, and of its device.
+        threads: for computing.
+        device: as torch names it; "": a GPU when there are some, else the CPU.
+        capacity_bytes: of the device; 0: no limit.
+        folder: where trials have theirs.
+        log: what it prints goes there.
+        trials: by number.
+        define: makes a trial of values, for those that are asked for later.
+        environment: of the study's process.
+    """
+
+    number: int
+    threads: int
+    device: str
+    capacity_bytes: float
+    folder: Path
+    log: Path
+    trials: dict[int, Trial]
+    define: Callable[[Mapping[str, Any]], Trial] | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)
+
+
+def work(settings: Settings, pipe: Connection) -> None:
+    """The process's main function: jobs come over the pipe, and what became of each goes back."""
+    _settle(settings)
+    import torch
+
+    torch.set_num_threads(settings.threads)
+    # The first optimizer of a process imports torch's compiler, which takes seconds: not in somebody's first turn.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+    import pipefit.study.execute.live  # noqa: F401
+
+    bench = _Bench(settings, _device(settings))
+    pipe.send(("ready", os.getpid()))
+    while True:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            break
+        if message[0] == "close":
+            break
+        answer = bench.answer(message)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pipe.send(answer)
+        except OSError:
+            break
+    os._exit(0)
+
+
+def _settle(settings: Settings) -> None:
+    """Signals are the study's to answer; the worker ends with it."""
+    import multiprocessing as mp
+
+    from pipefit.runtime.signals import die_with, die_with_parent
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
+    if (parent := mp.parent_process()) is not None:
+        die_with(parent.sentinel)
+    for foreign in settings.held:  # pipes of other workers that a fork has brought along
+        foreign.close()
+    os.environ.update(settings.environment)
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    handle = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+
+
+def _device(settings: Settings) -> Any:
+    import torch
+
+    if settings.device and settings.device != "cuda":
+        return torch.device(settings.device)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", settings.number % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+class _Bench:
+    """What the worker has on its device."""
+
+    def __init__(self, settings: Settings, device: Any) -> None:
+        self._settings, self._device = settings, device
+        self._live: OrderedDict[int, Any] = OrderedDict()
+        self._trials = dict(settings.trials)
+
+    def answer(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Does a job: its name, the trial's number and what came of it."""
+        kind, number, *rest = message
+        try:
+            return (*self._done(kind, number, *rest),)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:
+            traceback.print_exc()
+            self._drop(number)
+            return "failed", number, _reason(problem, kind)
+
+    def _done(self, kind: str, number: int, *rest: Any) -> tuple[Any, ...]:
+        if kind == "trial":
+            (given,) = rest
+            self._trials[number] = given if isinstance(given, Trial) else self._defined(given)
+            return "known", number, None
+        if kind == "forget":
+            self._drop(number)
+            return "forgotten", number, None
+        if kind == "export":
+            from pipefit.study.execute.export import export
+
+            return "exported", number, export(self._of(number), *rest)
+        if kind == "admit":
+            return self._admit(number, *rest)
+        live = self._of(number)
+        self._make_room(number)
+        report = live.turn()
+        return "turned", number, report
+
+    def _admit(self, number: int, room_bytes: float) -> tuple[Any, ...]:
+        from pipefit.study.execute.live import NoRoomError
+
+        start_s = time.monotonic()
+        try:
+            found = self._of(number).admit(room_bytes)
+        except NoRoomError as problem:
+            self._drop(number)
+            return "no-room", number, str(problem)
+        return "admitted", number, (found, start_s, time.monotonic())
+
+    def _defined(self, values: Mapping[str, Any]) -> Trial:
+        assert self._settings.define is not None
+        return self._settings.define(values)
+
+    def _of(self, number: int) -> Any:
+        from pipefit.study.execute.live import LiveTrial
+
+        if number not in self._live:
+            trial = self._trials[number]
+            place = self._settings.folder / file_name(number, trial)
+            self._live[number] = LiveTrial(number, trial, place, self._device, self._settings.capacity_bytes)
+        self._live.move_to_end(number)
+        return self._live[number]
+
+    def _make_room(self, number: int) -> None:
+        """Under a limit the device holds one shard; else those that had turns last."""
+        allowed = 0 if self._settings.capacity_bytes else _KEPT_BYTES
+        held = sum(live.held_bytes for live in self._live.values())
+        for other, live in self._live.items():
+            if held <= allowed:
+                break
+            if other != number:
+                held -= live.held_bytes
+                live.forget()
+
+    def _drop(self, number: int) -> None:
+        live = self._live.pop(number, None)
+        if live is not None:
+            live.forget()
+
+
+def _reason(problem: BaseException, kind: str) -> str:
+    """Why a trial failed, in a line or two."""
+    if isinstance(problem, PipefitError):
+        return str(problem)
+    words = str(problem)
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "allocate memory" in words:
+        return f"out of memory: {words.splitlines()[0] if words else 'the process got no more'}"
+    frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    doing = "while it was built" if kind == "admit" else "in a turn"
+    return f"{type(problem).__name__} {doing}: {words or 'without a word'}{place}"

@@ -1,0 +1,143 @@
+"""Which trial's shard was on which device, as a picture and as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from pipefit.draw.axes import label_number, nice_ticks
+from pipefit.draw.look import INKS
+from pipefit.study.simulation import Outcome, Turn
+
+__all__ = ["picture", "trace"]
+
+_LEFT, _TOP, _ROW, _GAP, _BAR = 84, 64, 34, 12, 28
+_MOST_BOXES = 3000
+"""Beyond these, turns of one trial that follow each other on a device are drawn as one box."""
+
+
+def picture(outcome: Outcome, names: Sequence[str], num_devices: int, title: str = "", width: int = 1080) -> str:
+    """A study as SVG: a row per device, a hue per trial, a box per turn, and the lower bound as a line.
+
+    Args:
+        outcome: measured or simulated.
+        names: of the trials.
+        num_devices: rows.
+        title: above it.
+        width: of the picture, in pixels.
+    """
+    span = max(outcome.makespan_s, outcome.bound_s, 1e-9)
+    plot = width - _LEFT - 24
+    bottom = _TOP + num_devices * (_ROW + _GAP)
+    legend = [names[number] for number in range(len(names))]
+    columns = max(1, plot // 190)
+    height = bottom + 62 + 18 * (-(-len(legend) // columns))
+
+    def x(seconds: float) -> float:
+        return _LEFT + plot * seconds / span
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pipefit-study" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}"><title>{escape(title)}</title>',
+        f"<style>{_style(len(names))}</style>",
+        f'<rect class="paper" width="{width}" height="{height}"/>',
+        f'<text class="ink name" x="24" y="32">{escape(title)}</text>',
+    ]
+    for device in range(num_devices):
+        y = _TOP + device * (_ROW + _GAP)
+        parts.append(f'<text class="soft" x="24" y="{y + _ROW / 2 + 4:.0f}">device {device}</text>')
+        parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{plot}" height="{_ROW}" rx="3"/>')
+    for turn in _boxes(outcome.turns):
+        y = _TOP + turn.device * (_ROW + _GAP) + (_ROW - _BAR) // 2
+        wide = max(x(turn.end_s) - x(turn.start_s) - 0.4, 0.3)
+        words = f"{names[turn.trial]}, {_what(turn)}: {label_number(turn.start_s)} s to {label_number(turn.end_s)} s"
+        parts.append(
+            f'<rect class="t{turn.trial}{" admit" if turn.step < 0 else ""}" x="{x(turn.start_s):.2f}" y="{y:.0f}" '
+            f'width="{wide:.2f}" height="{_BAR}"><title>{escape(words)}</title></rect>'
+        )
+    parts += _axis(x, span, bottom)
+    if outcome.bound_s > 0:
+        at = x(outcome.bound_s)
+        parts.append(f'<path class="mark" d="M{at:.1f} {_TOP - 8}V{bottom}"/>')
+        parts.append(f'<text class="soft end" x="{at - 5:.1f}" y="{_TOP - 12}">lower bound</text>')
+    for index, name in enumerate(legend):
+        row, column = divmod(index, columns)
+        place, line = _LEFT + 190 * column, bottom + 56 + 18 * row
+        parts.append(f'<rect class="t{index}" x="{place}" y="{line - 9}" width="10" height="10" rx="2"/>')
+        parts.append(f'<text class="ink" x="{place + 16}" y="{line}">{escape(name[:26])}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _what(turn: Turn) -> str:
+    return "admission" if turn.step < 0 else f"step {turn.step + 1}, turn {turn.turn}"
+
+
+def _boxes(turns: Sequence[Turn]) -> list[Turn]:
+    if len(turns) <= _MOST_BOXES:
+        return list(turns)
+    merged: dict[int, Turn] = {}
+    boxes: list[Turn] = []
+    for turn in sorted(turns, key=lambda turn: turn.start_s):
+        last = merged.get(turn.device)
+        if last is not None and last.trial == turn.trial and (last.step < 0) == (turn.step < 0):
+            merged[turn.device] = last._replace(end_s=turn.end_s)
+            continue
+        if last is not None:
+            boxes.append(last)
+        merged[turn.device] = turn
+    return boxes + list(merged.values())
+
+
+def _axis(x: Any, span: float, bottom: int) -> list[str]:
+    parts = []
+    for tick in nice_ticks(0, span, 8):
+        if tick <= span:
+            parts.append(f'<path class="hair" d="M{x(tick):.1f} {_TOP}V{bottom + 4}"/>')
+            parts.append(f'<text class="soft mid" x="{x(tick):.1f}" y="{bottom + 20}">{label_number(tick)} s</text>')
+    return parts
+
+
+def _hue(index: int, count: int, dark: bool) -> str:
+    """Hues a golden angle apart, in two lightnesses, so that neighbours in the study differ in both."""
+    light = (62, 46)[index % 2] + (8 if dark else 0)
+    return f"hsl({(index * 137.508 + 205) % 360:.0f},58%,{light}%)"
+
+
+def _style(count: int) -> str:
+    root = ".pipefit-study"
+    base = (
+        f"{root}{{font:12px system-ui,-apple-system,'Segoe UI',Roboto,Arial,sans-serif;"
+        f"font-variant-numeric:tabular-nums}}"
+        f"{root} .name{{font-size:17px;font-weight:650}}{root} .end{{text-anchor:end}}{root} .mid{{text-anchor:middle}}"
+        f"{root} .admit{{opacity:.45}}{root} .mark{{stroke-width:2;stroke-dasharray:5 3}}"
+    )
+    sheets = []
+    for night in (0, 1):
+        rules = [f"{root} .{name}{{fill:{INKS[name][night]}}}" for name in ("paper", "ink", "soft", "lane")]
+        rules.append(f"{root} .hair{{stroke:{INKS['line'][night]}}}{root} .mark{{stroke:{INKS['mark'][night]}}}")
+        rules += [f"{root} .t{index}{{fill:{_hue(index, count, bool(night))}}}" for index in range(count)]
+        sheets.append("".join(rules))
+    return f"{base}{sheets[0]}@media (prefers-color-scheme:dark){{{sheets[1]}}}"
+
+
+def trace(outcome: Outcome, names: Sequence[str]) -> dict[str, Any]:
+    """The same as a Chrome trace, which Perfetto opens: a process per device."""
+    items: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": device, "tid": 0, "args": {"name": f"device {device}"}}
+        for device in sorted({turn.device for turn in outcome.turns})
+    ]
+    items += [
+        {
+            "ph": "X",
+            "name": f"{names[turn.trial]}: {_what(turn)}",
+            "cat": names[turn.trial],
+            "pid": turn.device,
+            "tid": 0,
+            "ts": turn.start_s * 1e6,
+            "dur": (turn.end_s - turn.start_s) * 1e6,
+            "args": {"trial": turn.trial, "step": turn.step, "turn": turn.turn},
+        }
+        for turn in outcome.turns
+    ]
+    return {"format": "pipefit.study-timeline/1", "displayTimeUnit": "ms", "traceEvents": items}

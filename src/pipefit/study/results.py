@@ -1,0 +1,190 @@
+"""What a study gave: numbers, a table for people, files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipefit.spec.files import read_json, write_atomically, write_json
+from pipefit.study.board import Board, Entry
+from pipefit.study.picture import picture, trace
+from pipefit.study.policies import POLICIES
+from pipefit.study.simulation import Outcome, gap
+
+__all__ = ["Row", "StudyResult", "read_entry", "result_of", "save_result", "write_entry"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial's line.
+
+    Attributes:
+        name: of the trial.
+        values: that tell it apart.
+        status: "finished", "stopped", "failed", or where it stands in a study that was interrupted.
+        reason: why it did not finish.
+        steps: done.
+        score: mean loss of the last tenth of its steps; None before the first.
+        last_loss: of its last step.
+        losses: of every step.
+        shards: it was cut into.
+        parameters: of its model.
+        busy_s: seconds of devices it took, reading and writing included.
+        moved_s: of that, reading and writing its state.
+        moves: how often another device took it over.
+        device_bytes: its largest shard needs, by its profile; 0: not measured.
+    """
+
+    name: str
+    values: dict[str, Any]
+    status: str
+    reason: str
+    steps: int
+    score: float | None
+    last_loss: float | None
+    losses: list[float]
+    shards: int
+    parameters: int
+    busy_s: float
+    moved_s: float
+    moves: int
+    device_bytes: float
+
+
+@dataclass
+class StudyResult:
+    """A study's outcome.
+
+    Attributes:
+        name: of the study.
+        policy: that dealt out the turns.
+        num_devices: workers.
+        trials: in the order of the study.
+        best: name of the trial with the lowest score; None: none ended well.
+        makespan_s: measured, from the first turn to the last (of this run, where a study was resumed).
+        bound_s: no policy is faster for the same turns: max(longest trial, total / devices).
+        gap: makespan over bound, minus one.
+        predicted_s: the makespan on paper, from the first turns of each trial; None: trials came too late for that.
+        policies: for every policy the makespan and gap on paper, from what turns have cost in the end.
+        interrupted: it was stopped before its end and can be resumed.
+        paths: of what it left.
+    """
+
+    name: str
+    policy: str
+    num_devices: int
+    trials: list[Row]
+    best: str | None
+    makespan_s: float
+    bound_s: float
+    gap: float
+    predicted_s: float | None
+    policies: dict[str, tuple[float, float]]
+    interrupted: bool = False
+    paths: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.trials if row.name == name)
+
+    @property
+    def num_failed(self) -> int:
+        """Trials that failed."""
+        return sum(row.status == "failed" for row in self.trials)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON data; what is no finite number is None."""
+        data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("trials", "policies")}
+        rows = [{key: getattr(row, key) for key in Row.__dataclass_fields__} for row in self.trials]
+        policies = {name: {"makespan_s": s, "gap": more} for name, (s, more) in self.policies.items()}
+        return {"format": "pipefit.study-result/1", **data, "policies": policies, "trials": rows}
+
+
+def result_of(board: Board, name: str, predicted_s: float | None, interrupted: bool) -> StudyResult:
+    """The result as the board stands."""
+    measured = board.measured()
+    policies: dict[str, tuple[float, float]] = {}
+    for policy in POLICIES:
+        found = board.predicted(policy)
+        if found is not None:
+            policies[policy] = (found.makespan_s, found.gap)
+    best = board.best
+    return StudyResult(
+        name,
+        board.policy,
+        board.num_devices,
+        [_row(entry) for entry in board.entries],
+        best.name if best else None,
+        measured.makespan_s,
+        measured.bound_s,
+        gap(measured.makespan_s, measured.bound_s),
+        predicted_s,
+        policies,
+        interrupted,
+    )
+
+
+def _row(entry: Entry) -> Row:
+    admitted = entry.admitted
+    return Row(
+        entry.name,
+        dict(entry.trial.values),
+        entry.status,
+        entry.reason,
+        len(entry.losses),
+        _finite(entry.score),
+        _finite(entry.losses[-1]) if entry.losses else None,
+        list(entry.losses),
+        admitted.num_shards if admitted else 0,
+        admitted.parameters if admitted else 0,
+        entry.busy_s,
+        entry.moved_s,
+        entry.moves,
+        admitted.device_bytes if admitted else 0.0,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def save_result(result: StudyResult, board: Board, folder: Path) -> None:
+    """Writes results.json, the timeline as a picture and as a trace, and the losses of each trial."""
+    outcome = board.measured()
+    names = [entry.name for entry in board.entries]
+    result.paths |= {"results": str(folder / "results.json"), "timeline": str(folder / "timeline.svg")}
+    result.paths |= {"trace": str(folder / "timeline.trace.json")}
+    write_atomically(folder / "timeline.svg", picture(outcome, names, board.num_devices, title=_title(result, outcome)))
+    write_atomically(folder / "timeline.trace.json", json.dumps(trace(outcome, names)) + "\n")
+    for row in result.trials:
+        lines = [json.dumps({"step": step, "loss": _finite(loss)}) for step, loss in enumerate(row.losses, 1)]
+        write_atomically(folder / "trials" / row.name / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
+    write_json(folder / "results.json", result.as_dict())
+
+
+def _title(result: StudyResult, outcome: Outcome) -> str:
+    return f"{result.name}: {result.policy} on {result.num_devices} devices, {outcome.gap:.1%} over the lower bound"
+
+
+def write_entry(entry: Entry, folder: Path) -> None:
+    """Keeps how a trial has ended, so that a study that is resumed knows."""
+    data = {
+        "status": entry.status,
+        "reason": entry.reason,
+        "losses": [_finite(loss) for loss in entry.losses],
+        "busy_s": entry.busy_s,
+        "moved_s": entry.moved_s,
+        "moves": entry.moves,
+        "admitted": list(entry.admitted) if entry.admitted else None,
+        "values": dict(entry.trial.values),
+    }
+    write_json(folder / "trials" / entry.name / "trial.json", data)
+
+
+def read_entry(name: str, folder: Path) -> Mapping[str, Any] | None:
+    """How a trial has ended in an earlier run of the study; None: it has not."""
+    path = folder / "trials" / name / "trial.json"
+    return read_json(path) if path.exists() else None

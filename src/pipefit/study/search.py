@@ -1,0 +1,82 @@
+"""Ask and tell: who chooses the next trial's values may be anybody, for instance Optuna."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+__all__ = ["Listed", "OptunaSearch", "Search"]
+
+Values = Mapping[str, Any]
+
+
+class Search(Protocol):
+    """Chooses trials while the study runs."""
+
+    def ask(self) -> Values | None:
+        """The values of a further trial; None: none now (it is asked again when a trial has ended)."""
+
+    def tell(self, values: Values, score: float | None) -> None:
+        """What became of a trial it chose: its score, lower is better; None: it failed."""
+
+
+class Listed:
+    """The simplest search: values from a list, whatever they give.
+
+    Attributes:
+        told: (values, score) of the trials that have ended.
+    """
+
+    def __init__(self, values: Iterable[Values]) -> None:
+        self._left: Iterator[Values] = iter(values)
+        self.told: list[tuple[Values, float | None]] = []
+
+    def ask(self) -> Values | None:
+        """The next of the list."""
+        return next(self._left, None)
+
+    def tell(self, values: Values, score: float | None) -> None:
+        """Remembers it."""
+        self.told.append((values, score))
+
+
+class OptunaSearch:
+    """Lets an Optuna study choose: `OptunaSearch(optuna.create_study(), suggest, num_trials=20)`.
+
+    Optuna is not needed by pipefit and not imported here.
+
+    Args:
+        study: an Optuna study that minimises.
+        suggest: from an Optuna trial to values, as `{"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)}`.
+        num_trials: how many to ask for.
+    """
+
+    def __init__(self, study: Any, suggest: Callable[[Any], Values], num_trials: int) -> None:
+        self._study, self._suggest, self._left = study, suggest, num_trials
+        self._open: list[tuple[Values, Any]] = []
+
+    def ask(self) -> Values | None:
+        """Optuna's next suggestion."""
+        if self._left <= 0:
+            return None
+        self._left -= 1
+        trial = self._study.ask()
+        values = dict(self._suggest(trial))
+        self._open.append((values, trial))
+        return values
+
+    def tell(self, values: Values, score: float | None) -> None:
+        """Passes the score on; a failed trial is told as failed."""
+        index = next(i for i, (own, _) in enumerate(self._open) if own == values)
+        _, trial = self._open.pop(index)
+        if score is None:
+            self._study.tell(trial, None, state=_failed())
+        else:
+            self._study.tell(trial, score)
+
+
+def _failed() -> Any:
+    """Optuna's word for it."""
+    import importlib
+
+    return importlib.import_module("optuna.trial").TrialState.FAIL
