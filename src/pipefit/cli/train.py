@@ -96,7 +96,7 @@ def command(
         data_parallel=data_parallel,
         tensor=tensor,
         sequence_parallel=sequence_parallel,
-        scatter_gather=not whole_messages,
+        whole_messages=whole_messages,
         shard_optimizer=shard_optimizer,
         precision=precision,
         loss_scale=loss_scale,

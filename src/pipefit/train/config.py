@@ -25,7 +25,7 @@ class RunConfig:
         data_parallel: copies of the whole pipeline; another way to say one number of replicas.
         tensor: processes that share each rank by tensor parallelism.
         sequence_parallel: they also divide the sequence.
-        scatter_gather: messages between ranks travel in pieces, one from each of them.
+        whole_messages: without that, each of them sends all of a message between ranks, and not its part.
         shard_optimizer: divide the optimizer's states over the replicas of each stage.
         precision: "fp32", "bf16" or "fp16".
         loss_scale: its first value; 0: the usual one where the precision needs it.
@@ -57,7 +57,7 @@ class RunConfig:
     data_parallel: int = 1
     tensor: int = 1
     sequence_parallel: bool = False
-    scatter_gather: bool = True
+    whole_messages: bool = False
     shard_optimizer: bool = False
     precision: str = "fp32"
     loss_scale: float = 0.0

@@ -92,7 +92,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     plan = Plan.load(config.plan) if config.plan else None
     layers = named_layers(bundle.layers)
     sizes = _sizes(config, plan, example)
-    profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer)
+    profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer, clips=bool(config.clip))
     topology = links_of(session, plan.num_processes if plan else config.ranks)
     plan = plan or _plan(config, session, bundle, profile, topology)
     profile = profile.at(largest_part(example[0], plan.num_microbatches))
@@ -151,6 +151,7 @@ def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Pro
             microbatch_sizes=[size for size in (profile.microbatch_size, *_others(profile)) if not config.batch % size],
             state_per_weight=STATE_PER_WEIGHT[config.optimizer],
             executable=True,
+            sharded=True if config.shard_optimizer else None,
         )
     return make_plan(
         named_layers(bundle.layers),
@@ -163,7 +164,7 @@ def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Pro
         recompute=config.recompute,
         tensor=config.tensor,
         sequence_parallel=config.sequence_parallel,
-        scatter_gather=config.scatter_gather,
+        scatter_gather=not config.whole_messages,
         sharded_optimizer=config.shard_optimizer,
         profile=profile,
         model=bundle.name,
