@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
@@ -41,6 +42,7 @@ def plan(
     straight: bool = False,
     state_per_weight: float | None = None,
     executable: bool | None = None,
+    sharded: bool | None = None,
     costs: Mapping[str, float] | None = None,
 ) -> Plan:
     """The fastest plan that fits, its prediction, and why every other lost.
@@ -69,8 +71,8 @@ def plan(
         straight: no replicas, for "pipedream".
         state_per_weight: optimizer bytes per weight byte; None: 6 for 2-byte weights with Adam and a master copy (a
             profile by GPT arithmetic), else 2.
-        executable: only what the runtime of this package runs: no tensor parallelism, no sharded optimizer; None: on
-            "local:N".
+        executable: only what the runtime of this package runs: no tensor parallelism; None: on "local:N".
+        sharded: with the optimizer divided over the copies always or never, for "auto"; None: as is best.
         costs: further costs for `pipefit.cost.from_profile`, such as overhead_s or post_s.
 
     Raises:
@@ -96,6 +98,7 @@ def plan(
             depths=depths,
             recompute=recompute,
             executable=_local(topology) if executable is None else executable,
+            sharded=sharded,
         )
         made = _finish(ground, space, method, *_METHODS[method](ground, space))
     return msgspec.structs.replace(made, plan_seconds=time.perf_counter() - started)
@@ -153,6 +156,7 @@ def space_of(
     depths: Sequence[int] | None = None,
     recompute: bool | None = None,
     executable: bool = False,
+    sharded: bool | None = None,
 ) -> Space:
     """The choices of a method.
 
@@ -179,7 +183,7 @@ def space_of(
         tensors=widths,
         microbatch_sizes=microbatch_sizes,
         recompute=replays,
-        sharded=(False,) if executable else (False, True),
+        sharded=(False, True) if sharded is None else (sharded,),
         num_microbatches=num_microbatches,
         links=ground.topology.num_devices <= 64,
     )
@@ -240,21 +244,24 @@ def _ptdp(ground: Ground, space: Space) -> tuple[Found, list[Config]]:
 
     Takeaway 1: tensor parallelism up to the devices of a server, pipelines across servers. Takeaway 2: as few devices
     per copy (t·p) as hold the model, data parallelism with the rest. Takeaway 3: the best micro-batch size is searched.
+    Every stage has as many transformer blocks (section 2.2).
     """
-    listed = _listed(ground, space)
+    listed = [config for config in _listed(ground, space) if _is_even(ground.profile, config)]
     shapes = sorted({(c.tensor * c.depth, -c.tensor, c.depth) for c in listed})
     widest = max(space.tensors)
-    refused: list[InfeasibleError] = []
-    for _, minus_tensor, depth in shapes:
-        # A pipeline only where the server's width is used up.
-        if depth > 1 and -minus_tensor < widest:
-            continue
-        some = [c for c in listed if (c.tensor, c.depth) == (-minus_tensor, depth)]
-        try:
+    # A pipeline only where the server's width is used up.
+    allowed = [shape for shape in shapes if shape[2] == 1 or -shape[1] == widest]
+    listed = [c for c in listed if (c.tensor * c.depth, -c.tensor, c.depth) in allowed]
+    for shape in allowed:
+        some = [c for c in listed if (c.tensor * c.depth, -c.tensor, c.depth) == shape]
+        with suppress(InfeasibleError):
             return search(ground, some, keep=6), listed
-        except InfeasibleError as problem:
-            refused.append(problem)
-    raise refused[-1] if refused else PlanError("ptdp: no width and depth divide the devices")
+    return search(ground, listed), listed
+
+
+def _is_even(profile: Profile, config: Config) -> bool:
+    """Whether the blocks of a GPT, all layers but embedding and head, can be divided evenly."""
+    return not is_gpt(profile) or config.depth == 1 or (len(profile) - 2) % config.num_stages == 0
 
 
 _METHODS: dict[str, Callable[[Ground, Space], tuple[Found, list[Config]]]] = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
-from math import isinf
 
 from pipefit.errors import InfeasibleError
 from pipefit.planner.judge import Judged, judge, least_bytes, quick_bytes, quick_s
@@ -96,7 +96,7 @@ def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
         if ground.topology.devices
         else (ground.topology.device.memory_bytes,)
     )
-    if isinf(limit):
+    if math.isinf(limit):
         # Nothing is saved by a replay where memory is no limit; the fastest is as good a first as any.
         able = [item for item in family.configs if item[1].recompute == "none"] or family.configs
         frugal = able[0][1]
@@ -104,7 +104,8 @@ def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
         able = []
         for quick, config in family.configs:
             need = quick_bytes(ground, config)
-            if family.needs is None or need < family.needs[0]:
+            # Of equal bounds that of the smallest micro-batch is nearest to the truth.
+            if family.needs is None or (need, config.microbatch_size) < (family.needs[0], _size(family.needs)):
                 family.needs = need, config
             if need <= limit:
                 able.append((quick, config))
@@ -115,7 +116,8 @@ def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
     first = judge(ground, frugal)
     family.closest = first
     for tried, (quick, config) in enumerate(able):
-        if len(family.feasible) >= keep or (family.feasible and quick > 1.3 * family.feasible[0].step_s):
+        best_s = min((judged.step_s for judged in family.feasible), default=math.inf)
+        if quick > (best_s if len(family.feasible) >= keep else 1.3 * best_s):
             break
         if tried >= tries or not first.fits:
             break
@@ -131,6 +133,10 @@ def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
     if first.fits and not family.feasible:
         family.feasible.append(first)
     family.feasible.sort(key=lambda judged: (judged.step_s, judged.config))
+
+
+def _size(needs: tuple[float, Config]) -> int:
+    return needs[1].microbatch_size
 
 
 def _alike(a: Judged, b: Judged) -> bool:
@@ -228,25 +234,33 @@ def _depth(config: Config) -> str:
 
 def _nothing_fits(ground: Ground, families: list[Family]) -> str:
     """What is missing, and the least that would help."""
-    lines = []
     least: tuple[float, str] | None = None
-    unjudged = sorted((f for f in families if f.closest is None and f.needs), key=lambda f: (f.needs or (0.0,))[0])
-    for family in unjudged[:8]:
-        # A lower bound ruled these out; what they really need is asked only now.
-        assert family.needs is not None
-        family.closest = judge(ground, family.needs[1])
+    # A lower bound ruled some families out. What they really need is asked now, as long as it might be the least.
+    for family in sorted(families, key=lambda f: f.needs[0] if f.closest is None and f.needs else 0.0):
+        if family.closest is None and family.needs and (least is None or family.needs[0] < least[0]):
+            family.closest = judge(ground, family.needs[1])
+        if family.closest is None:
+            continue
+        need = _true_need(ground, family.closest)
+        if need is not None and (least is None or need < least[0]):
+            least = need, family.closest.config.summary
+    lines = []
     for family in families:
-        summary, _, _, _, peak, why = _shortage(ground, family)
+        summary, _, _, _, _, why = _shortage(ground, family)
         lines.append(f"{why} ({summary})")
-        config = family.closest.config if family.closest else None
-        if config and config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.replicas:
-            peak = least_bytes(ground, config)
-        if peak is not None and (least is None or peak < least[0]):
-            least = peak, summary
     text = f"{ground.profile.model} fits no plan on {ground.topology.num_devices} devices:\n  " + "\n  ".join(lines)
     if least is not None:
-        text += f"\nthe cheapest change: devices with {format_bytes(least[0])} of memory ({least[1]})"
+        # A little more: four digits are shown, and who asks again with them should find a plan.
+        text += f"\nthe cheapest change: devices with {format_bytes(least[0] * 1.0005)} of memory ({least[1]})"
     sizes = [config.microbatch_size for family in families for _, config in family.configs]
     if min(sizes) > 1:
         text += f"; or smaller micro-batches than {min(sizes)}, if the profile has their times"
     return text
+
+
+def _true_need(ground: Ground, judged: Judged) -> float | None:
+    """The memory with which a candidate fits; None where it has no meaning at all."""
+    config, need = judged.config, max(judged.peak_bytes, default=math.inf)
+    if config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.replicas:
+        need = min(need, least_bytes(ground, config))
+    return need if math.isfinite(need) else None

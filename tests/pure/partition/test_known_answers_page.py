@@ -10,7 +10,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "known-answers.md"
 
 def test_every_figure_on_the_page_is_what_its_python_prints():
     blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, object] = {}
     for code, expected in blocks:
         printed = io.StringIO()

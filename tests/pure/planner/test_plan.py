@@ -17,7 +17,7 @@ from pipefit.schedules import program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Device, Level, Profile, Topology
 from pipefit.spec.published import load_profile
-from pipefit.units import format_bytes
+from pipefit.units import format_bytes, parse_quantity
 from pipefit.verify import verify
 
 
@@ -136,6 +136,24 @@ def test_nothing_feasible_says_what_is_missing_and_what_would_help():
     number, unit = said.split()
     enough = float(number) * {"KiB": 2**10, "MiB": 2**20}[unit] * 1.001
     assert plan(profile, limited(4, enough), global_batch=32).prediction.throughput > 0
+
+
+@pytest.mark.parametrize(
+    ("model_name", "devices", "method"), [("vgg16", 16, "auto"), ("vgg16", 4, "2bw"), ("gnmt", 16, "auto")]
+)
+def test_who_asks_again_with_the_memory_of_the_cheapest_change_finds_a_plan(model_name, devices, method):
+    # Bounds that were no one's true need were once told as the least: 330 MiB where 6.9 GiB were needed.
+    profile = load_profile(model_name)
+    with pytest.raises(InfeasibleError) as caught:
+        plan(profile, limited(devices, 1e8), method=method, executable=False)
+    said = str(caught.value).split("devices with ")[1].split(" of memory")[0]
+    enough = parse_quantity(said, "bytes", "memory")
+    assert plan(profile, limited(devices, enough), method=method, executable=False).prediction is not None
+
+
+def test_schedules_of_one_device_are_not_planned_over_many():
+    with pytest.raises(PlanError, match="spilled trains on one device"):
+        plan(model(8), limited(4, 1e9), global_batch=32, schedules=["spilled"])
 
 
 def test_a_given_number_of_microbatches_stays():
