@@ -38,6 +38,15 @@ def command(
     depth: Annotated[str | None, help_of("Depths to choose from, like 2,4.")] = None,
     recompute: Annotated[Literal["auto", "always", "never"], help_of("Replay forwards to save memory?")] = "auto",
     memory: Annotated[str | None, help_of('Memory of every device, like "8 GiB", in place of the topology\'s.')] = None,
+    device_memory: Annotated[
+        str | None,
+        help_of(
+            'Train on one device within so much of its memory, like "1.5 GiB", and spill the rest to the tiers of the '
+            "topology.",
+            "--device-memory",
+        ),
+    ] = None,
+    tier: Annotated[Literal["host", "disk"] | None, help_of("Where --device-memory spills to.")] = None,
     state: Annotated[float | None, help_of("Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.")] = None,
     executable: Annotated[bool, flag("Only what `pipefit train` runs: no tensor width, no sharding.")] = False,
     tokens: Annotated[float | None, help_of("Say how long training a GPT on so many tokens takes.")] = None,
@@ -67,6 +76,9 @@ def command(
             count(name, value)
     if tokens is not None and not tokens > 0:
         raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
+    if device_memory is not None:
+        made = _spilled(figures, machine, device_memory, tier, microbatch_size, microbatches, global_batch, state)
+        return _answer(made, figures, machine, tokens, picture, output)
     made = plan(
         figures,
         machine,
@@ -83,6 +95,34 @@ def command(
         executable=executable or None,
     )
     return _answer(made, figures, machine, tokens, picture, output)
+
+
+def _spilled(
+    profile: Profile,
+    machine: Topology,
+    device_memory: str,
+    tier: str | None,
+    microbatch_size: str | None,
+    microbatches: int | None,
+    global_batch: int | None,
+    state: float | None,
+) -> Plan:
+    from pipefit.planner import plan_spilling
+    from pipefit.units import parse_quantity
+
+    sizes = whole_numbers("--microbatch-size", microbatch_size) or (profile.microbatch_size,)
+    if len(sizes) > 1:
+        raise PipefitError(f"--device-memory: expected one --microbatch-size, got {microbatch_size}")
+    asked = microbatches or max((global_batch or 8 * sizes[0]) // sizes[0], 1)
+    return plan_spilling(
+        profile,
+        machine,
+        device_bytes=parse_quantity(device_memory, "bytes", "--device-memory"),
+        num_microbatches=asked,
+        microbatch_size=sizes[0],
+        tier=tier,
+        state_per_weight=2.0 if state is None else state,
+    )
 
 
 def _machine(name: str, memory: str | None) -> Topology:
@@ -168,6 +208,7 @@ def _figures(made: Plan) -> dict[str, Any]:
         "num_chunks": made.num_chunks,
         "data": made.data,
         "sharded_optimizer": made.sharded_optimizer,
+        "spill": made.spill,
         "predicted": made.prediction,
         "candidates": made.candidates,
         "plan_seconds": made.plan_seconds,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipefit.planner.estimate import Gpt, mfu, num_parameters, training_days
 from pipefit.planner.gpt import gpt_settings
 from pipefit.planner.held import small_program
+from pipefit.planner.spilling import spill_lines
 from pipefit.spec import Plan, Profile, StageSpec, Topology
 from pipefit.units import format_bytes, format_seconds
 
@@ -28,6 +29,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> str:
             lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
         ahead = prediction.speedup_over_data_parallel
         lines[-1] += f", {ahead:.2f} × plain data parallelism" if ahead else ""
+    lines += spill_lines(plan)
     losers = [candidate for candidate in plan.candidates if candidate.why_lost]
     if losers:
         lines += ["", "why the others lost:"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipefit.ir.program import Program
+from pipefit.ir.spill import Spill
 from pipefit.schedules.catalogue import generate
 from pipefit.schedules.shape import Shape
 from pipefit.spec.plan import Plan
@@ -32,8 +33,18 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...
         sharded=plan.sharded_optimizer,
         tensor=plan.tensor,
         pieces=plan.pieces,
+        spill=_spill(plan),
+        prefetch=plan.spill.prefetch if plan.spill else None,
         options=plan.options,
     )
+
+
+def _spill(plan: Plan) -> Spill | None:
+    if plan.spill is None:
+        return None
+    told = plan.spill
+    stages = told.stages or tuple(range(len(plan.partition.stages)))
+    return Spill(told.tier, told.weights_slots, told.optim_slots, told.optim_slots > 0, stages)
 
 
 def program_of(plan: Plan, *, num_steps: int = 1) -> Program:

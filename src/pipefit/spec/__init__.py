@@ -1,6 +1,6 @@
 """The nouns that cross borders, and their files."""
 
-from pipefit.spec.plan import Candidate, Partition, Placement, Plan, Prediction, StageSpec
+from pipefit.spec.plan import Candidate, Partition, Placement, Plan, Prediction, SpillSpec, StageSpec
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device, Level, Tier, Topology
 
@@ -14,6 +14,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Profile",
+    "SpillSpec",
     "StageSpec",
     "Tier",
     "Topology",

@@ -10,7 +10,7 @@ import msgspec
 from pipefit.errors import PlanError
 from pipefit.spec.files import decode, encode, read_json, write_json
 
-__all__ = ["Candidate", "Partition", "Placement", "Plan", "Prediction", "StageSpec"]
+__all__ = ["Candidate", "Partition", "Placement", "Plan", "Prediction", "SpillSpec", "StageSpec"]
 
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,6 +119,45 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speedup_over_data_parallel: float | None = None
 
 
+class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What lives on another tier, how much room it is given, and what was found of its limit.
+
+    Attributes:
+        tier: "host" or "disk". The folder of a disk belongs to the run, not to the plan.
+        device_bytes: what a rank may use of its device: slots, activations and all.
+        host_bytes: what the tier may take, for all ranks together; None: no limit.
+        weights_slots: on each rank, for the weights and gradients of its spilled stages.
+        optim_slots: for the states of their optimizers; 0: these stay on the device.
+        stages: that are spilled; (): all.
+        prefetch: stages ahead that are loaded; None: as soon as a slot is free.
+        peak_bytes: predicted of the fullest device; 0: not predicted.
+        limit_s: seconds per update that no order of work and copies can beat; 0: not known.
+        binds: the lane that sets this limit.
+    """
+
+    tier: str
+    device_bytes: float
+    host_bytes: float | None = None
+    weights_slots: int = 2
+    optim_slots: int = 1
+    stages: tuple[int, ...] = ()
+    prefetch: int | None = None
+    peak_bytes: float = 0.0
+    limit_s: float = 0.0
+    binds: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tier not in ("host", "disk"):
+            raise PlanError(f"spill.tier: expected host or disk, got {self.tier!r}")
+        if not self.device_bytes > 0:
+            raise PlanError(f"spill.device_bytes: expected more than 0, got {self.device_bytes}")
+        if self.weights_slots < 1 or self.optim_slots < 0:
+            raise PlanError(
+                "spill: expected at least one slot for weights and none or more for the optimizer's states, got "
+                f"{self.weights_slots} and {self.optim_slots}"
+            )
+
+
 class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A plan that was considered, in short, and why it lost ("" for the winner)."""
 
@@ -142,6 +181,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         options: further arguments of the schedule (integers).
         data: copies of the whole pipeline.
         sharded_optimizer: optimizer states divided over the data-parallel ranks.
+        spill: which stages live on the host or on disk; None: none.
         sequence_parallel: tensor-parallel processes also divide the sequence between them where every one of them
             would compute the same.
         scatter_gather: without that, each of them sends its part of a message, and the receiver gathers.
@@ -158,6 +198,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sharded_optimizer: bool = False
     sequence_parallel: bool = False
     scatter_gather: bool = True
+    spill: SpillSpec | None = None
     model: str = ""
     method: str = "by hand"
     prediction: Prediction | None = None

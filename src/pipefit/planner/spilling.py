@@ -1,0 +1,346 @@
+"""Planning one device and a tier: where to cut a model that does not fit, how many slots, and what then binds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pipefit.cost import CostModel, from_profile
+from pipefit.errors import InfeasibleError, PlanError
+from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
+from pipefit.ir.program import Program
+from pipefit.ir.spill import Spill
+from pipefit.partition.capacity import hydra
+from pipefit.planner.limits import Limit, limits, traffic
+from pipefit.schedules import Shape, generate
+from pipefit.simulate import simulate
+from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, SpillSpec, Topology
+from pipefit.spec.topology import Tier
+from pipefit.units import format_bytes, format_seconds
+
+__all__ = ["plan_spilling", "spill_lines"]
+
+_SLOTS = (1, 2, 3, 4, 6, 8)
+_NUM_CUTS = 12
+_NUM_SIMULATED = 8
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A cut and its slots, that fit."""
+
+    partition: Partition
+    spill: Spill
+    program: Program
+    cost: CostModel
+    peak_bytes: float
+    limit: Limit
+
+
+@dataclass(frozen=True)
+class _Task:
+    profile: Profile
+    topology: Topology
+    tier: Tier
+    device_bytes: float
+    host_bytes: float
+    num_microbatches: int
+    state: float
+    clip: bool
+    costs: dict[str, Any]
+
+    def cost_of(self, partition: Partition) -> CostModel:
+        cost = from_profile(
+            self.profile,
+            partition,
+            self.topology,
+            optimizer_bytes_per_weight_byte=self.state,
+            loss_s=self.profile.loss_s,
+            **self.costs,
+        )
+        return replace(cost, step_s=tuple(self.profile.optimizer_of(stage.layers) for stage in partition.stages))
+
+    def program_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Program:
+        depth = len(partition.stages)
+        return generate("spilled", Shape(depth, num_microbatches, clip=self.clip, spill=spill))
+
+
+def plan_spilling(
+    profile: Profile,
+    topology: Topology,
+    *,
+    device_bytes: float,
+    num_microbatches: int = 8,
+    microbatch_size: int | None = None,
+    tier: str | None = None,
+    host_bytes: float | None = None,
+    state_per_weight: float = 2.0,
+    clip: bool = False,
+    host_memory_bytes_per_s: float = 0.0,
+    costs: Mapping[str, float] | None = None,
+) -> Plan:
+    """How to train a model on one device that it does not fit: the cut, the slots, and the lane that binds.
+
+    Every cut is tried with every number of slots that fits: shards as long as Hydra makes them, and shards of even
+    weights. Those with the lowest limits are simulated; the shortest period wins. A model that fits is not spilled.
+
+    Args:
+        profile: seconds and bytes of the layers.
+        topology: with the tiers and their rates.
+        device_bytes: cap on what the device holds: slots, activations and all.
+        num_microbatches: per weight update. The more there are, the more work there is for each load.
+        microbatch_size: samples; None: the profile's.
+        tier: "host" or "disk"; None: the first that the topology has.
+        host_bytes: cap on what the tier holds; None: the tier's capacity.
+        state_per_weight: optimizer bytes per weight byte: 2 for Adam, 1 for momentum, 0 for plain SGD.
+        clip: gradients are clipped by their global norm, which costs another visit of the stages that could not stay.
+        host_memory_bytes_per_s: of a fused step on the host, to compare with; 0: not known.
+        costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
+
+    Raises:
+        InfeasibleError: nothing fits; the message says the smallest cap that works.
+        PlanError: a wish that has no meaning, or no such tier.
+    """
+    started = time.perf_counter()
+    if not device_bytes > 0:
+        raise PlanError(f"device_bytes: expected more than 0, got {device_bytes}")
+    size = microbatch_size or profile.microbatch_size
+    chosen = _tier(topology, tier)
+    room = chosen.capacity_bytes if host_bytes is None else host_bytes
+    figures = profile.at(size)
+    task = _Task(
+        figures, topology, chosen, device_bytes, room, num_microbatches, state_per_weight, clip, dict(costs or {})
+    )
+    whole = _resident(task, size)
+    if whole is not None:
+        return msgspec.structs.replace(whole, plan_seconds=time.perf_counter() - started)
+    cuts = list(_cuts(task))
+    choices = sorted(_fitting(task, cuts), key=lambda choice: choice.limit.limit_s)
+    if not choices:
+        raise InfeasibleError(_nothing_fits(task, cuts))
+    best, period_s, makespan_s = _fastest(task, choices[:_NUM_SIMULATED])
+    other = limits(traffic(best.program, 0, best.cost), chosen, host_memory_bytes_per_s)[1:]
+    return _plan_of(task, best, period_s, makespan_s, size, other, time.perf_counter() - started)
+
+
+def _tier(topology: Topology, name: str | None) -> Tier:
+    found = [tier for tier in topology.tiers if name in (None, tier.name)]
+    if not found:
+        raise PlanError(
+            f'the topology has no tier {name or "to spill to"!r}: add [[tiers]] with name = "{name or "host"}", '
+            "capacity_bytes, read_bytes_per_s and write_bytes_per_s"
+        )
+    return found[0]
+
+
+def _resident(task: _Task, size: int) -> Plan | None:
+    """The plan of a model that needs no spilling."""
+    partition = Partition.from_counts([len(task.profile)], len(task.profile))
+    cost, program = task.cost_of(partition), generate("1f1b", Shape(1, task.num_microbatches, clip=task.clip))
+    peak, _ = device_peak_bytes(program, 0, cost.size_bytes, cost.resident_bytes((0,)))
+    if peak > task.device_bytes:
+        return None
+    step_s = simulate(program, cost, memory=False).makespan_s
+    samples = size * task.num_microbatches
+    return Plan(
+        partition,
+        Placement(((0,),)),
+        "1f1b",
+        task.num_microbatches,
+        size,
+        model=task.profile.model,
+        method="spilled",
+        prediction=Prediction(step_s, step_s, step_s, samples / step_s, (peak,)),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- cuts
+
+
+def _cuts(task: _Task) -> Iterator[Partition]:
+    """Cuts worth a try, the coarsest first, each once."""
+    weights = [layer.weight_bytes for layer in task.profile.layers]
+    num_layers = len(weights)
+    counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}
+    found = {tuple(_even(weights, count)) for count in counts}
+    for share in (0.25, 0.5, 0.75, 1.0):
+        for double in (False, True):
+            with suppress(InfeasibleError):
+                cut = hydra(task.profile, share * task.device_bytes, task.state, double)
+                found.add(tuple(len(stage.layers) for stage in cut.stages))
+    for layers in sorted(found, key=lambda layers: (len(layers), layers)):
+        yield Partition.from_counts(layers, num_layers)
+
+
+def _even(weights: Sequence[float], count: int) -> list[int]:
+    """Layer counts of at most `count` shards whose largest is as small as it can be.
+
+    >>> _even([3, 1, 1, 1, 4], 3)
+    [2, 2, 1]
+    """
+    low, high = max(weights), sum(weights)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(weights, middle)) <= count else (middle, high)
+    return _filled(weights, high * (1 + 1e-9))
+
+
+def _filled(weights: Sequence[float], limit: float) -> list[int]:
+    counts, held = [0], 0.0
+    for weight in weights:
+        if counts[-1] and held + weight > limit:
+            counts.append(0)
+            held = 0.0
+        counts[-1] += 1
+        held += weight
+    return counts
+
+
+# -------------------------------------------------------------------------------------------------------------- choices
+
+
+def _slots(num_stages: int, state: float) -> Iterator[tuple[int, int]]:
+    """Slots for weights and for states; none for states that stay on the device."""
+    several = [count for count in _SLOTS if count <= num_stages]
+    for weights in several:
+        yield weights, 0
+        yield from ((weights, optim) for optim in several[:2] if state)
+
+
+def _fitting(task: _Task, cuts: Iterable[Partition]) -> Iterator[_Choice]:
+    for partition in cuts:
+        cost, num_stages = task.cost_of(partition), len(partition.stages)
+        beside = _beside_slots(task, partition, cost)
+        for weights, optim in _slots(num_stages, task.state):
+            spill = Spill.of(num_stages, weights, optim, task.tier.name)
+            # What is moved does not depend on the number of micro-batches.
+            small = task.program_of(partition, spill, 1)
+            resident = 0.0 if optim else cost.resident_bytes(range(num_stages))
+            peak = beside + arena_bytes(small.header, 0, cost.size_bytes) + resident
+            if peak > task.device_bytes or tier_peak_bytes(small, 0, cost.size_bytes)[0] > task.host_bytes:
+                continue
+            moved = traffic(small, 0, cost)
+            moved = replace(moved, compute_s=moved.compute_s * task.num_microbatches)
+            yield _Choice(partition, spill, small, cost, peak, limits(moved, task.tier)[0])
+
+
+def _beside_slots(task: _Task, partition: Partition, cost: CostModel) -> float:
+    """What the device holds beside its slots: activations at the cuts, and what one micro-batch saves."""
+    spill = Spill.of(len(partition.stages), min(2, len(partition.stages)), 0, task.tier.name)
+    program = task.program_of(partition, spill, task.num_microbatches)
+    return device_peak_bytes(program, 0, cost.size_bytes)[0] - arena_bytes(program.header, 0, cost.size_bytes)
+
+
+def _fastest(task: _Task, choices: Sequence[_Choice]) -> tuple[_Choice, float, float]:
+    """The choice with the shortest period, of equals the one with the fewest stages; its period and makespan."""
+    timed = []
+    for choice in choices:
+        assert choice.program.header.spill is not None
+        program = task.program_of(choice.partition, choice.program.header.spill, task.num_microbatches)
+        once, thrice = (simulate(program, choice.cost, repeats=n, memory=False).makespan_s for n in (1, 3))
+        timed.append((replace(choice, program=program), (thrice - once) / 2, once))
+    return min(timed, key=lambda found: (round(found[1], 9), len(found[0].partition.stages)))
+
+
+def _nothing_fits(task: _Task, cuts: Sequence[Partition]) -> str:
+    """What the smallest device would be, and the layer that asks for it."""
+    layers = task.profile.layers
+    finest = [*cuts, Partition.from_counts([1] * len(layers), len(layers))]
+    least, count = min(
+        (choice.peak_bytes, len(choice.partition.stages))
+        for choice in _fitting(replace(task, device_bytes=math.inf, host_bytes=math.inf), finest)
+    )
+    if least <= task.device_bytes:
+        return (
+            f"{task.profile.model} does not fit the {task.tier.name}: it would keep its weights and the states of its "
+            f"optimizer there, and may take {format_bytes(task.host_bytes)}"
+        )
+    largest = max(layers, key=lambda layer: layer.weight_bytes)
+    return (
+        f"{task.profile.model} cannot be trained within {format_bytes(task.device_bytes)} of device memory: the "
+        f"smallest cap that works is {format_bytes(least)}, with {count} stages, one slot and {task.num_microbatches} "
+        f"micro-batches per update; its largest layer, {largest.name}, has {format_bytes(largest.weight_bytes)} of "
+        "weights, which need as much again for gradients"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def _plan_of(
+    task: _Task,
+    best: _Choice,
+    period_s: float,
+    makespan_s: float,
+    size: int,
+    others: Sequence[Limit],
+    seconds: float,
+) -> Plan:
+    num_stages, spill = len(best.partition.stages), best.program.header.spill
+    assert spill is not None
+    # Counted on the whole program, to the byte.
+    resident = 0.0 if spill.optim else best.cost.resident_bytes(range(num_stages))
+    peak, _ = device_peak_bytes(best.program, 0, best.cost.size_bytes, resident)
+    limit = limits(traffic(best.program, 0, best.cost), task.tier)[0]
+    told = SpillSpec(
+        tier=task.tier.name,
+        device_bytes=task.device_bytes,
+        host_bytes=None if math.isinf(task.host_bytes) else task.host_bytes,
+        weights_slots=spill.weights_slots,
+        optim_slots=spill.optim_slots,
+        peak_bytes=peak,
+        limit_s=limit.limit_s,
+        binds=limit.binds,
+    )
+    samples = size * task.num_microbatches
+    return Plan(
+        best.partition,
+        Placement(((0,),) * num_stages),
+        "spilled",
+        task.num_microbatches,
+        size,
+        num_stages,
+        spill=told,
+        model=task.profile.model,
+        method="spilled",
+        prediction=Prediction(makespan_s, period_s, period_s, samples / period_s, (peak,)),
+        candidates=tuple(_candidate(other, limit, samples, peak) for other in others),
+        plan_seconds=seconds,
+    )
+
+
+def _candidate(other: Limit, chosen: Limit, samples: int, peak: float) -> Candidate:
+    where = {"host": "optimizer on the host", "split": f"{other.host_share:.0%} of the optimizer on the host"}
+    gain = chosen.limit_s / other.limit_s
+    why = f"limit {format_seconds(other.limit_s)} per update ({other.binds} binds)"
+    why += f", {gain:.2f} × as fast, but this version steps on the device" if gain > 1 else ", no better"
+    return Candidate(where[other.optimizer], "spilled", other.limit_s, samples / other.limit_s, peak, why)
+
+
+def spill_lines(plan: Plan) -> list[str]:
+    """What a plan spills, in words; nothing for a plan that does not."""
+    told = plan.spill
+    if told is None:
+        return []
+    states = f", {told.optim_slots} for states" if told.optim_slots else "; the optimizer's states stay on the device"
+    lines = [
+        f"spilled to the {told.tier}: {len(told.stages) or len(plan.partition.stages)} stages through "
+        f"{told.weights_slots} slots for weights{states}",
+    ]
+    if told.peak_bytes:
+        share = told.peak_bytes / told.device_bytes
+        lines.append(
+            f"device memory: {format_bytes(told.peak_bytes)} of {format_bytes(told.device_bytes)} ({share:.0%})"
+        )
+    if told.limit_s and plan.prediction is not None:
+        reached = told.limit_s / plan.prediction.period_s
+        lines.append(
+            f"limit: {format_seconds(told.limit_s)} per update, {told.binds} binds; {reached:.0%} of it reached"
+        )
+    return lines

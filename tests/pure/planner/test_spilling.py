@@ -1,0 +1,126 @@
+"""Plans for a device that the model does not fit."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipefit.cost import from_profile
+from pipefit.errors import InfeasibleError, PipefitError, PlanError
+from pipefit.ir.liveness import device_peak_bytes
+from pipefit.planner import plan_spilling
+from pipefit.planner.explain import explain
+from pipefit.planner.limits import limits, traffic
+from pipefit.planner.spilling import _even
+from pipefit.schedules import Shape, generate
+from pipefit.schedules.planned import program_of
+from pipefit.simulate import simulate
+from pipefit.spec import Layer, Level, Plan, Profile, SpillSpec, Tier, Topology
+from pipefit.verify import verify
+
+LAYERS = tuple(Layer(f"layer{i}", 20e-3, 20e-3, 20e-3, 2e6, 20e6, 100e6) for i in range(12))
+PROFILE = Profile("twelve", 1, LAYERS, optimizer_s=0.12)
+HOST, DISK = Tier("host", 64e9, 10e9, 10e9), Tier("disk", 1e12, 2e9, 1e9)
+MACHINE = Topology((Level("machine", 1, 1e9),), tiers=(HOST, DISK))
+
+
+def cost_of(plan, state=2.0):
+    cost = from_profile(PROFILE, plan.partition, MACHINE, optimizer_bytes_per_weight_byte=state)
+    return replace(cost, step_s=tuple(PROFILE.optimizer_of(stage.layers) for stage in plan.partition.stages))
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("device_bytes", [0.9e9, 1.5e9, 3e9])
+def test_a_plan_fits_its_cap_is_right_and_says_how_far_from_the_limit_it_is(tier, device_bytes):
+    plan = plan_spilling(PROFILE, MACHINE, device_bytes=device_bytes, num_microbatches=4, tier=tier)
+    program, cost = program_of(plan), cost_of(plan)
+    resident = 0.0 if plan.spill.optim_slots else cost.resident_bytes(range(len(plan.partition.stages)))
+    assert device_peak_bytes(program, 0, cost.size_bytes, resident)[0] == plan.spill.peak_bytes <= device_bytes
+    assert verify(program, capacity_bytes=device_bytes, size=cost.size_bytes, tier_bytes=64e9).ok
+    assert plan.spill.limit_s <= plan.prediction.period_s + 0.11  # a pass need not wait for the fill of the first
+    assert plan.prediction.period_s == pytest.approx(
+        (simulate(program, cost, repeats=3).makespan_s - simulate(program, cost).makespan_s) / 2
+    )
+    assert f"{plan.spill.binds} binds" in explain(plan, PROFILE)
+
+
+def test_a_model_that_fits_is_not_spilled():
+    plan = plan_spilling(PROFILE, MACHINE, device_bytes=16e9)
+    assert plan.spill is None and len(plan.partition.stages) == 1
+
+
+def test_a_larger_cap_never_makes_it_slower():
+    caps = (0.9e9, 1.2e9, 2e9, 4e9)
+    periods = [plan_spilling(PROFILE, MACHINE, device_bytes=cap, tier="disk").prediction.period_s for cap in caps]
+    assert periods == sorted(periods, reverse=True)
+
+
+def test_a_cap_too_small_is_refused_with_the_smallest_that_works():
+    with pytest.raises(
+        InfeasibleError, match=r"the smallest cap that works is .*, with .* layer0, has 95.37 MiB"
+    ) as e:
+        plan_spilling(PROFILE, MACHINE, device_bytes=2e8)
+    from pipefit.units import parse_quantity
+
+    smallest = parse_quantity(str(e.value).split("works is ")[1].split(",")[0], "bytes")
+    assert plan_spilling(PROFILE, MACHINE, device_bytes=smallest * 1.001).spill.peak_bytes <= smallest * 1.001
+    with pytest.raises(InfeasibleError):
+        plan_spilling(PROFILE, MACHINE, device_bytes=smallest * 0.99)
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        ({"device_bytes": 0.0}, "device_bytes: expected more than 0"),
+        ({"device_bytes": 1e9, "tier": "moon"}, "no tier 'moon'"),
+        ({"device_bytes": 1e9, "host_bytes": 1e9}, "does not fit the host"),
+    ],
+)
+def test_wishes_without_meaning_are_refused(wish, says):
+    with pytest.raises((PlanError, InfeasibleError), match=says):
+        plan_spilling(PROFILE, MACHINE, **wish)
+
+
+def test_a_plan_that_spills_comes_back_from_its_file(tmp_path):
+    plan = plan_spilling(PROFILE, MACHINE, device_bytes=1.5e9)
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    with pytest.raises(PipefitError, match="host or disk"):
+        SpillSpec("moon", 1.0)
+
+
+def test_what_is_moved_is_counted_by_hand():
+    shape = Shape(4, 2)
+    program = generate("spilled", shape)
+    layers = PROFILE.layers[:4]
+    small = Profile("four", 1, layers, optimizer_s=0.04)
+    plan = plan_spilling(small, MACHINE, device_bytes=16e9)
+    cost = from_profile(small, type(plan.partition).from_counts([1] * 4), MACHINE, optimizer_bytes_per_weight_byte=2)
+    moved = traffic(program, 0, cost)
+    assert moved.read_bytes == {"weights": 6 * 100e6, "optim": 4 * 200e6}
+    assert moved.written_bytes == {"weights": 4 * 100e6, "optim": 4 * 200e6}
+    assert moved.compute_s == pytest.approx(2 * (4 * 60e-3 + 3 * 20e-3))
+    device, host, split = limits(moved, HOST, host_bytes_per_s=30e9)
+    assert device.lanes["host → device"] == pytest.approx(0.14) and device.lanes["device → host"] == pytest.approx(0.12)
+    assert host.lanes["host → device"] == pytest.approx(0.06) and host.lanes["device → host"] == pytest.approx(0.04)
+    assert host.lanes["step on the host"] == pytest.approx(30 * 100e6 / 30e9)
+    assert split.limit_s <= max(device.limit_s, host.limit_s) and 0 < split.host_share < 1
+    assert len(limits(moved, DISK, host_bytes_per_s=30e9)) == 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 7))
+def test_shards_are_as_even_as_they_can_be(weights, count):
+    counts = _even(weights, count)
+    assert sum(counts) == len(weights) and len(counts) <= count
+
+    def largest(cuts):
+        ends = [0, *cuts, len(weights)]
+        return max(sum(weights[a:b]) for a, b in pairwise(ends))
+
+    best = min(
+        largest(cuts)
+        for shards in range(1, min(count, len(weights)) + 1)
+        for cuts in combinations(range(1, len(weights)), shards - 1)
+    )
+    assert largest([sum(counts[:n]) for n in range(1, len(counts))]) == best
