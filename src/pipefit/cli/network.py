@@ -73,7 +73,9 @@ def _model(found: ModelResult) -> str:
         f"{found.microbatch} on one device ({found.microbatch / found.compute_s:.1f} samples/s), links of "
         f"{found.bandwidth_bytes_per_s / 1e6:.3g} MB/s",
         f"reducing all gradients takes {found.ratio:.2f} × as long as computing them; the paper's model: "
-        f"{found.paper_ratio:.2f}; reported there: {found.reported}",
+        f"{found.paper_ratio:.2f}",
+        f"reported there on 16 devices: {found.reported[0]}, {found.reported[1]:.2f} × data parallelism; in proportion "
+        f"here: {found.expected:.2f} ×",
     ]
     for plan in found.planned:
         ahead = plan.data_parallel_s / plan.minibatch_s

@@ -22,6 +22,8 @@ __all__ = ["Devices", "capped", "devices_for", "put"]
 # What the ranks of a core leave of it to the kernel's network work, and to others.
 _USED = 0.9
 _PERIOD_US = 20_000
+# Beside other programs the ranks come first, up to their caps: else those that compute most would be slowed down most.
+_WEIGHT = 16
 _NAME = re.compile(r"pipefit-(\d+)-\d+")
 
 
@@ -116,9 +118,11 @@ def _set_quota(group: Path, share: float) -> None:
     quota = round(share * _PERIOD_US)
     if (group / "cpu.max").exists():
         (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+        (group / "cpu.weight").write_text(str(100 * _WEIGHT))
     else:
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(quota))
+        (group / "cpu.shares").write_text(str(1024 * _WEIGHT))
 
 
 def _forget_dead(parent: Path) -> None:

@@ -35,9 +35,11 @@ from pipefit.compare.bench.network_spec import (
     compute_s,
     paper_ratio,
     reduction_ratio,
+    scaled_speedup,
     weight_bytes,
 )
 from pipefit.compare.bench.traffic import program_bytes, ring_bytes
+from pipefit.errors import CommunicationError
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.profiling import profile_sizes
 from pipefit.runtime.session import Session, current, leave
@@ -180,7 +182,8 @@ def _measure(name: str, subject: Subject, config: NetworkConfig, lab: Lab, sessi
         bandwidth_bytes_per_s=bandwidth,
         ratio=here,
         paper_ratio=ratio,
-        reported=subject.scaled.reported,
+        reported=(subject.scaled.stages, subject.scaled.speedup),
+        expected=scaled_speedup(subject.scaled.speedup, session.num_ranks),
         planned=planned(profile, topology),
         rows=_rows(contestants, size * config.steps * subject.scaled.microbatch, bandwidth),
     )
@@ -202,15 +205,18 @@ def _as_devices_are(subject: Subject) -> Profile:
     dist.all_reduce(mean)
     profile = subject.profile
     factor = float(mean) / dist.get_world_size() / (compute_s(profile) + profile.optimizer_s)
-    fields = ("forward_s", "backward_input_s", "backward_weight_s")
-    scaled = [
-        msgspec.structs.replace(layer, **{name: getattr(layer, name) * factor for name in fields})
-        for layer in profile.layers
-    ]
-    return msgspec.structs.replace(
-        profile, layers=tuple(scaled), step_s=None, loss_s=profile.loss_s * factor,
-        optimizer_s=profile.optimizer_s * factor,
-    )  # fmt: skip
+    return _slower(profile, factor)
+
+
+def _slower(profile: Profile, factor: float) -> Profile:
+    """All seconds of a profile times a factor."""
+
+    def seconds(item: Any) -> dict[str, float]:
+        found = {name: getattr(item, name) for name in item.__struct_fields__ if name.endswith("_s")}
+        return {name: value * factor for name, value in found.items() if value is not None}
+
+    layers = tuple(msgspec.structs.replace(layer, **seconds(layer)) for layer in profile.layers)
+    return msgspec.structs.replace(profile, layers=layers, others=(), **seconds(profile))
 
 
 def _contestant(choice: Choice, subject: Subject, topology: Topology, size: int, rounds: int) -> Contestant:
@@ -220,10 +226,12 @@ def _contestant(choice: Choice, subject: Subject, topology: Topology, size: int,
         num = topology.num_devices
         updates, each = size // choice.minibatches, choice.minibatches // num
         reduce_s = ring_bytes(weight_bytes(profile), num) / topology.levels[0].bandwidth_bytes_per_s
+        # Reduced while the last backward runs: what goes beyond it is waited for.
+        backward_s = sum(layer.backward_s for layer in profile.layers)
         return Contestant(
             choice,
             _data_parallel(subject, updates, each),
-            rounds * updates * ((each - 1) * compute_s(profile) + max(compute_s(profile), reduce_s)),
+            rounds * updates * (each * compute_s(profile) + max(0.0, reduce_s - backward_s)),
             rounds * updates * num * ring_bytes(weight_bytes(profile), num),
         )
     plan = plan_for(choice, topology.num_devices, subject.scaled.microbatch)
@@ -289,6 +297,11 @@ def _rows(contestants: list[Contestant], samples: int, bandwidth: float) -> tupl
     for one in contestants:
         choice, seconds = one.choice, statistics.median(one.seconds)
         hosts = [statistics.median(sent) for sent in zip(*one.counted, strict=True)]
+        if sum(hosts) < one.sends:
+            raise CommunicationError(
+                f"{choice.describe()}: the program sends {one.sends:.0f} bytes, but only {sum(hosts):.0f} left the hosts: "
+                "messages did not go over the laboratory's links, so nothing was measured"
+            )
         rows.append(
             NetworkRow(
                 strategy=choice.strategy,

@@ -21,7 +21,7 @@ from pipefit.spec.published import load_profile
 
 __all__ = [
     "SCALED", "ModelResult", "NetworkConfig", "NetworkResult", "NetworkRow", "Planned", "Scaled", "Task", "Told",
-    "bandwidth_for", "check", "compute_s", "paper_ratio", "reduction_ratio", "weight_bytes",
+    "bandwidth_for", "check", "compute_s", "paper_ratio", "reduction_ratio", "scaled_speedup", "weight_bytes",
 ]  # fmt: skip
 
 PAPER_DEVICES = 16
@@ -38,19 +38,21 @@ class Scaled:
         options: its size.
         microbatch: samples of a mini-batch, on one device.
         published: name of the layer graph that gives the ratio.
-        reported: what the paper says, for people.
+        stages: what the paper reports for 16 devices.
+        speedup: over data parallelism, as reported there.
     """
 
     model: str
     options: str
     microbatch: int
     published: str
-    reported: str
+    stages: str
+    speedup: float
 
 
 SCALED = {
-    "vgg": Scaled("vgg16", "image=96,width=0.125,classes=2400", 32, "vgg16", "15-1, 5.28 × data parallelism"),
-    "resnet": Scaled("resnet50", "image=32,width=0.125,classes=150", 24, "resnet50", "data parallelism, 1 ×"),
+    "vgg": Scaled("vgg16", "image=96,width=0.125,classes=2400", 32, "vgg16", "15-1", 5.28),
+    "resnet": Scaled("resnet50", "image=32,width=0.125,classes=150", 24, "resnet50", "data parallelism", 1.0),
 }
 """The classes are such that the convolutions hold as large a share of the weights as in the paper's models."""
 
@@ -89,7 +91,7 @@ class NetworkRow(msgspec.Struct, frozen=True):
         against: mini-batches per update of the data parallelism that it is compared with.
         samples_per_s: median over the turns.
         speedup: over that data parallelism, torch's.
-        predicted_samples_per_s: by the simulator (by the partitioner's formula for "ddp").
+        predicted_samples_per_s: by the simulator; for "ddp" as if its reduction began with the last backward.
         counted_bytes: sent by all hosts per sample, by the counters of their network devices.
         program_bytes: the same by the program.
         busiest_link: bytes of the host that sent most, over what its link could have sent in that time.
@@ -132,7 +134,8 @@ class ModelResult(msgspec.Struct, frozen=True):
         bandwidth_bytes_per_s: B of the links.
         ratio: ρ here.
         paper_ratio: ρ of the paper's model on its cluster.
-        reported: what the paper says.
+        reported: what the paper says for 16 devices, and its speed-up over data parallelism.
+        expected: the same speed-up with as many devices as here; see `scaled_speedup`.
         planned: the partitioner's answers.
         rows: by strategy.
     """
@@ -145,7 +148,8 @@ class ModelResult(msgspec.Struct, frozen=True):
     bandwidth_bytes_per_s: float
     ratio: float
     paper_ratio: float
-    reported: str
+    reported: tuple[str, float]
+    expected: float
     planned: tuple[Planned, ...]
     rows: tuple[NetworkRow, ...]
 
@@ -197,6 +201,16 @@ def bandwidth_for(ratio: float, weight_bytes: float, compute_s: float, num_devic
     6000000.0
     """
     return reduction_ratio(weight_bytes, compute_s, num_devices, ratio)
+
+
+def scaled_speedup(reported: float, num_devices: int) -> float:
+    """What a speed-up at "15-1" is at (n − 1)-1: of n devices one computes next to nothing. 1 stays 1.
+
+    >>> round(scaled_speedup(5.28, 4), 2), scaled_speedup(5.28, 16), scaled_speedup(1.0, 4)
+    (4.22, 5.28, 1.0)
+    """
+    whole = (PAPER_DEVICES - 1) / PAPER_DEVICES
+    return reported * (num_devices - 1) / num_devices / whole if reported > 1 else reported
 
 
 def paper_ratio(published: str) -> float:
