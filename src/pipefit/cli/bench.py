@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.options import Json, count, help_of
 from pipefit.errors import PipefitError, nearest
 
@@ -44,7 +44,10 @@ def command(
     ] = None,
     latency: Annotated[str | None, help_of("For network: of every message one way, like '1 ms'.")] = None,
     model: Annotated[list[str] | None, help_of("For network: vgg or resnet; default: both.", "--model")] = None,
-    steps: Annotated[int | None, help_of("For network: updates of a synchronous pipeline in one turn.")] = None,
+    steps: Annotated[
+        int | None,
+        help_of("For network: updates in one turn. For study: of the longest trial."),
+    ] = None,
     output: Annotated[Path | None, help_of("For network: a JSON file for the result.", "--output", "-o")] = None,
     json: Json = False,
 ) -> Answer:
@@ -130,6 +133,25 @@ def _network(asked: Asked) -> Answer:
     )
 
 
+def _study(asked: Asked) -> Answer:
+    from pipefit.compare.bench.study import LENGTHS, study_policies
+
+    longest = asked.steps or max(LENGTHS)
+    rows = study_policies(scale=longest / max(LENGTHS))
+    lines = [f"{len(LENGTHS)} trials on 2 workers, the longest of {longest} steps", ""]
+    lines += [f"{'policy':<12} {'makespan':>10} {'bound':>10} {'× bound':>8} {'predicted':>10} {'moving state':>13}"]
+    for row in rows:
+        predicted = f"{row.predicted_s:.2f} s" if row.predicted_s is not None else "–"
+        lines.append(
+            f"{row.policy:<12} {row.makespan_s:>8.2f} s {row.bound_s:>8.2f} s {1 + row.gap:>8.3f} {predicted:>10} "
+            f"{row.moved:>13.1%}"
+        )
+    alike = len({row.losses for row in rows}) == 1
+    lines += ["", f"every trial's last loss is {'the same to the bit' if alike else 'NOT THE SAME'} under every policy"]
+    data = {"rows": [row._asdict() for row in rows], "longest_steps": longest, "same_losses": alike}
+    return Answer(data, "\n".join(lines), FINE if alike else FINDING)
+
+
 _BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     "lean": (_lean, "overhead of the executor: µs per micro-batch and stage, beside torch and a bare loop"),
     "prediction": (_prediction, "measured beside predicted for every schedule, each rank on a core of its own"),
@@ -138,5 +160,6 @@ _BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
         _network,
         "data parallelism, pipelines and hybrids on a slow network (Linux, root): PipeDream's VGG and ResNet",
     ),
+    "study": (_study, "twelve trials on two workers: LRTF, FIFO and whole tasks beside the bound no policy can beat"),
     "partition": (_partition, "how long PipeDream's partitioner takes, and how that grows"),
 }

@@ -12,7 +12,7 @@ from pipefit.study.trial import StudySpec, Trial
 
 __all__ = ["LENGTHS", "StudyRow", "study_policies"]
 
-LENGTHS = (4, 4, 5, 6, 7, 8, 9, 10, 12, 14, 18, 42)
+LENGTHS = (16, 16, 20, 24, 28, 32, 36, 40, 48, 56, 72, 168)
 """Steps of the trials, the longest one last, as it happens when nobody has thought about it."""
 
 OPTIONS = {"layers": 4, "hidden": 128, "heads": 4, "context": 128}
