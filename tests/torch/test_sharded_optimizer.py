@@ -20,7 +20,8 @@ OPTIMIZERS: dict[str, Make] = {
     "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, 0.01, amsgrad=True),
     "adamw": lambda p: torch.optim.AdamW(
-        [{"params": [x for x in p if x.dim() > 1], "weight_decay": 0.3}, {"params": [x for x in p if x.dim() < 2]}], 0.01
+        [{"params": [x for x in p if x.dim() > 1], "weight_decay": 0.3}, {"params": [x for x in p if x.dim() < 2]}],
+        0.01,
     ),
     "fused": lambda p: torch.optim.AdamW(p, 0.01, fused=True),
 }

@@ -150,8 +150,7 @@ def _keep_part(worker: Worker, stage: int, whole: Optimizer, optimizer: Optimize
         master = store.masters[piece.index]
         if master in whole.state:
             optimizer.state[piece.master] = {
-                key: _part_of(key, value, master, piece.start, piece.stop)
-                for key, value in whole.state[master].items()
+                key: _part_of(key, value, master, piece.start, piece.stop) for key, value in whole.state[master].items()
             }
 
 

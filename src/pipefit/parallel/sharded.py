@@ -1,6 +1,6 @@
 """Weights of a replicated stage whose optimizer is divided over the replicas.
 
-Weights lie in flat buckets, as their gradients do. Of each bucket a replica steps one part, so that it keeps one part of
+Weights lie in flat buckets, as their gradients do. Of each bucket a replica steps one part, so it keeps one part of
 the optimizer's state; then the replicas put the new weights together.
 
     bucket     │ w7 ····· │ w6 ······ │ w5 ···· │      d = 2
@@ -89,7 +89,7 @@ class ShardedStore:
         self._flats: dict[int, list[Tensor]] = {0: flats}
         self._versions: dict[int, list[Tensor]] = {0: data}
         self._current = 0
-        self._gradients = [flat.new_zeros(len(flat) // num_replicas) for flat in flats]
+        self._gradients = [flat.chunk(num_replicas)[replica] for flat in self.buckets.flats]
         self.masters = [nn.Parameter(tensor) for tensor in data]
         self.pieces = list(self._cut(flats))
         self.groups: list[list[int]] = []
@@ -124,13 +124,8 @@ class ShardedStore:
         return [piece.master for piece in self.pieces if piece.index == index]
 
     def gradient_part(self, bucket: int) -> Tensor:
-        """Where the sum of this replica's part of a bucket goes."""
+        """This replica's part of a bucket of gradients, where its sum goes."""
         return self._gradients[bucket]
-
-    @property
-    def reduced(self) -> list[Tensor]:
-        """The summed gradients that this replica has: its parts of the buckets."""
-        return self._gradients
 
     def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(the part that this replica has stepped, the whole) of each bucket of a version."""
@@ -207,7 +202,7 @@ def shard(optimizer: Optimizer, store: ShardedStore, masters: Sequence[nn.Parame
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise PlanError(
             f"a sharded optimizer must treat every number by itself: {known} do, {type(optimizer).__name__} is not "
-            "known to; use one of them, or do not shard the optimizer"
+            "known to; use one of them, or do not shard the optimizer (plan with sharded=False)"
         )
     if optimizer.state:
         raise PlanError("a sharded optimizer must be fresh, but this one keeps states already")

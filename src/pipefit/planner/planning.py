@@ -275,6 +275,14 @@ _METHODS: dict[str, Callable[[Ground, Space], tuple[Found, list[Config]]]] = {
 
 def _listed(ground: Ground, space: Space) -> list[Config]:
     listed = list(configs(ground, space))
+    if not listed and space.depths is not None:
+        most = min(ground.topology.num_devices, len(ground.profile))
+        able = [k for k in range(1, most + 1) if ground.topology.num_devices % k == 0]
+        if not set(able) & set(space.depths):
+            raise PlanError(
+                f"depths: got {', '.join(map(str, space.depths))}; a depth divides the {ground.topology.num_devices} "
+                f"devices and is at most the {len(ground.profile)} layers: {', '.join(map(str, able))}"
+            )
     if not listed:
         wanted = (
             f"{space.num_microbatches} micro-batches" if space.num_microbatches else f"sizes {space.microbatch_sizes}"

@@ -209,9 +209,18 @@ class DistributedTransport:
         """Starts to sum a tensor over some ranks, where it is."""
         return InPlace(dist.all_reduce(tensor, group=self._groups[members], async_op=True))
 
-    def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> InPlace:
-        """Starts to sum a flat tensor over some ranks, each of which gets its part."""
-        return InPlace(dist.reduce_scatter_single(part, whole, group=self._groups[members], async_op=True))
+    def reduce_scatter(
+        self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor
+    ) -> InPlace | _Scattered:
+        """Starts to sum a flat tensor over some ranks, each of which gets its part where it lies in the whole.
+
+        Gloo would sum all of a copy on every rank, so there parts are exchanged and each rank adds up its own.
+        """
+        group = self._groups[members]
+        if whole.device.type == "cuda":
+            return InPlace(dist.reduce_scatter_single(part, whole, group=group, async_op=True))
+        given = torch.empty_like(whole)
+        return _Scattered(dist.all_to_all_single(given, whole, group=group, async_op=True), given, part)
 
     def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> InPlace:
         """Starts to join the parts of some ranks."""
@@ -302,6 +311,26 @@ class InPlace(NamedTuple):
     def wait(self) -> None:
         """Blocks until the result is there."""
         self.work.wait()
+
+
+class _Scattered(NamedTuple):
+    """Parts under way to those who add them up."""
+
+    work: Any
+    given: Tensor
+    part: Tensor
+
+    def ready(self) -> bool:
+        """`wait` may block."""
+        return True
+
+    def wait(self) -> None:
+        """Adds up this rank's part."""
+        self.work.wait()
+        first, *others = self.given.view(-1, len(self.part))
+        self.part.copy_(first)
+        for other in others:
+            self.part.add_(other)
 
 
 class _Reduction:

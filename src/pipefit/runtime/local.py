@@ -97,6 +97,7 @@ class LocalTransport:
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         self.rank = rank
         self.mailbox = mailbox
+        self.bytes_sent = 0
         self._pass = 0
 
     def begin(self, signatures: Sequence[object]) -> None:
@@ -110,6 +111,7 @@ class LocalTransport:
         """Copies, as a real link would: neither side can then change what the other holds."""
         i = instruction
         leaves = [leaf.clone(memory_format=torch.contiguous_format) for leaf in message.leaves]
+        self.bytes_sent += sum(leaf.nbytes for leaf in leaves)
         self.mailbox.messages[i.peer, self.rank, i.kind, i.stage, i.mb] = message._replace(leaves=leaves)
 
     def receive(self, instruction: Instruction) -> _Receive:
@@ -130,9 +132,7 @@ class LocalTransport:
         """The sum, where the tensor was."""
         return _Placed(self.all_reduce(members, key, [tensor]), tensor)
 
-    def reduce_scatter(
-        self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor
-    ) -> _Placed:
+    def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> _Placed:
         """This member's part of the sum."""
         return _Placed(self.all_reduce(members, key, [whole]), part, members.index(self.rank))
 

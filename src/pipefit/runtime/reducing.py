@@ -17,8 +17,8 @@ from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
-from pipefit.parallel.sharded import ShardedStore
 from pipefit.parallel.buckets import GradientBuckets, Launch
+from pipefit.parallel.sharded import ShardedStore
 from pipefit.runtime.transport import Handle
 
 if TYPE_CHECKING:

@@ -63,10 +63,8 @@ class Transport(Protocol):
     def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> Handle:
         """Starts to sum a tensor over some ranks; once waited for, it holds the sum."""
 
-    def reduce_scatter(
-        self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor
-    ) -> Handle:
-        """Starts to sum a flat tensor over some ranks; once waited for, `part` holds this member's part of the sum."""
+    def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> Handle:
+        """Starts to sum a flat tensor over some ranks; once waited for, this member's part of it holds the sum."""
 
     def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Handle:
         """Starts to join the members' parts; once waited for, `whole` holds them all. `part` may lie in it."""

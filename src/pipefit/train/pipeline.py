@@ -19,13 +19,14 @@ from pipefit.parallel import Region
 from pipefit.runtime.engine import Engine, PassResult
 from pipefit.runtime.session import current
 from pipefit.runtime.spilling import presence
-from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Tie, Training, Worker
+from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Training, Worker
 from pipefit.schedules import find, shape_of
 from pipefit.schedules.forward import forward_only
-from pipefit.spec import Partition, Plan, Profile
+from pipefit.spec import Plan, Profile
 from pipefit.stage.precision import first_scale, half_of
 from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
 from pipefit.timeline import Timeline
+from pipefit.train.agreement import Agreement
 from pipefit.train.batch import Weigh, feed_of, largest_part
 from pipefit.train.divided import Divided
 from pipefit.train.gather import forget_others, full_state
@@ -38,6 +39,8 @@ from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sharding import check_sharding, shard_optimizers
 from pipefit.train.spilled import Spilled, shard_counts, spilled_shape, spillings
 from pipefit.train.stream import stream_feed
+from pipefit.train.ties import tied_parameters
+from pipefit.train.traffic import traffic
 from pipefit.verify import verify
 
 __all__ = ["Pipeline"]
@@ -162,6 +165,7 @@ class Pipeline:
         self.num_updates = 0
         self._next_ordinal = 0
         self.history = PassHistory()
+        self._agreement = Agreement(self._session)
 
     # ---- making it -------------------------------------------------------------------------------------------------
 
@@ -215,7 +219,7 @@ class Pipeline:
         self._check_ranks(self.plan)
         mine = self._divided.mesh.rank_of(self._session.rank)
         ranks = [mine] if self._session.is_distributed else list(range(header.num_ranks))
-        ties = _tied_parameters(self.layers, self.plan.partition)
+        ties = tied_parameters(self.layers, self.plan.partition)
         parts = split(self.layers, self.plan.partition, [header.stages_of(rank) for rank in ranks])
         kept = spillings(ranks, parts, self.program, self._training, ties, self.device, self.spill, self.model)
         workers = [
@@ -258,6 +262,7 @@ class Pipeline:
                 f"{self.schedule.name} is asynchronous: its updates overlap, so there is no single step to run; use "
                 "fit(batches), which drains at its end"
             )
+        self._agreement.batch((x, y))
         return self._check(self._start_step(x, y).wait()[0], self.num_updates)
 
     @property
@@ -314,7 +319,7 @@ class Pipeline:
         if self.stop_requested:
             raise SystemExit(128 + signal.SIGTERM)
         run = self._fit_synchronous if self.schedule.is_synchronous else self._fit_segment
-        losses = run(iter(batches), batches, steps, on_step or (lambda step, loss: None))
+        losses = run(self._agreement.batches(batches, steps), batches, steps, on_step or (lambda step, loss: None))
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
         return losses
@@ -449,7 +454,8 @@ class Pipeline:
 
     def report(self, last: int = 8) -> PipelineReport:
         """Where the time of the last passes went: print it. Every rank of a run must ask together."""
-        return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session))
+        moved = traffic(self._session, self.history.moved_bytes)
+        return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session), moved)
 
     def draw(self) -> Drawing:
         """The picture of the schedule under unit costs; it shows itself in a notebook."""
@@ -479,22 +485,3 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise DataError(f"a batch must be a pair (input, target), got {type(batch).__name__}")
     return batch[0], batch[1]
-
-
-def _tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[str, Tie]:
-    """Every name of a parameter that several stages train, with the first of its names.
-
-    One that layers of a single stage share is like any other parameter of that stage.
-    """
-    stage_of = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
-    names: dict[int, list[tuple[str, nn.Parameter, int]]] = {}
-    for layer in layers:
-        for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
-            if parameter.requires_grad:
-                names.setdefault(id(parameter), []).append((name, parameter, stage_of[layer.index]))
-    return {
-        name: Tie(found[0][0], parameter.shape, parameter.dtype)
-        for found in names.values()
-        if len({stage for _, _, stage in found}) > 1
-        for name, parameter, _ in found
-    }

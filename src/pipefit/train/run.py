@@ -36,6 +36,7 @@ from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sources import Source, source_of
+from pipefit.train.traffic import Traffic, traffic
 
 __all__ = ["Observer", "RunResult", "run"]
 
@@ -71,6 +72,7 @@ class RunResult:
     bubble: float
     utilisation: list[float]
     peak_memory_bytes: list[float]
+    traffic: Traffic
     rows: list[Row] = field(default_factory=list)
     text: str = ""
     paths: dict[str, str] = field(default_factory=dict)
@@ -92,7 +94,9 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     plan = Plan.load(config.plan) if config.plan else None
     layers = named_layers(bundle.layers)
     sizes = _sizes(config, plan, example)
-    profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer, clips=bool(config.clip))
+    profile = agreed_profile(
+        layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer, clips=bool(config.clip)
+    )
     topology = links_of(session, plan.num_processes if plan else config.ranks)
     plan = plan or _plan(config, session, bundle, profile, topology)
     profile = profile.at(largest_part(example[0], plan.num_microbatches))
@@ -119,7 +123,8 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     losses, seconds = _train(pipe, config, source, observer)
     measured = pipe.timeline(last=8 if pipe.schedule.is_synchronous else 1)
     judged = _judge(pipe, source)
-    result = _result(config, source, plan, losses, seconds, measured, judged, peak_memory_bytes(session))
+    moved = traffic(session, pipe.history.moved_bytes)
+    result = _result(config, source, plan, losses, seconds, measured, judged, peak_memory_bytes(session), moved)
     _leave(
         pipe,
         config,
@@ -255,6 +260,7 @@ def _result(
     measured: Timeline,
     judged: tuple[float | None, float | None],
     memory: list[float],
+    moved: Traffic,
 ) -> RunResult:
     rate = len(losses) * config.batch / seconds if seconds else 0.0
     return RunResult(
@@ -270,6 +276,7 @@ def _result(
         bubble=measured.bubble_fraction,
         utilisation=[measured.utilisation(rank) for rank in range(len(measured.program.ranks))],
         peak_memory_bytes=memory,
+        traffic=moved,
     )
 
 
