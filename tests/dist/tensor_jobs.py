@@ -175,6 +175,7 @@ def bytes_of_four() -> dict[str, tuple[int, float, int]]:
         pipe.step(*batch(4, 0))
         transport, region = pipe._engine.transports[0], pipe.region
         found[name] = (transport.bytes_sent, region.moved_bytes, transport.gathered_bytes)
+        found[f"{name}, told"] = str(pipe.report()).splitlines()
     torch.manual_seed(0)
     odd = nn.Sequential(Alike(3, 3), Alike(3, 3)).double()
     pipe = pipeline(odd, tensor=2, stages=2)
@@ -225,3 +226,24 @@ def stand_still_inside_a_layer() -> None:
     if current().rank == 3:
         layer.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
     pipe.step(*batch(4, 0))
+
+
+TOGETHER = {
+    "bf16": {"precision": "bf16"},
+    "fp16 from a scale that overflows": {"precision": "fp16", "loss_scale": 2.0**24},
+    "optimizer divided over replicas": {"replicas": 2, "shard_optimizer": True},
+    "sequence, bf16": {"precision": "bf16", "sequence_parallel": True, "recompute": True},
+}
+
+
+def losses_of(options: dict[str, Any], **more: Any) -> list[float]:
+    layers = model().float() if "precision" in options else model()
+    settings = {"stages": 2, "schedule": "1f1b"} | options | more
+    if "replicas" in settings:
+        settings["stages"] = 1
+    return pipeline(layers, **settings).fit([batch(4, step) for step in range(5)])
+
+
+def losses_together() -> dict[str, list[float]]:
+    """Four processes, t = 2, with what else a run can have."""
+    return {name: losses_of(options, tensor=2) for name, options in TOGETHER.items()}

@@ -101,6 +101,9 @@ def test_scatter_gather_and_sequence_parallelism_send_half_at_width_two(sent: li
         assert whole == 2 * 2 * 6 * 8 * 8 and nothing == 0
         assert process["pieces"] == (whole / 2, inside, whole / 2)
         assert process["sequence"][0] == whole / 2 and process["sequence"][2] == 0
+        assert f"sent to other ranks: {', '.join(['1.5 KiB'] * 4)}" in process["whole, told"]
+        assert f"sent to other ranks: {', '.join(['768 B'] * 4)}" in process["pieces, told"]
+        assert any(line.startswith("moved inside each rank: ") for line in process["pieces, told"])
 
 
 def test_what_cannot_be_cut_travels_whole(sent: list[dict[str, Any]]) -> None:
@@ -136,3 +139,14 @@ def test_a_process_that_stands_still_is_named_by_those_that_wait_for_it() -> Non
     with pytest.raises(LaunchError, match="rank 3 is stopped") as told:
         launch(jobs.stand_still_inside_a_layer, 4, threads=1, quiet=True, deadline_s=1.5)
     assert "of rank 3" in str(told.value) and "'fwd s1 m0 w0'" in str(told.value)
+
+
+def test_mixed_precision_and_divided_optimizers_go_with_tensor_parallelism() -> None:
+    found = launch(jobs.losses_together, 4, threads=1, quiet=True)
+    for name, options in jobs.TOGETHER.items():
+        plain = {key: value for key, value in options.items() if key not in ("sequence_parallel", "shard_optimizer")}
+        wanted = jobs.losses_of(plain)
+        assert all(process[name] == found[0][name] for process in found)
+        tolerance = 2e-2 if "precision" in options else 1e-10
+        assert found[0][name] == pytest.approx(wanted, rel=tolerance), name
+        assert wanted[-1] != wanted[0]

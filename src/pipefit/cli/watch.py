@@ -124,6 +124,10 @@ def report(result: Any) -> str:
     lines += [
         "memory  " + "  ".join(f"rank {rank}: {format_bytes(b)}" for rank, b in enumerate(result.peak_memory_bytes))
     ]
+    sent, inside = result.traffic
+    lines += ["sent    " + "  ".join(f"rank {rank}: {format_bytes(b)}" for rank, b in enumerate(sent)) + " in a pass"]
+    if any(inside):
+        lines += ["inside  " + "  ".join(f"rank {rank}: {format_bytes(b)}" for rank, b in enumerate(inside))]
     if result.text:
         lines += ["", "a sample:", result.text]
     if result.paths:

@@ -39,10 +39,12 @@ class PassResult:
     Attributes:
         losses: weighted losses by micro-batch, of those computed here.
         executions: of the ranks of this process, with their times.
+        moved_bytes: to other ranks, and to the processes that share this one's rank.
     """
 
     losses: dict[int, Tensor]
     executions: list[Execution]
+    moved_bytes: tuple[float, float] = (0.0, 0.0)
 
     @property
     def metric(self) -> float:
@@ -94,6 +96,7 @@ class Engine:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
         """
         self._prepare(program)
+        sent, inside = self._moved_bytes()
         executions = []
         for worker, transport, flags in zip(self.workers, self.transports, self._flags, strict=True):
             transport.begin(feed.signatures)
@@ -112,7 +115,15 @@ class Engine:
                 store.rebase()
             if worker.spilling:
                 worker.spilling.end_pass()
-        return PassResult({mb: loss for run in executions for mb, loss in run.losses}, executions)
+        now_sent, now_inside = self._moved_bytes()
+        losses = {mb: loss for run in executions for mb, loss in run.losses}
+        return PassResult(losses, executions, (now_sent - sent, now_inside - inside))
+
+    def _moved_bytes(self) -> tuple[float, float]:
+        """Bytes that this process has sent so far: to other ranks, and to those it shares its rank with."""
+        inside = self.mesh.region.moved_bytes if self.mesh.region is not None else 0.0
+        gathered = sum(t.gathered_bytes for t in self.transports if isinstance(t, TensorTransport))
+        return float(sum(transport.bytes_sent for transport in self.transports)), inside + gathered
 
     def _prepare(self, program: Program) -> None:
         if program.digest in self._prepared:

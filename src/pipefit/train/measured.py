@@ -22,6 +22,7 @@ class PassHistory:
 
     def __init__(self) -> None:
         self._program: Program | None = None
+        self.moved_bytes = (0.0, 0.0)
         self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT)
 
     def add(self, program: Program, result: PassResult) -> None:
@@ -29,6 +30,7 @@ class PassHistory:
         if program is not self._program:
             self._program = program
             self._passes.clear()
+        self.moved_bytes = result.moved_bytes
         self._passes.append({run.compiled.rank: (run.starts, run.ends) for run in result.executions})
 
     def timeline(self, engine: Engine, last: int) -> Timeline:

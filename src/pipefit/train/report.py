@@ -8,6 +8,7 @@ from pathlib import Path
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.spec import Plan
 from pipefit.timeline import Timeline
+from pipefit.train.traffic import Traffic
 from pipefit.units import format_bytes, format_seconds
 
 __all__ = ["PipelineReport"]
@@ -23,11 +24,13 @@ class PipelineReport:
         timeline: what ran when.
         plan: what was meant to run.
         peak_memory_bytes: the most each process has held: of its GPU, or resident.
+        traffic: bytes that each process has moved in the last pass.
     """
 
     timeline: Timeline
     plan: Plan
     peak_memory_bytes: list[float]
+    traffic: Traffic | None = None
 
     def __str__(self) -> str:
         measured = self.timeline
@@ -37,6 +40,7 @@ class PipelineReport:
             f"{self.plan.schedule} on {len(ranks)} ranks, {self.plan.num_microbatches} micro-batches: "
             f"{format_seconds(measured.period_s)} per step, bubble {measured.bubble_fraction:.1%}, busy {busy}",
             f"peak memory per process: {', '.join(map(format_bytes, self.peak_memory_bytes))}",
+            *self._moved(),
             f"{'what':<14}{'median':>10}{'total':>10}{'count':>8}",
         ]
         for (op, stage), times in sorted(measured.by_kind().items(), key=lambda item: (item[0][1], item[0][0])):
@@ -46,6 +50,14 @@ class PipelineReport:
                     f"{name:<14}{format_seconds(times.median_s):>10}{format_seconds(times.total_s):>10}{times.num_times:>8}"
                 )
         return "\n".join(lines)
+
+    def _moved(self) -> list[str]:
+        if self.traffic is None:
+            return []
+        lines = [f"sent to other ranks: {', '.join(map(format_bytes, self.traffic.sent_bytes))}"]
+        if self.plan.tensor > 1:
+            lines.append(f"moved inside each rank: {', '.join(map(format_bytes, self.traffic.inside_bytes))}")
+        return lines
 
     def save(self, folder: str | Path) -> dict[str, Path]:
         """Writes the picture, the page and the trace, and says where they are."""

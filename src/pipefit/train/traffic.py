@@ -1,0 +1,34 @@
+"""How many bytes each process moves in a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipefit.runtime.session import Session
+
+__all__ = ["Traffic", "traffic"]
+
+
+class Traffic(NamedTuple):
+    """Bytes of the last step, of each process.
+
+    Attributes:
+        sent_bytes: activations and gradients to other ranks.
+        inside_bytes: to the processes that share its rank, as a ring sends them: sums inside tensor-parallel layers,
+            and gathers of messages that came in pieces.
+    """
+
+    sent_bytes: list[float]
+    inside_bytes: list[float]
+
+
+def traffic(session: Session, own: tuple[float, float]) -> Traffic:
+    """The figures of all processes, from those of this one. Every process must ask."""
+    table = torch.zeros(2, session.num_ranks if session.is_distributed else 1, dtype=torch.float64)
+    table[:, session.rank] = torch.tensor(own, dtype=torch.float64)
+    if session.is_distributed:
+        dist.all_reduce(table)
+    return Traffic(*table.tolist())
