@@ -132,7 +132,7 @@ def test_a_malformed_program_is_refused_with_the_line(files, capsys):
 def test_json_that_is_none_or_something_else_is_refused(files, capsys):
     (files / "a.json").write_text("{")
     assert "a.json: not JSON" in refused(capsys, "simulate", "a.json")
-    assert 'expected "format": "pipefit.plan/1"' in refused(capsys, "simulate", "profile.json")
+    assert "format: expected 'pipefit.plan/1'" in refused(capsys, "simulate", "profile.json")
     (files / "b.json").write_text("[]")
     assert "expected a JSON object" in refused(capsys, "verify", "b.json")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import msgspec
 
 from pipefit.errors import PipefitError
 
-__all__ = ["decode", "encode", "read_json", "read_text", "write_atomically", "write_json"]
+__all__ = ["check_format", "decode", "encode", "read_json", "read_text", "said", "write_atomically", "write_json"]
 
 T = TypeVar("T")
 
@@ -30,14 +31,45 @@ def decode(noun: str, data: object, kind: type[T], error: type[PipefitError], wh
     """
     if not isinstance(data, dict):
         raise error(f"{where}: expected a JSON object with format pipefit.{noun}/1, got {type(data).__name__}")
-    found = data.get("format")
-    if found != f"pipefit.{noun}/1":
-        raise error(f'{where}: expected "format": "pipefit.{noun}/1", got {found!r}; is this another kind of file?')
+    check_format(noun, data.get("format"), error, where)
     body = {key: item for key, item in data.items() if key != "format"}
     try:
         return msgspec.convert(body, kind)
     except (msgspec.ValidationError, PipefitError) as problem:
-        raise error(f"{where}: {problem}") from None
+        raise error(f"{where}: {said(problem)}") from None
+
+
+def check_format(noun: str, found: object, error: type[PipefitError], where: str) -> None:
+    """Refuses data of another noun or version, or of none."""
+    expected = f"pipefit.{noun}/1"
+    if found == expected:
+        return
+    hint = "is this another kind of file?"
+    if found is None:
+        hint = "every file says what it is"
+    elif str(found).startswith(f"pipefit.{noun}/"):
+        hint = f"this pipefit reads version 1 of a {noun}"
+    raise error(f"{where}: format: expected {expected!r}, got {'none' if found is None else repr(found)}; {hint}")
+
+
+def said(problem: Exception) -> str:
+    """What msgspec has to say, the path inside the data first: "layers[2].forward_s: missing"."""
+    text, _, at = str(problem).partition(" - at `$")
+    path = at.rstrip("`").removeprefix(".")
+    if found := re.fullmatch(r"Object (missing required|contains unknown) field `(.+)`", text):
+        path, text = f"{path}.{found[2]}" if path else found[2], "missing" if "missing" in found[1] else "unknown field"
+    if text.startswith("Expected "):
+        text = text[0].lower() + text[1:]
+    for word, plain in _PLAIN.items():
+        text = text.replace(f"`{word}`", plain)
+    text = text.replace("expected a whole number, got a number", "expected a whole number, got a fraction")
+    return f"{path}: {text}" if path else text
+
+
+_PLAIN = {
+    "float": "a number", "int": "a whole number", "str": "text", "bool": "true or false", "array": "a list",
+    "object": "an object", "null": "nothing",
+}  # fmt: skip
 
 
 def read_text(path: str | Path, error: type[PipefitError] = PipefitError) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipefit.errors import ProfileError, nearest
-from pipefit.spec.files import decode, read_json
+from pipefit.spec.files import decode, read_json, said
 from pipefit.spec.profile import Layer, Profile
 
 __all__ = ["from_published", "load_profile", "published_names"]
@@ -92,7 +92,7 @@ def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
     try:
         graph = msgspec.convert(data, _Graph)
     except msgspec.ValidationError as problem:
-        raise ProfileError(f"{where}: {problem}") from None
+        raise ProfileError(f"{where}: {said(problem)}") from None
     index_of = _check(graph, where)
     edges = [(index_of[tail], index_of[head]) for tail, head in graph.edges]
     tails, heads = {tail for tail, _ in edges}, {head for _, head in edges}

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from pipefit.errors import TopologyError
-from pipefit.spec.files import read_text, write_atomically
+from pipefit.errors import PipefitError, TopologyError
+from pipefit.spec.files import check_format, read_text, said, write_atomically
 from pipefit.units import parse_quantity
 
 __all__ = ["Device", "Level", "Tier", "Topology"]
@@ -141,12 +141,11 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             data = tomllib.loads(text)
         except tomllib.TOMLDecodeError as problem:
             raise TopologyError(f"{where}: not TOML: {problem}") from None
-        if data.pop("format", None) != "pipefit.topology/1":
-            raise TopologyError(f'{where}: expected format = "pipefit.topology/1" at the top')
+        check_format("topology", data.pop("format", None), TopologyError, where)
         try:
-            return msgspec.convert(_with_units(data, where), cls)
-        except (msgspec.ValidationError, TopologyError) as problem:
-            raise TopologyError(f"{where}: {problem}") from None
+            return msgspec.convert(_with_units(data, ""), cls)
+        except (msgspec.ValidationError, PipefitError) as problem:
+            raise TopologyError(f"{where}: {said(problem)}") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
@@ -170,7 +169,7 @@ def _with_units(data: Any, where: str) -> Any:
     if isinstance(data, dict):
         result = {}
         for key, item in data.items():
-            place = f"{where}.{key}"
+            place = f"{where}.{key}" if where else key
             quantity = key in _UNITS and not isinstance(item, list | dict)
             result[key] = parse_quantity(item, _UNITS[key], place) if quantity else _with_units(item, place)
         return result

@@ -151,6 +151,11 @@ def test_who_asks_again_with_the_memory_of_the_cheapest_change_finds_a_plan(mode
     assert plan(profile, limited(devices, enough), method=method, executable=False).prediction is not None
 
 
+def test_a_depth_that_does_not_divide_the_devices_is_refused_with_those_that_do():
+    with pytest.raises(PlanError, match="a depth divides the 4 devices and is at most the 8 layers: 1, 2, 4"):
+        plan(model(8), limited(4, 1e9), global_batch=32, depths=[3])
+
+
 def test_schedules_of_one_device_are_not_planned_over_many():
     with pytest.raises(PlanError, match="spilled trains on one device"):
         plan(model(8), limited(4, 1e9), global_batch=32, schedules=["spilled"])
@@ -185,13 +190,19 @@ def test_bad_files_are_refused_with_the_path_inside(tmp_path):
         ('{"format":"pipefit.profile/9","model":"m","microbatch_size":1,"layers":[]}', "pipefit.profile/9"),
         (
             '{"format":"pipefit.profile/1","model":"m","microbatch_size":1,"layers":[' + layer + "}]}",
-            r"layers\[0\]|0\]",
+            r"layers\[0\].weight_bytes: missing",
         ),
         (
             '{"format":"pipefit.profile/1","model":"m","microbatch_size":1,"layers":['
             + layer
             + ',"weight_bytes":-1}]}',
             r"layers\[0\].weight_bytes",
+        ),
+        (
+            '{"format":"pipefit.profile/1","model":"m","microbatch_size":1,"layers":['
+            + layer
+            + ',"weight_bytes":"1 GB"}]}',
+            r"layers\[0\].weight_bytes: expected a number, got text",
         ),
     ]:
         bad.write_text(text)
@@ -202,6 +213,9 @@ def test_bad_files_are_refused_with_the_path_inside(tmp_path):
         (head + '[[levels]]\nname="a"\nwidth=2\nbandwidth_bytes_per_s=0', r"levels\[0\].bandwidth"),
         (head + '[[levels]]\nname="a"\nwidth=0\nbandwidth_bytes_per_s=1', r"levels\[0\].width"),
         (head + "levels = []", "no device"),
+        (head + '[[levels]]\nname="a"\nwidht=2\nbandwidth_bytes_per_s=1', r"levels\[0\]\.width: missing|widht"),
+        (head + '[device]\nmemory_bytes = "16 GoB"', "topology: device.memory_bytes: expected a quantity"),
+        (head.replace("/1", "/7"), "this pipefit reads version 1 of a topology"),
     ]:
         with pytest.raises(TopologyError, match=words):
             Topology.parse(text)
