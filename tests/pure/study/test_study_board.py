@@ -1,0 +1,140 @@
+"""The state of a study, through every course a trial can take."""
+
+import math
+
+from pipefit.study.board import Admitted, Board, Entry, Report
+from pipefit.study.simulation import lower_bound_s
+from pipefit.study.stopping import Halving
+from pipefit.study.trial import Trial
+
+
+def board(*steps, devices=2, policy="lrtf", stop=None):
+    entries = [Entry(n, Trial(steps=count), f"t{n}") for n, count in enumerate(steps)]
+    return Board(entries, devices, policy, stop)
+
+
+def play(game, loss=lambda trial, step: 1.0, turns=2, seconds=1.0, limit=500):
+    """Runs a board to its end with devices that are never wrong; how many jobs there were."""
+    clock = [0.0] * game.num_devices
+    for count in range(limit):
+        order = sorted(range(game.num_devices), key=clock.__getitem__)
+        jobs = [(device, job) for device in order if (job := game.next_job(device))]
+        if not jobs:
+            return count
+        now = max(clock)
+        for device, job in jobs:
+            if job.kind == "admit":
+                game.admitted(job.trial, Admitted(turns, 1, 10, 100), device, now, now + seconds)
+            else:
+                done = loss(job.trial, job.step) if job.turn == turns - 1 else math.nan
+                game.turned(Report(job.trial, job.step, job.turn, now, now + seconds, done), device)
+            clock[device] = now + seconds
+    raise AssertionError("the study does not end")
+
+
+def test_every_trial_comes_to_its_end_with_one_loss_per_step():
+    game = board(3, 1, 2)
+    play(game, loss=lambda trial, step: 10 * trial + step)
+    assert [entry.status for entry in game.entries] == ["finished"] * 3
+    assert [entry.losses for entry in game.entries] == [[0, 1, 2], [10], [20, 21]]
+    assert game.is_over and game.tier_bytes == 0
+
+
+def test_a_failure_leaves_the_others_alone():
+    game = board(2, 2)
+    assert game.next_job(0).trial == 0
+    game.failed(0, "it raised")
+    play(game)
+    assert [(e.status, e.reason) for e in game.entries] == [("failed", "it raised"), ("finished", "")]
+    assert game.best.number == 1
+
+
+def test_a_trial_whose_worker_died_goes_on_from_its_last_commit_and_fails_when_it_kills_again():
+    game = board(3, devices=1)
+    game.next_job(0)
+    game.admitted(0, Admitted(2, 1, 10, 100), 0, 0, 1)
+    job = game.next_job(0)
+    game.lost(0, "signal SIGKILL", 0, 1, [])
+    assert game.entries[0].status == "ready" and game.next_job(0)[2:] == (0, 1) != job[2:]
+    game.lost(0, "signal SIGKILL", 1, 0, [5.0])
+    assert game.entries[0].status == "failed" and "SIGKILL" in game.entries[0].reason
+
+
+def test_a_worker_that_dies_while_admitting_lets_another_try():
+    game = board(1, devices=1)
+    game.next_job(0)
+    game.lost(0, "exit code 1", 0, 0, [])
+    assert game.next_job(0) == ("admit", 0, -1, 0)
+
+
+def test_a_trial_without_room_waits_until_another_has_ended():
+    game = board(1, 1, devices=1)
+    game.next_job(0)
+    game.admitted(0, Admitted(1, 1, 10, 100), 0, 0, 1)
+    assert game.next_job(0).kind == "admit"
+    game.sent_back(1)
+    job = game.next_job(0)
+    assert (job.kind, job.trial) == ("turn", 0)
+    game.turned(Report(0, 0, 0, 1, 2, 0.5), 0)
+    assert game.next_job(0) == ("admit", 1, -1, 0)
+
+
+def test_a_trial_that_never_has_room_fails_with_the_reason():
+    game = board(1, devices=1)
+    game.next_job(0)
+    game.sent_back(0)
+    assert game.entries[0].status == "failed" and "room" in game.entries[0].reason
+
+
+def test_whole_tasks_stay_on_their_device_and_are_admitted_as_devices_come_free():
+    game = board(2, 2, 2, 2, policy="whole-task")
+    play(game)
+    assert all(entry.moves == 0 for entry in game.entries)
+    for device in (0, 1):
+        own = [turn.trial for turn in game.turns if turn.device == device]
+        assert own == sorted(own)
+
+
+def test_halving_holds_trials_at_the_rung_and_ends_the_worse():
+    game = board(8, 8, 8, 8, stop=Halving(first=2, factor=2, smooth=1))
+    play(game, loss=lambda trial, step: trial)
+    assert [entry.status for entry in game.entries] == ["finished", "stopped", "stopped", "stopped"]
+    assert [len(entry.losses) for entry in game.entries] == [8, 4, 2, 2]
+
+
+def test_a_failure_frees_those_who_wait_for_it_at_a_rung():
+    game = board(4, 4, devices=1, stop=Halving(first=1, factor=2, smooth=1))
+    for _ in range(2):
+        job = game.next_job(0)
+        game.admitted(job.trial, Admitted(1, 1, 1, 1), 0, 0, 1)
+    job = game.next_job(0)
+    game.turned(Report(job.trial, 0, 0, 1, 2, 1.0), 0)
+    assert game.entries[job.trial].status == "held"
+    other = game.next_job(0)
+    game.failed(other.trial, "nan")
+    assert game.entries[job.trial].status == "ready"
+
+
+def test_remaining_time_is_what_turns_have_cost_and_the_first_of_each_kind_is_forgotten():
+    entry = Entry(0, Trial(steps=10), "t0", admitted=Admitted(2, 1, 1, 1))
+    assert entry.remaining_s == math.inf
+    for turn, seconds in ((0, 9.0), (1, 9.0), (0, 1.0), (1, 2.0)):
+        entry.measured(turn, seconds)
+    assert entry.cost.turns_s == (1.0, 2.0)
+    entry.step, entry.turn = 8, 1
+    assert entry.remaining_s == 2.0 + 3.0
+
+
+def test_the_bound_is_that_of_the_measured_turns():
+    game = board(3, 1, 5)
+    play(game)
+    outcome = game.measured()
+    totals = [sum(t.end_s - t.start_s for t in game.turns if t.trial == n) for n in range(3)]
+    assert outcome.bound_s == lower_bound_s(totals, 2) and outcome.gap >= 0
+    assert game.predicted("fifo").makespan_s >= outcome.bound_s - 1e-9
+
+
+def test_the_best_is_the_lowest_mean_of_the_last_tenth():
+    game = board(20, 20)
+    play(game, loss=lambda trial, step: 5 - trial if step < 18 else trial)
+    assert game.best.number == 0 and game.best.score == 0
