@@ -118,6 +118,22 @@ def _partition(asked: Asked) -> Answer:
     return Answer({"rows": [row._asdict() for row in rows]}, "\n".join(lines))
 
 
+def _ddp(asked: Asked) -> Answer:
+    from pipefit.cli.options import whole_numbers
+    from pipefit.compare.bench.ddp import MODELS, ddp
+
+    models = MODELS if not asked.option else (("gpt", ",".join(asked.option), 16),)
+    counts = whole_numbers("--microbatches", asked.microbatches) or (1, 4)
+    rows = ddp(models, counts, asked.steps or 4, asked.repeats or 15)
+    lines = ["seconds per update on two ranks; the ratio is the median over the turns, below 1: faster than DDP"]
+    lines += [
+        f"{row.model:<46} {row.num_microbatches} per rank: pipefit {row.pipefit_s:.4f}, DDP {row.ddp_s:.4f}, "
+        f"ratio {row.ratio:.3f}, of processor time {row.processor_ratio:.3f}"
+        for row in rows
+    ]
+    return Answer({"rows": [row._asdict() for row in rows]}, "\n".join(lines))
+
+
 def _network(asked: Asked) -> Answer:
     from pipefit.cli.network import bench_network
 
@@ -155,6 +171,7 @@ def _study(asked: Asked) -> Answer:
 _BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     "lean": (_lean, "overhead of the executor: µs per micro-batch and stage, beside torch and a bare loop"),
     "prediction": (_prediction, "measured beside predicted for every schedule, each rank on a core of its own"),
+    "ddp": (_ddp, "data parallelism, its reductions in buckets, beside torch's DistributedDataParallel"),
     "start": (_start, "how fast the verbs answer and ranks start"),
     "network": (
         _network,

@@ -65,7 +65,13 @@ def cost_of(
         post_s=runtime.post_s,
         copy_s_per_byte=runtime.copy_s_per_byte,
     )
-    steps = tuple(profile.optimizer_of(stage.layers) / stage.tensor for stage in plan.partition.stages)
+    # Each replica steps, and keeps the states of, its part.
+    parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
+    cost = replace(cost, optim_bytes=tuple(size / num for size, num in zip(cost.optim_bytes, parts, strict=True)))
+    steps = tuple(
+        profile.optimizer_of(stage.layers) / stage.tensor / num
+        for stage, num in zip(plan.partition.stages, parts, strict=True)
+    )
     synchronous = find(plan.schedule).is_synchronous
     host_s = dict(runtime.host_s)
     if host_s and not synchronous:
