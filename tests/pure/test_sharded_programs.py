@@ -1,0 +1,100 @@
+"""Programs whose replicas step a part of the weights each: proven, priced, and refused when something is missing."""
+
+from fractions import Fraction
+
+import pytest
+
+from pipefit.cost import CostModel
+from pipefit.ir import text
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Program
+from pipefit.schedules import Shape, generate
+from pipefit.simulate import simulate
+from pipefit.verify import verify
+
+SHAPES = {
+    "data-parallel": Shape(2, 4, sharded=True),
+    "gpipe": Shape(2, 4, replicas=(2, 1), sharded=True, clip=True),
+    "1f1b": Shape(2, 4, replicas=(2,), sharded=True, ties=((0, 1),), clip=True),
+    "interleaved": Shape(2, 4, 2, replicas=(2,), sharded=True),
+    "pipedream": Shape(2, 1, num_steps=4, replicas=(2, 1), sharded=True),
+    "pipedream-vertical-sync": Shape(2, 1, num_steps=4, replicas=(2,), sharded=True),
+    "pipedream-2bw": Shape(2, 2, num_steps=4, replicas=(1, 2), sharded=True, clip=True),
+}
+
+
+def program(name: str) -> Program:
+    return generate(name, SHAPES[name])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_they_are_proven_read_back_and_simulated(name: str) -> None:
+    made = program(name)
+    verify(made).raise_if_bad()
+    assert text.parse(text.dump(made)) == made
+    assert simulate(made, CostModel.unit(made.header)).makespan_s > 0
+
+
+def test_a_step_lies_between_the_sum_of_a_part_and_the_joining_of_parts() -> None:
+    made = generate("data-parallel", Shape(2, 2, sharded=True))
+    assert [str(i) for i in made.ranks[1]] == [
+        "load s0 m1",
+        "fwd s0 m1 w0",
+        "loss m1",
+        "bwd s0 m1 w0",
+        "reduce s0 w0 scatter",
+        "step s0 w0",
+        "drop s0 w0",
+        "reduce s0 w0 shards",
+    ]
+
+
+def test_stages_on_one_rank_are_stepped_whole() -> None:
+    made = program("gpipe")
+    kinds = {(i.stage, i.kind) for _, _, i in made if i.op is Op.REDUCE and i.stage >= 0}
+    assert kinds == {(0, Kind.SCATTER), (0, Kind.SHARDS)}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_whatever_is_taken_away_is_missed(name: str) -> None:
+    made = program(name)
+    for rank, instructions in enumerate(made.ranks):
+        for index, i in enumerate(instructions):
+            if i.op is Op.REDUCE and i.kind in (Kind.SCATTER, Kind.SHARDS):
+                ranks = [list(other) for other in made.ranks]
+                del ranks[rank][index]
+                assert not verify(made.with_ranks(ranks)).ok, f"rank {rank} without {i}"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_weights_are_not_used_before_their_parts_are_together(name: str) -> None:
+    made = program(name)
+    ranks = [list(other) for other in made.ranks]
+    for instructions in ranks:
+        index = next((n for n, i in enumerate(instructions) if i.kind == Kind.SHARDS), None)
+        if index is not None:
+            step = next(n for n, i in enumerate(instructions) if i.op is Op.STEP)
+            instructions.insert(step, instructions.pop(index))
+    found = verify(made.with_ranks(ranks))
+    assert not found.ok
+
+
+def test_a_sum_over_replicas_is_no_sum_of_parts() -> None:
+    made = program("data-parallel")
+    wrong = [
+        [Instruction(Op.REDUCE, 0, version=0, kind=Kind.REPLICAS.value) if i.kind == Kind.SCATTER else i for i in rank]
+        for rank in made.ranks
+    ]
+    assert not verify(made.with_ranks(wrong)).ok
+
+
+@pytest.mark.parametrize("copies", [2, 3, 4])
+def test_parts_and_joining_cost_together_what_a_sum_for_everyone_costs(copies: int) -> None:
+    cost = CostModel((1,), (1,), (1,), weight_bytes=(1000,), bandwidth_bytes_per_s=10, latency_s=Fraction(1, 3))
+    seconds = {
+        kind: cost.reduce_s(Instruction(Op.REDUCE, 0, version=0, kind=kind.value), range(copies))
+        for kind in (Kind.REPLICAS, Kind.SCATTER, Kind.SHARDS)
+    }
+    assert seconds[Kind.SCATTER] == seconds[Kind.SHARDS] > 0
+    assert float(seconds[Kind.SCATTER] + seconds[Kind.SHARDS]) == pytest.approx(float(seconds[Kind.REPLICAS]))
