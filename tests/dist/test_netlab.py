@@ -7,11 +7,14 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipefit.compare.bench import netlab
 from pipefit.compare.bench.devices import capped, devices_for, put
 from pipefit.compare.bench.netlab import DEVICE, PAYLOAD, Lab, laboratory
+from pipefit.compare.bench.network import network
+from pipefit.compare.bench.network_spec import NetworkConfig, Scaled
 from pipefit.errors import PipefitError
 
 REASON = netlab.why_not()
@@ -114,6 +117,35 @@ def test_a_laboratory_that_is_in_use_is_no_leftover() -> None:
     with laboratory(1) as lab:
         assert not [name for name in netlab.remove_leftovers() if name.startswith(lab.name)]
         assert len(namespaces(lab.name)) == 2
+
+
+SMALL = {
+    "small": Scaled("convnet", "layers=4,channels=8,classes=2000", 16, "vgg16", "15-1", 5.28),
+}
+
+
+@pytest.mark.timeout(180)
+def test_every_strategy_trains_on_the_links_and_both_counts_of_its_bytes_agree() -> None:
+    lines: list[str] = []
+    config = NetworkConfig(ranks=3, models=("small",), steps=1, repeats=1)
+    result = network(config, lines.append, SMALL).models[0]
+    assert result.ratio == pytest.approx(result.paper_ratio)
+    assert [(row.schedule, row.against) for row in result.rows] == [
+        ("ddp", 3), ("data-parallel", 3), ("pipedream", 3), ("pipedream", 3), ("ddp", 6), ("1f1b", 6), ("1f1b", 6),
+    ]  # fmt: skip
+    assert {row.replicas for row in result.rows} == {"3", "1-1-1", "2-1"}
+    for row in result.rows:
+        # Headers, acknowledgements and, since so little is sent here, what opens and closes a turn.
+        assert row.program_bytes <= row.counted_bytes <= 1.1 * row.program_bytes + 60_000 / (6 * 16)
+    assert any("turn 1 of 1" in line for line in lines)
+    assert not [name for name in namespaces("pipefit-") if name.startswith(f"pipefit-{os.getpid()}-")]
+
+
+def test_a_rank_that_fails_is_named_with_its_last_words_and_all_is_taken_away() -> None:
+    broken = {"broken": msgspec.structs.replace(SMALL["small"], options="layers=1")}
+    with pytest.raises(PipefitError, match=r"(?s)rank \d of the laboratory failed.*expected at least 2 layers"):
+        network(NetworkConfig(ranks=2, models=("broken",)), scaled=broken)
+    assert not namespaces(f"pipefit-{os.getpid()}-")
 
 
 def test_a_device_gets_its_share_of_a_core_and_no_more() -> None:

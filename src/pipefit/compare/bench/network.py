@@ -14,14 +14,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from pipefit.compare.bench.devices import capped, devices_for, put
 from pipefit.compare.bench.netlab import DEVICE, Lab, laboratory
-from pipefit.compare.bench.network_spec import ModelResult, NetworkConfig, NetworkResult, Task, Told, check
+from pipefit.compare.bench.network_spec import (
+    SCALED,
+    ModelResult,
+    NetworkConfig,
+    NetworkResult,
+    Scaled,
+    Task,
+    Told,
+    check,
+)
 from pipefit.runtime.launch import LaunchError
 
 __all__ = ["network"]
@@ -29,18 +38,21 @@ __all__ = ["network"]
 _PORT = 29400
 
 
-def network(config: NetworkConfig, say: Callable[[str], None] = lambda line: None) -> NetworkResult:
+def network(
+    config: NetworkConfig, say: Callable[[str], None] = lambda line: None, scaled: Mapping[str, Scaled] = SCALED
+) -> NetworkResult:
     """Builds the laboratory, runs every strategy in it, and takes it away again, also when something fails.
 
     Args:
         config: what is asked.
         say: takes lines about how far it is.
+        scaled: the models by name.
 
     Raises:
         PipefitError: the options have no meaning, or there can be no laboratory here (`netlab.why_not`).
         LaunchError: a rank failed.
     """
-    check(config)
+    check(config, scaled)
     began = time.perf_counter()
     devices = devices_for(config.ranks, sorted(os.sched_getaffinity(0)))
     with (
@@ -48,13 +60,14 @@ def network(config: NetworkConfig, say: Callable[[str], None] = lambda line: Non
         laboratory(config.ranks) as lab,
         capped(devices) as groups,
     ):
-        task = Task(config, lab.name, devices.cores, devices.share, folder)
+        models = {name: scaled[name] for name in config.models}
+        task = Task(config, lab.name, models, devices.cores, devices.share, folder)
         path = Path(folder) / "task.json"
         path.write_bytes(msgspec.json.encode(task))
         say(f"{devices.describe()}; starting them in namespaces of their own")
         with _ranks(lab, path, groups) as processes:
-            models = tuple(_follow(processes, Path(folder), say))
-    return NetworkResult(config, devices.describe(), models, time.perf_counter() - began)
+            results = tuple(_follow(processes, Path(folder), say))
+    return NetworkResult(config, devices.describe(), results, time.perf_counter() - began)
 
 
 @contextlib.contextmanager
@@ -106,7 +119,13 @@ def _follow(processes: Sequence[subprocess.Popen[str]], folder: Path, say: Calla
     lines: queue.Queue[str] = queue.Queue()
     stream = processes[0].stdout
     assert stream is not None
-    reader = threading.Thread(target=lambda: [lines.put(line) for line in stream], daemon=True)
+
+    def read() -> None:
+        with stream:  # its end comes with that of the process, however that ends
+            for line in stream:
+                lines.put(line)
+
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     results: list[ModelResult] = []
     while reader.is_alive() or not lines.empty():

@@ -10,7 +10,7 @@ a scaled-down model, measured here, has the same ρ on fewer devices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -29,8 +29,7 @@ PAPER_BANDWIDTH = 0.3125e9
 """Bytes per second of a device: a fourth of the 10 Gbit/s that the GPUs of a server of PipeDream's Cluster-A share."""
 
 
-@dataclass(frozen=True)
-class Scaled:
+class Scaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model of the paper at a size for a few processes.
 
     Attributes:
@@ -173,6 +172,7 @@ class Task(msgspec.Struct, frozen=True):
 
     config: NetworkConfig
     lab: str
+    models: dict[str, Scaled]
     cores: tuple[int, ...]
     share: float
     folder: str
@@ -229,7 +229,7 @@ def compute_s(profile: Profile) -> float:
     return float(sum(layer.total_s for layer in profile.layers)) + profile.loss_s
 
 
-def check(config: NetworkConfig) -> None:
+def check(config: NetworkConfig, scaled: Mapping[str, Scaled] = SCALED) -> None:
     """Refuses what has no meaning.
 
     Raises:
@@ -237,6 +237,6 @@ def check(config: NetworkConfig) -> None:
     """
     if not 2 <= config.ranks <= 8:
         raise PipefitError(f"--ranks: strategies differ from 2 ranks on, and 8 share a machine at most: {config.ranks}")
-    unknown = [name for name in config.models if name not in SCALED]
+    unknown = [name for name in config.models if name not in scaled]
     if unknown or not config.models:
-        raise PipefitError(f"--model: expected {' or '.join(SCALED)}, got {', '.join(unknown) or 'none'}")
+        raise PipefitError(f"--model: expected {' or '.join(scaled)}, got {', '.join(unknown) or 'none'}")
