@@ -15,7 +15,9 @@ from pipefit.errors import PipefitError
 from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.parallel import Region, TensorRule, divide, make_mesh
+from pipefit.planner import plan
 from pipefit.runtime.session import current
+from pipefit.spec import Layer, Profile, Topology
 from pipefit.testing import Outcome, Task, run_pipeline
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 12, "context": 6}
@@ -78,6 +80,9 @@ def outcomes(tasks: list[Task]) -> list[Outcome]:
     return [run_pipeline(task) for task in tasks]
 
 
+PROFILE = Profile("gpt", 2, tuple(Layer(f"layer{i}", 1e-3, 1e-3, 1e-3, 1e3, 1e3, 1e6) for i in range(4)))
+
+
 def facts_of_two(place: str) -> dict[str, Any]:
     """What two processes that share one rank find out."""
     found: dict[str, Any] = {}
@@ -101,6 +106,8 @@ def facts_of_two(place: str) -> dict[str, Any]:
     found["class after close"] = type(other.layers[1].module).__name__
     wide = pipeline(model(), tensor=2, loss=smooth)
     found["smoothed loss"] = wide.step(*batch(4, 0))
+    planned = plan(PROFILE, Topology.local(2), global_batch=4, num_microbatches=2, tensors=(2,))
+    found["planned"] = planned.tensor, planned.pieces, pipeline(model(), plan=planned).step(*batch(4, 0))
     found["oracle"] = differences_from_dtensor()
     return found
 

@@ -10,6 +10,7 @@ from tests.dist import tensor_jobs as jobs
 
 from pipefit.errors import PlanError
 from pipefit.models.examples import mean_cross_entropy
+from pipefit.parallel import widths_of
 from pipefit.runtime.launch import LaunchError, launch
 from pipefit.testing import Outcome, compare, expected, tolerance_of
 
@@ -55,6 +56,18 @@ def test_each_process_has_its_part_of_the_weights_and_all_have_the_same_loss(fac
     assert facts[0]["first loss"] == facts[1]["first loss"]
     x, y = jobs.batch(4, 0)
     assert facts[0]["first loss"] == pytest.approx(mean_cross_entropy(jobs.model()(x), y).item(), rel=1e-12)
+
+
+def test_a_plan_says_how_wide_and_the_pipeline_follows(facts: list[dict[str, Any]]) -> None:
+    for fact in facts:
+        width, pieces, loss = fact["planned"]
+        assert (width, pieces, loss) == (2, True, fact["first loss"])
+
+
+def test_widths_are_those_that_every_layer_allows() -> None:
+    assert widths_of(list(jobs.model()), 8) == (1, 2, 4)
+    assert widths_of(list(jobs.model(vocab=13)), 8) == (1,)
+    assert widths_of([*jobs.model(), torch.nn.Linear(4, 4)], 8) == (1,)
 
 
 def test_the_state_has_whole_weights_under_the_users_names(facts: list[dict[str, Any]]) -> None:

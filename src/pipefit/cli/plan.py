@@ -48,7 +48,8 @@ def command(
     ] = None,
     tier: Annotated[Literal["host", "disk"] | None, help_of("Where --device-memory spills to.")] = None,
     state: Annotated[float | None, help_of("Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.")] = None,
-    executable: Annotated[bool, flag("Only what `pipefit train` runs: no tensor width, no sharding.")] = False,
+    tensor: Annotated[str | None, help_of("Tensor widths to choose from, such as 1,2.", "--tensor", "-t")] = None,
+    executable: Annotated[bool, flag("Only what `pipefit train` runs for any model: no tensor width.")] = False,
     tokens: Annotated[float | None, help_of("Say how long training a GPT on so many tokens takes.")] = None,
     refit: Annotated[Path | None, help_of("Correct the profile by this measured trace; needs --of.")] = None,
     of: Annotated[Path | None, help_of("The plan (.json) that the trace of --refit ran.")] = None,
@@ -93,6 +94,7 @@ def command(
         straight=straight,
         state_per_weight=state,
         executable=executable or None,
+        tensors=whole_numbers("--tensor", tensor) or None,
     )
     return _answer(made, figures, machine, tokens, picture, output)
 

@@ -19,7 +19,7 @@ from pipefit.errors import ModelError, PlanError
 from pipefit.parallel.cut import Cut, TensorRule, rule_of
 from pipefit.parallel.region import Region
 
-__all__ = ["Mesh", "divide", "make_mesh", "release"]
+__all__ = ["Mesh", "divide", "make_mesh", "release", "widths_of"]
 
 
 @dataclass
@@ -145,6 +145,15 @@ def release(layers: Sequence[tuple[str, nn.Module]]) -> None:
         if isinstance(layer.__dict__.get("region"), Region):
             layer.__class__ = type(layer).__mro__[1]
             del layer.region
+
+
+def widths_of(layers: Sequence[nn.Module], most: int) -> tuple[int, ...]:
+    """The tensor widths up to `most` that a model's layers allow; only 1 where one of them has no rule."""
+    rules = [rule_of(layer) for layer in layers]
+    sizes = {size for layer, rule in zip(layers, rules, strict=True) if rule for size in rule.sizes(layer).values()}
+    if None in rules:
+        return (1,)
+    return tuple(width for width in range(1, most + 1) if all(size % width == 0 for size in sizes))
 
 
 def _checked(prefix: str, layer: nn.Module, width: int) -> TensorRule:

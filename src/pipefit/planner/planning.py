@@ -42,6 +42,7 @@ def plan(
     straight: bool = False,
     state_per_weight: float | None = None,
     executable: bool | None = None,
+    tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
     costs: Mapping[str, float] | None = None,
 ) -> Plan:
@@ -71,7 +72,10 @@ def plan(
         straight: no replicas, for "pipedream".
         state_per_weight: optimizer bytes per weight byte; None: 6 for 2-byte weights with Adam and a master copy (a
             profile by GPT arithmetic), else 2.
-        executable: only what the runtime of this package runs: no tensor parallelism; None: on "local:N".
+        executable: only what the runtime of this package runs for any model: no tensor parallelism, unless `tensors`
+            says otherwise; None: on "local:N".
+        tensors: tensor widths to choose from, which the model's layers must allow (`pipefit.parallel.widths_of`); None:
+            powers of two for a GPT, as far as they go with `executable`.
         sharded: with the optimizer divided over the copies always or never, for "auto"; None: as is best.
         costs: further costs for `pipefit.cost.from_profile`, such as overhead_s or post_s.
 
@@ -98,6 +102,7 @@ def plan(
             depths=depths,
             recompute=recompute,
             executable=_local(topology) if executable is None else executable,
+            tensors=tensors,
             sharded=sharded,
         )
         made = _finish(ground, space, method, *_METHODS[method](ground, space))
@@ -156,6 +161,7 @@ def space_of(
     depths: Sequence[int] | None = None,
     recompute: bool | None = None,
     executable: bool = False,
+    tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
 ) -> Space:
     """The choices of a method.
@@ -177,6 +183,10 @@ def space_of(
     replays = {None: ("none", "some", "all"), True: ("all",), False: ("none",)}[recompute]
     inner = ground.topology.levels[0].width
     widths = tuple(2**k for k in range(12) if 2**k <= 2 * inner) if is_gpt(ground.profile) and not executable else (1,)
+    if tensors is not None:
+        if not tensors or min(tensors) < 1:
+            raise PlanError(f"tensors: expected widths of at least 1, got {list(tensors)}")
+        widths = tuple(tensors)
     free = Space(
         chosen,
         tuple(depths) if depths else None,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import PlanError
+from pipefit.parallel import widths_of
 from pipefit.planner import plan as search
 from pipefit.planner.explain import explain
 from pipefit.planner.pictures import partition_svg
@@ -93,5 +94,7 @@ def plan(
     name = type(model).__name__
     profile = profile_sizes(layers, x, loss, y, microbatch_sizes=sizes, limit_s=5.0, model=name)
     machine = topology if isinstance(topology, Topology) else Topology.load(topology)
+    if method in ("auto", "ptdp"):
+        options.setdefault("tensors", widths_of([layer for _, layer in layers], machine.num_devices))
     found = search(profile, machine, method=method, global_batch=batch, microbatch_sizes=sizes, **options)
     return Planned(found, profile, machine)
