@@ -64,6 +64,10 @@ class CostModel:
         latency_s: of every link.
         post_s: seconds the rank itself spends on issuing a send, receive or reduction.
         copy_s_per_byte: further seconds per byte the rank spends inside a send: Gloo copies on the caller's core.
+        take_s_per_byte: further seconds per byte the rank spends on a receive, where it copies messages out itself.
+        host_s: seconds the rank itself spends on an instruction beyond its work, by the name of its operation; for
+            those it does not name, `overhead_s` or `post_s`.
+        pass_s: seconds a rank spends before each pass over the program: cutting the next batch, and the like.
         overhead_s: seconds the rank spends on every instruction of the compute lane but `drop`, whatever its speed.
         speed: of each rank, as a multiple of the device the seconds are for; (): all 1.
         tiers: rates of the copies to host and disk, by the tier's name.
@@ -91,6 +95,9 @@ class CostModel:
     latency_s: float = 0
     post_s: float = 0
     copy_s_per_byte: float = 0
+    take_s_per_byte: float = 0
+    host_s: Mapping[str, float] = field(default_factory=dict)
+    pass_s: float = 0
     overhead_s: float = 0
     speed: tuple[float, ...] = ()
     tiers: tuple[Tier, ...] = ()
@@ -128,10 +135,11 @@ class CostModel:
             work = _WORK_S[instruction.op](self, instruction)
             if self.speed and instruction.op is not Op.LOAD:
                 work = work / self.speed[rank]
-            return work if instruction.op is Op.DROP else work + self.overhead_s
-        if instruction.op is Op.SEND and self.copy_s_per_byte:
-            return self.post_s + self.copy_s_per_byte * self._message_bytes(instruction)
-        return 0 if instruction.op is Op.BARRIER else self.post_s
+            own = 0 if instruction.op is Op.DROP else self.overhead_s
+            return work + self.host_s.get(instruction.op, own)
+        own = self.host_s.get(instruction.op, 0 if instruction.op is Op.BARRIER else self.post_s)
+        per_byte = _COPIES[instruction.op](self) if instruction.op in _COPIES else 0
+        return own + per_byte * self._message_bytes(instruction) if per_byte else own
 
     def link(self, source: int, target: int) -> tuple[float, float]:
         """Bandwidth (bytes per second) and latency (seconds) from one rank to another."""
@@ -245,6 +253,11 @@ _WORK_S: Final[dict[Op, _Work]] = {
     Op.BWD_WEIGHT: lambda cost, i: cost.backward_weight_s[i.stage],
     Op.STEP: lambda cost, i: cost.step_s[i.stage],
     Op.DROP: lambda cost, i: 0,
+}
+
+_COPIES: Final[dict[Op, Callable[[CostModel], float]]] = {
+    Op.SEND: lambda cost: cost.copy_s_per_byte,
+    Op.RECV: lambda cost: cost.take_s_per_byte,
 }
 
 _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {

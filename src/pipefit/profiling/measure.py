@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.layers import Chain, as_chain
+from pipefit.profiling.optimizer import Optimizer, StepSeconds, step_seconds
 from pipefit.profiling.passes import Loss, Marked, Step
 from pipefit.profiling.payload import batch_of, describe, placed, take
 from pipefit.profiling.survey import Weights, survey
@@ -23,7 +24,6 @@ from pipefit.spec.profile import Layer, Profile
 
 __all__ = ["profile_layers", "profile_sizes"]
 
-Optimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 # Turns below which a median says little.
 _FEWEST = 3
 
@@ -42,6 +42,7 @@ def profile_layers(
     dtype: torch.dtype | None = None,
     threads: int | None = 1,
     optimizer: Optimizer | None = None,
+    clips: bool = False,
     model: str = "",
 ) -> Profile:
     """Measures forward, input gradient and weight gradient of every layer, and the whole step, in turns.
@@ -66,7 +67,9 @@ def profile_layers(
         device: where to measure; None: where the weights are.
         dtype: of floating weights and inputs for the while; None: as they are.
         threads: torch's threads for the while: as many as a rank will have; None: as it is.
-        optimizer: parameters -> optimizer; its step on copies of the trainable weights gives `optimizer_s`.
+        optimizer: parameters -> optimizer; its step on copies of the trainable weights gives `optimizer_s`, and that on
+            the weights of each layer alone the layer's `step_s`.
+        clips: whether a step also takes the norm of the gradients and scales them.
         model: name for the profile.
 
     Returns:
@@ -93,18 +96,20 @@ def profile_layers(
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
         samples = _samples(replace(step, clock=clock), repeats, warmup, limit_s)
-        optimizer_s = _optimizer_s(chain, optimizer, clock, repeats) if optimizer else 0.0
+        steps = step_seconds(chain, optimizer, clock, repeats, clips, step.plain) if optimizer else StepSeconds(0.0, ())
         where = _description(place, dtype)
     turns = f"medians of {len(samples.plain)} turns after {warmup}{', processor time' if alone else ''}"
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(_layer(index, chain[index][0], weights[index], samples) for index in range(len(chain))),
+        layers=tuple(
+            _layer(index, name, weights[index], samples, steps.of_layer(index)) for index, (name, _) in enumerate(chain)
+        ),
         device=where,
         source=f"measured: {turns}; torch {torch.__version__}",
         step_s=median_of(samples.plain),
         loss_s=median_of([turn.loss_s for turn in samples.marked]) if loss else 0.0,
-        optimizer_s=optimizer_s,
+        optimizer_s=steps.whole_s,
     )
 
 
@@ -169,7 +174,7 @@ def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _S
     return samples
 
 
-def _layer(index: int, name: str, weights: Weights, samples: _Samples) -> Layer:
+def _layer(index: int, name: str, weights: Weights, samples: _Samples, step_s: float) -> Layer:
     forward = [turn.forward_s[index] for turn in samples.marked]
     backward = [turn.backward_s[index] for turn in samples.marked]
     full = median_of(backward)
@@ -188,29 +193,8 @@ def _layer(index: int, name: str, weights: Weights, samples: _Samples) -> Layer:
         weight_bytes=weights.weight_bytes,
         grad_bytes=weights.grad_bytes,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
+        step_s=step_s,
     )
-
-
-def _optimizer_s(chain: Chain, optimizer: Optimizer, clock: Clock, repeats: int) -> float:
-    """Seconds of one step of the whole model, on copies of the weights, which would otherwise change."""
-    copies = []
-    for parameter in nn.ModuleList([layer for _, layer in chain]).parameters():
-        if parameter.requires_grad:
-            copy = parameter.detach().clone().requires_grad_()
-            copy.grad = torch.zeros_like(copy) if parameter.grad is None else parameter.grad.detach().clone()
-            copies.append(copy)
-    if not copies:
-        return 0.0
-    stepper = optimizer(copies)
-    samples = []
-    for turn in range(repeats + 2):
-        start = clock.mark()
-        stepper.step()
-        end = clock.mark()
-        clock.settle()
-        # The first step makes the optimizer's states.
-        samples += [clock.between(start, end)] if turn >= 2 else []
-    return median_of(samples)
 
 
 def _device_of(chain: Chain, device: str | torch.device | None) -> torch.device:

@@ -17,6 +17,7 @@ from pipefit.runtime import reducing
 from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.spilling import evict, fetch, norm_part, norms_of
 from pipefit.runtime.transport import Message
+from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
 
@@ -252,8 +253,7 @@ def _step(run: Execution, i: Instruction) -> None:
     store, optimizer = worker.stores[i.stage], worker.optimizers.get(i.stage)
     worker.forget_idle_gradients(i.stage)
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
-    for module in worker.stages[i.stage].batchnorms:
-        module.commit(i.version)
+    batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
     # Every rank decides about every update, whatever it trains: all must have one scale.
     taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
     if optimizer is None:

@@ -29,6 +29,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         weight_bytes: bytes of the parameters.
         grad_bytes: bytes of the gradient of the output; None: as many as the output.
         spread_s: half the distance between the quartiles of the measured forward + backward time.
+        step_s: seconds of the optimizer's step on its weights, a part of the profile's `optimizer_s`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weight_bytes: float
     grad_bytes: float | None = None
     spread_s: float = 0.0
+    step_s: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -60,10 +62,11 @@ _FIGURES = (
     "saved_bytes",
     "weight_bytes",
     "spread_s",
+    "step_s",
 )
 
 
-_FIXED = frozenset({"weight_bytes"})
+_FIXED = frozenset({"weight_bytes", "step_s"})
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -154,6 +157,21 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
             for cut in range(index, last_use[index]):
                 crossing[cut] += layer.output_bytes
         return tuple(crossing)
+
+    def optimizer_of(self, layers: Iterable[int]) -> float:
+        """Seconds of one optimizer step on some of the layers.
+
+        What every step costs and what the layers' weights add; their share by bytes where no layer was measured.
+
+        >>> layers = (Layer("a", 1, 1, 1, 8, 0, 30, step_s=1), Layer("b", 1, 1, 1, 8, 0, 10, step_s=3))
+        >>> Profile("m", 1, layers, optimizer_s=6).optimizer_of([1])
+        5
+        """
+        own = sum(layer.step_s for layer in self.layers)
+        if own:
+            return max(self.optimizer_s - own, 0) + sum(self.layers[index].step_s for index in layers)
+        weights = sum(layer.weight_bytes for layer in self.layers)
+        return self.optimizer_s * sum(self.layers[index].weight_bytes for index in layers) / weights if weights else 0.0
 
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """This profile with those of other micro-batch sizes attached, by size."""

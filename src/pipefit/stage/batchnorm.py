@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["DeferredBatchNorm", "deferred"]
+__all__ = ["DeferredBatchNorm", "commit", "deferred"]
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -76,12 +77,10 @@ class DeferredBatchNorm(_BatchNorm):
         if (gathered := self.gathered(update)) is None:
             return
         del self._gathered[update]
-        count, total, squares = gathered
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        mean = total / count
-        variance = (squares / count - mean * mean) * (count / (count - 1).clamp(min=1))
+        mean, variance = _statistics(gathered)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
@@ -98,3 +97,62 @@ def _deferred_class(own: type) -> type:
 def deferred(modules: Iterable[nn.Module]) -> Iterator[DeferredBatchNorm]:
     """The deferred batch norms inside some modules."""
     return (module for root in modules for module in root.modules() if isinstance(module, DeferredBatchNorm))
+
+
+@torch.no_grad()
+def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
+    """Moves the running averages of several batch norms by the mini-batch of an update, as `commit` of each would.
+
+    Their channels are laid side by side: for small layers the number of operations is what costs.
+    """
+    modules = list(dict.fromkeys(modules))
+    if len(modules) < 2 or not _alike(modules, update):
+        for module in modules:
+            module.commit(update)
+        return
+    seen = [module._seen.pop(update) for module in modules]
+    sizes = [one[0][0].numel() for one in seen]
+    turns = range(len(seen[0]))
+    mean = torch.cat([one[turn][0] for turn in turns for one in seen]).view(len(turns), -1).double()
+    invstd = torch.cat([one[turn][1] for turn in turns for one in seen]).view(len(turns), -1)
+    variance = invstd.double().pow(-2) - modules[0].eps
+    counts = torch.tensor([[one[turn][2] for one in seen] for turn in turns], dtype=torch.float64)
+    counts = counts.repeat_interleave(torch.tensor(sizes), 1).to(mean.device).unsqueeze(1)
+    sums = torch.stack([torch.ones_like(mean), mean, variance + mean * mean], 1) * counts
+    means, variances = _statistics(functools.reduce(torch.add, sums))
+    first = modules[0]
+    assert first.running_mean is not None and first.momentum is not None
+    torch._foreach_add_([module.num_batches_tracked for module in modules], 1)
+    for buffers, values in (
+        ([module.running_mean for module in modules], means),
+        ([module.running_var for module in modules], variances),
+    ):
+        parts = values.to(first.running_mean.dtype).split(sizes)
+        torch._foreach_lerp_(buffers, list(parts), first.momentum)
+
+
+def _alike(modules: Sequence[DeferredBatchNorm], update: int) -> bool:
+    """Whether all have seen as many micro-batches of the update, none summed up yet, and average in the same way."""
+    kinds = {
+        (
+            len(m._seen.get(update, ())),
+            update in m._gathered,
+            m.momentum,
+            m.eps,
+            m.running_mean.dtype,
+            m.running_mean.device,
+        )
+        for m in modules
+        if m.running_mean is not None
+    }
+    if len(kinds) != 1:
+        return False
+    ((count, summed, momentum, *_),) = kinds
+    return bool(count) and not summed and momentum is not None
+
+
+def _statistics(gathered: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance from count, sum and sum of squares."""
+    count, total, squares = gathered
+    mean = total / count
+    return mean, (squares / count - mean * mean) * (count / (count - 1).clamp(min=1))
