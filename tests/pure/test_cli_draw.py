@@ -1,14 +1,15 @@
 """`pipefit draw` and `pipefit schedules`."""
 
 import json
+import re
 
 import pytest
 
 from pipefit.cli import main
 from pipefit.cli.options import PICTURES
 from pipefit.draw import SUFFIXES
-from pipefit.ir import text
-from pipefit.schedules import names
+from pipefit.ir import Op, Spill, text
+from pipefit.schedules import Shape, generate, names
 from pipefit.timeline import load_trace
 
 
@@ -104,7 +105,36 @@ def test_an_option_may_be_named_directly(capsys):
 def test_every_schedule_prints_a_grid_with_a_line_for_each_rank(schedule, capsys):
     assert main(["draw", schedule, "-p", "4", "-m", "8"]) == 0
     out = capsys.readouterr().out
-    assert all(f"rank {rank} " in out for rank in range(4))
+    assert all(f"rank {rank} " in out for rank in range(1 if schedule == "spilled" else 4))
+
+
+def test_what_is_spilled_is_drawn_with_its_lanes_of_copies(tmp_path, capsys):
+    assert main(["draw", "spilled", "-p", "4", "-m", "4"]) == 0
+    rank, fetch, evict = capsys.readouterr().out.splitlines()[3:6]
+    assert rank.startswith("rank 0  ··FFFFFFFFFFFFFB─FB─FB─FB─RB─")
+    assert fetch == " fetch  w0w1··w2··w3o3················o2w1········o1w0········o0··········"
+    assert evict == " evict  ··························w3o3········w2o2········w1o1········w0o0"
+    answer = drawn(capsys, "interleaved", "-p", "2", "-m", "2", "-v", "2", "--slots", "1", "--copy", "0")
+    assert answer["makespan"] > drawn(capsys, "interleaved", "-p", "2", "-m", "2", "-v", "2")["makespan"]
+    waiting = drawn(capsys, "spilled", "-p", "4", "-m", "4", "--prefetch", "0")["makespan"]
+    assert waiting > drawn(capsys, "spilled", "-p", "4", "-m", "4")["makespan"] == 16.5
+    path = tmp_path / "a.pipe"
+    assert main(["draw", "spilled", "-p", "3", "-m", "2", "--tier", "disk", "--optim-slots", "0", "-o", str(path)]) == 0
+    assert text.load(path).header.spill == Spill("disk", 2, 0, False, (0, 1, 2))
+    assert main(["verify", str(path)]) == main(["simulate", str(path), "--copy", "4"]) == 0
+    assert main(["draw", "pipedream", "-p", "2", "-m", "2", "--slots", "1"]) == 2
+    assert "spilling needs a schedule that flushes" in capsys.readouterr().err
+
+
+def test_pages_and_pictures_of_what_is_spilled_show_every_copy(tmp_path):
+    program = generate("spilled", Shape(3, 2))
+    num_copies = sum(i.op in (Op.FETCH, Op.EVICT) for i in program.ranks[0])
+    for ending in (".svg", ".html"):
+        path = tmp_path / f"a{ending}"
+        assert main(["draw", "spilled", "-p", "3", "-m", "2", "-o", str(path)]) == 0
+        page = path.read_text()
+        assert len(re.findall(r"<title>(fetch|evict) s\d", page)) == num_copies
+        assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_a_program_is_written_as_text(tmp_path, capsys):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import (
     PICTURES,
     Backward,
+    Copy,
     Forward,
     InputGradient,
     Json,
@@ -53,6 +54,19 @@ def command(
     steps: Annotated[int | None, help_of("Weight updates to draw.")] = None,
     replicas: Annotated[str | None, help_of("Copies of each stage, such as 2,1.")] = None,
     recompute: Annotated[bool, flag("Replay each forward before its backward.")] = False,
+    slots: Annotated[
+        int | None,
+        help_of("Spill all stages: a rank has room for so many; `spilled` does with 2, others only if asked."),
+    ] = None,
+    optim_slots: Annotated[
+        int, help_of("And for the optimizer states of so many; 0: these stay.", "--optim-slots")
+    ] = 1,
+    tier: Annotated[Literal["host", "disk"], help_of("Where stages that are spilled live.")] = "host",
+    prefetch: Annotated[
+        int | None,
+        help_of("Fetch a stage so many visits ahead; 0: when it is needed. Default: as soon as a slot is free."),
+    ] = None,
+    copy: Copy = 2,
     option: Annotated[list[str] | None, help_of("An option of the schedule as NAME=INTEGER; may be repeated.")] = None,
     warmup: Annotated[int | None, help_of("Short for --option warmup=…")] = None,
     group: Annotated[int | None, help_of("Short for --option group=…")] = None,
@@ -73,7 +87,9 @@ def command(
     from pipefit.draw.drawing import draw
 
     check_suffix(output, PICTURES)
-    check_times(forward=forward, backward=backward, input=input_gradient, weight=weight_gradient, latency=latency)
+    check_times(
+        forward=forward, backward=backward, input=input_gradient, weight=weight_gradient, latency=latency, copy=copy
+    )
     options = _options(schedule, pairs("--option", [*(option or []), *_shorthands(warmup=warmup, group=group)]))
     _check_size(count("-p", stages) * count("-m", microbatches) * count("-v", chunks) * _at_least_one("--steps", steps))
     drawing = draw(
@@ -89,6 +105,11 @@ def command(
         steps,
         replicas=whole_numbers("--replicas", replicas),
         recompute=recompute,
+        slots=slots,
+        optim_slots=optim_slots,
+        tier=tier,
+        prefetch=prefetch,
+        copy=copy,
         **options,
     )
     data = _figures(drawing, microbatches) if json else {}

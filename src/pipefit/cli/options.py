@@ -14,6 +14,7 @@ from pipefit.errors import PipefitError
 __all__ = [
     "PICTURES",
     "Backward",
+    "Copy",
     "Forward",
     "InputGradient",
     "Json",
@@ -78,6 +79,7 @@ Backward = Annotated[Number | None, help_of("Time of a full backward; default: i
 InputGradient = Annotated[Number | None, help_of("Time of a backward's input-gradient half.", "--input")]
 WeightGradient = Annotated[Number | None, help_of("Time of a backward's weight-gradient half.", "--weight")]
 Latency = Annotated[Number, help_of("Time of a message between ranks.")]
+Copy = Annotated[Number, help_of("Time of moving all stages of a rank to or from the tier they are spilled to.")]
 
 
 def count(name: str, value: int) -> int:

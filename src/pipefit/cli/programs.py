@@ -47,6 +47,7 @@ class Source:
         if self.profile is None:
             cost = unit(self.program.header, forward, backward, **rest)  # type: ignore[arg-type]
             return replace(cost, topology=self.topology) if self.topology else cost
+        spill = self.program.header.spill
         figures = (
             self.profile.at(self.plan.microbatch_size) if self.plan and self.plan.microbatch_size else self.profile
         )
@@ -56,6 +57,8 @@ class Source:
             self.topology or Topology.local(self.program.header.num_ranks),
             placement=self.plan.placement if self.plan else None,
             loss_s=figures.loss_s,
+            # Where states are moved their size matters; Adam's, as the planner takes it.
+            optimizer_bytes_per_weight_byte=2 if spill and spill.optim else 0,
         )
 
     def _partition(self) -> Partition:

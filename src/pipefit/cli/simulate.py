@@ -9,6 +9,7 @@ from pipefit.cli.answer import Answer
 from pipefit.cli.options import (
     PICTURES,
     Backward,
+    Copy,
     Forward,
     InputGradient,
     Json,
@@ -41,6 +42,7 @@ def command(
     input_gradient: InputGradient = None,
     weight_gradient: WeightGradient = None,
     latency: Latency = 0,
+    copy: Copy = 2,
     steps: Annotated[int, help_of("Weight updates of a plan's program.")] = 1,
     repeats: Annotated[int, help_of("Passes over the program, without a barrier between them.")] = 1,
     contention: Annotated[bool, flag("Messages on one link travel one at a time.")] = False,
@@ -59,9 +61,11 @@ def command(
     from pipefit.simulate import simulate
 
     check_suffix(output, PICTURES)
-    check_times(forward=forward, backward=backward, input=input_gradient, weight=weight_gradient, latency=latency)
+    check_times(
+        forward=forward, backward=backward, input=input_gradient, weight=weight_gradient, latency=latency, copy=copy
+    )
     source = read_source(path, steps, profile, topology, whole_numbers("--layers", layers))
-    cost = source.cost(forward, backward, input=input_gradient, weight=weight_gradient, latency=latency)
+    cost = source.cost(forward, backward, input=input_gradient, weight=weight_gradient, latency=latency, copy=copy)
     # Real links hand a message over when both sides are ready; the unit costs of the papers know no such thing.
     rendezvous = contention or source.profile is not None
     timeline = simulate(

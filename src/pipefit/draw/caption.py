@@ -19,6 +19,7 @@ TITLES = {
     "pipedream": "PipeDream",
     "pipedream-vertical-sync": "PipeDream, vertical sync",
     "pipedream-2bw": "PipeDream-2BW",
+    "spilled": "Spilled execution (Hydra)",
 }
 
 
@@ -60,6 +61,8 @@ def counts(facts: Facts) -> str:
         parts.append(f"{facts.num_ranks} ranks")
     if facts.num_steps > 1:
         parts.append(f"{facts.num_steps} updates")
+    if facts.spill:
+        parts.append(facts.spill)
     return " · ".join(parts)
 
 

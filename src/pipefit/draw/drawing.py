@@ -19,9 +19,11 @@ from pipefit.draw.page import html
 from pipefit.draw.save import save
 from pipefit.draw.scene import scene_of
 from pipefit.draw.shelf import MICROBATCHES, STAGES, on_shelf, shelf
+from pipefit.draw.still import still
 from pipefit.draw.svg import svg
 from pipefit.errors import ScheduleError
 from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.ir.spill import Spill
 from pipefit.schedules import Schedule, Shape, find, names
 from pipefit.simulate import metrics, simulate
 from pipefit.timeline import Timeline
@@ -78,7 +80,11 @@ class Drawing:
         Args:
             choices: the others, such as `gallery` makes; True: schedules and shapes around this one, at the same costs.
             options: as for `pipefit.draw.html`.
+
+        A program that spills has a page of its own, without choices: its lanes of copies.
         """
+        if self.program.header.spill is not None:
+            return still(self.timeline, **options)
         own = (title_of(self.program.header.schedule), self.timeline)
         others = (self._others() if choices else []) if isinstance(choices, bool) else choices
         shape = _shape_key(self.timeline)
@@ -154,6 +160,11 @@ def draw(
     *,
     replicas: Sequence[int] = (),
     recompute: bool | Sequence[int] = False,
+    slots: int | None = None,
+    optim_slots: int = 1,
+    tier: str = "host",
+    prefetch: int | None = None,
+    copy: float = 2,
     **options: int,
 ) -> Drawing:
     """Draws a schedule under the lectures' costs: what a rank spends on a micro-batch, whatever its chunks.
@@ -176,6 +187,12 @@ def draw(
         num_steps: weight updates; None: as many as show what the schedule does.
         replicas: copies of each stage.
         recompute: replay forwards before backwards: of all stages, or of these.
+        slots: stages that a rank has room for, while all live on another tier; None: all stay, unless the schedule is
+            made for spilling, which then has 2.
+        optim_slots: likewise for the states of the optimizer; 0: those stay.
+        tier: where they live: "host" or "disk".
+        prefetch: stages ahead that the next is fetched; None: as soon as a slot is free; 0: when it is needed.
+        copy: time of moving all stages of a rank to or from the tier.
         options: integers of the schedule, such as `warmup=2`.
 
     Raises:
@@ -193,9 +210,15 @@ def draw(
         recompute=(None if recompute else ()) if isinstance(recompute, bool) else tuple(recompute),
         options=options,
     )
+    if slots is not None or made.spills:
+        num_stages = made(shape).header.num_stages
+        several = 2 if slots is None else slots
+        shape = msgspec.structs.replace(
+            shape, spill=Spill.of(num_stages, several, optim_slots, tier), prefetch=prefetch
+        )
 
     def pricing(header: Header) -> CostModel:
-        return unit(header, forward, backward, input=input, weight=weight, latency=latency)
+        return unit(header, forward, backward, input=input, weight=weight, latency=latency, copy=copy)
 
     program = made(shape)
     cost = pricing(program.header)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, duration, measures, title_of
 from pipefit.draw.look import FAMILIES
-from pipefit.draw.scene import Box, Scene, scene_of
+from pipefit.draw.scene import COPY_LANES, Box, Scene, scene_of
 from pipefit.timeline import Timeline
 
 __all__ = ["draw_grid", "grid"]
@@ -60,6 +60,7 @@ def draw_grid(scene: Scene, width: int, paint: Paint | None = None) -> str:
     for rank, name in enumerate(names):
         row = _row(scene, rank, per_second, length, labelled, exact, paint)
         lines.append(f"{name:<{gutter}}{row}{peaks[rank].rjust(right)}")
+        lines += _copy_rows(scene, rank, per_second, length, gutter)
     lines += [
         _axis(scene, gutter, per_second, length),
         "",
@@ -94,6 +95,22 @@ def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool
         out.append(paint(owner, _IDLE * run if owner is None else _text(owner, run, scene, labelled, exact)))
         column += run
     return "".join(out)
+
+
+def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: int) -> list[str]:
+    """What comes to the device and what goes back, in a line each; a copy too short for a column is left out."""
+    lines = []
+    for kind in COPY_LANES if scene.copies else ():
+        row = [_IDLE] * length
+        for bar in scene.copies:
+            if (bar.rank, bar.kind) == (rank, kind):
+                start, end = round(bar.start_s * per_second), min(round(bar.end_s * per_second), length)
+                room = end - start
+                text = bar.short if len(bar.short) <= room else bar.short[0] * room
+                spare = room - len(text)
+                row[start:end] = text + (_LINE * (spare - 1) + " " if spare > 0 else "")
+        lines.append(f"{' ' + kind:<{gutter}}{''.join(row)}")
+    return lines
 
 
 def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None]:
@@ -172,6 +189,9 @@ def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
         if letter != "S":
             sample = next(box for box in scene.boxes if box.letter == letter)
             parts.append(f"{paint(sample._replace(mb=-1), f' {letter} ')}{FAMILIES[letter].name}")
+    moved = {bar.short[0] for bar in scene.copies}
+    words = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
+    parts += [f"{letter} {name}" for letter, name in words.items() if letter in moved]
     parts.append(f"{_IDLE} idle")
     parts.append(f"column: {duration(1 / per_second, scene.unit)}")
     return "  ".join(part.strip() if paint is _plain else part for part in parts)

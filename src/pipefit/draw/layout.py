@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from pipefit.draw.caption import stages_words
 from pipefit.draw.look import FAMILIES, THIN
-from pipefit.draw.scene import Scene
+from pipefit.draw.scene import COPY_LANES, Scene
 
 __all__ = ["Item", "Layout", "layout_of"]
 
 _LANE_ORDER = {"act": 0, "grad": 1, "reduce": 2, "fetch": 2, "evict": 2}
+_COPY_HEIGHT = 13
 
 
 class Item(NamedTuple):
@@ -34,6 +35,7 @@ class Layout:
         number_size: font size of the numbers in cells; 0 when they do not fit.
         scale: pixels per second.
         lane_rows: thin lanes below each rank.
+        copy_rows: lanes of copies below those, where something is spilled.
     """
 
     margin: int
@@ -46,6 +48,7 @@ class Layout:
     row_gap: int
     lane_rows: int
     lane_height: int
+    copy_rows: int
     number_size: float
     version_size: float
     versions: bool
@@ -66,7 +69,18 @@ class Layout:
     @property
     def pitch(self) -> int:
         """From the top of one row to the next."""
-        return self.cell_height + self.lane_rows * self.lane_height + (2 if self.lane_rows else 0) + self.row_gap
+        lanes = self.lane_rows * self.lane_height + (2 if self.lane_rows else 0)
+        return self.cell_height + lanes + self.copy_rows * _COPY_HEIGHT + (3 if self.copy_rows else 0) + self.row_gap
+
+    @property
+    def copy_height(self) -> int:
+        """Of a bar in a lane of copies."""
+        return _COPY_HEIGHT - 2
+
+    def copy_y(self, rank: int, kind: str) -> float:
+        """The top of a lane of copies."""
+        lanes = self.lane_rows * self.lane_height + (2 if self.lane_rows else 0)
+        return self.y(rank) + self.cell_height + lanes + 3 + COPY_LANES.index(kind) * _COPY_HEIGHT
 
     def lane_offset(self, kind: str) -> int:
         """How far below its cells a thin lane lies."""
@@ -112,7 +126,8 @@ def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, v
     size = min((cell - 2) / (0.6 * digits), 11.0)
     rows = 0
     if lanes:
-        rows = 2 + any(bar.kind in ("reduce", "fetch", "evict") for bar in scene.thin)
+        beside = ("reduce",) if scene.copies else ("reduce", "fetch", "evict")
+        rows = 2 + any(bar.kind in beside for bar in scene.thin)
     return Layout(
         margin=margin,
         left=left,
@@ -121,9 +136,10 @@ def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, v
         scale=plot / span,
         num_ranks=scene.num_ranks,
         cell_height=34 if versions else 28,
-        row_gap=10 if lanes else 7,
+        row_gap=10 if lanes or scene.copies else 7,
         lane_rows=rows,
         lane_height=5,
+        copy_rows=len(COPY_LANES) if scene.copies else 0,
         number_size=int(10 * size) / 10 if size >= 6.0 else 0.0,
         version_size=min(7.6, int(10 * (cell - 2) / (0.62 * (digits + 1))) / 10),
         versions=versions,
@@ -149,10 +165,14 @@ def _legend_items(scene: Scene, lanes: bool, versions: bool, numbers: bool) -> I
         words = FAMILIES[letter].name + (f", chunk 0 to {many - 1}" if many > 1 else "")
         yield Item(tuple(f"{letter}{chunk}" for chunk in range(many)), words, 14 if many == 1 else 9)
     yield Item(("lane",), "idle")
-    used = {bar.kind for bar in scene.thin} if lanes else set()
+    used = {bar.kind for bar in (scene.thin if lanes else scene.copies)}
     for kind, (name, _, _) in THIN.items():
         if kind in used:
             yield Item((kind,), name, thin=True)
+    moved = {bar.short[0] for bar in scene.copies}
+    words = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
+    if moved:
+        yield Item((), "copies: " + ", ".join(f"{letter} {name}" for letter, name in words.items() if letter in moved))
     if numbers:
         yield Item((), "number: micro-batch" + (", w: weight version" if versions else ""))
 

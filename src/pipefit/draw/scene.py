@@ -11,10 +11,13 @@ from pipefit.ir.graph import Graph, dependency_graph
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import peak_inflight, weight_versions
 from pipefit.ir.op import OP_SPEC, Lane, Op
-from pipefit.ir.program import WeightRule
+from pipefit.ir.program import Header, WeightRule
 from pipefit.timeline import Event, Timeline
 
-__all__ = ["Box", "Facts", "Scene", "Thin", "scene_of"]
+__all__ = ["COPY_LANES", "Box", "Facts", "Scene", "Thin", "scene_of"]
+
+COPY_LANES = ("fetch", "evict")
+"""The lanes of copies, in the order in which they are drawn below a rank."""
 
 
 class Box(NamedTuple):
@@ -42,10 +45,13 @@ class Box(NamedTuple):
         return f"{self.letter}{self.stage}" + (f".{self.mb}" if self.mb >= 0 else "")
 
 
+_MOVED = {"weights": "w", "optim": "o", "wgrad": "g"}
+
+
 class Thin(NamedTuple):
     """A message on its way to a rank, a reduction, or a copy: what runs beside the boxes.
 
-    `kind` is "act", "grad", "reduce", "fetch" or "evict".
+    `kind` is "act", "grad", "reduce", "fetch" or "evict"; of a copy, `what` is "weights", "optim" or the like.
     """
 
     rank: int
@@ -53,13 +59,21 @@ class Thin(NamedTuple):
     label: str
     start_s: float
     end_s: float
+    stage: int = -1
+    what: str = ""
+
+    @property
+    def short(self) -> str:
+        """A copy in a few letters: "w3" moves the weights of stage 3, o states, g gradients, a activations."""
+        return f"{_MOVED.get(self.what, 'a')}{self.stage}"
 
 
 @dataclass(frozen=True)
 class Facts:
     """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline.
 
-    `peak_bytes` of each rank is known where memory was followed and times are real.
+    `peak_bytes` of each rank is known where memory was followed and times are real. `spill` says in words what is
+    spilled.
     """
 
     schedule: str
@@ -77,6 +91,7 @@ class Facts:
     peak_inflight: tuple[float, ...]
     weight_versions: tuple[int, ...]
     peak_bytes: tuple[float, ...] = ()
+    spill: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,12 @@ class Scene:
     def thin(self) -> tuple[Thin, ...]:
         """Messages, reductions and copies."""
         return _thin(self.timeline)
+
+    @cached_property
+    def copies(self) -> tuple[Thin, ...]:
+        """What is fetched and evicted, in a program that spills."""
+        spills = self.timeline.program.header.spill is not None
+        return tuple(bar for bar in self.thin if bar.kind in COPY_LANES) if spills else ()
 
     @property
     def num_ranks(self) -> int:
@@ -187,7 +208,16 @@ def _facts(timeline: Timeline, seconds: bool) -> Facts:
         peak_inflight=tuple(peak_inflight(program, rank) for rank in ranks),
         weight_versions=tuple(weight_versions(program, rank) for rank in ranks),
         peak_bytes=_peak_bytes(timeline) if seconds else (),
+        spill=_spill_words(header),
     )
+
+
+def _spill_words(header: Header) -> str:
+    spill = header.spill
+    if spill is None:
+        return ""
+    slots = f"{spill.weights_slots} slot{'s' if spill.weights_slots > 1 else ''}"
+    return f"{len(spill.stages)} stages on the {spill.tier} · {slots}"
 
 
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
@@ -217,4 +247,5 @@ def _thin_of(event: Event, i: Instruction, graph: Graph, at: Mapping[tuple[int, 
         start = sent.start_s if sent else start
     names = {Op.REDUCE: "reduce", Op.FETCH: "fetch", Op.EVICT: "evict"}
     kind = names.get(i.op) or ("grad" if i.kind.startswith("grad") else "act")
-    return Thin(event.rank, kind, str(i), start - zero, max(event.end_s, start) - zero)
+    moved = (i.stage, i.kind) if i.op in (Op.FETCH, Op.EVICT) else (-1, "")
+    return Thin(event.rank, kind, str(i), start - zero, max(event.end_s, start) - zero, *moved)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from html import escape
+from itertools import product
 from typing import Literal
 
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, describe, measures, percent, stages_words, title_of
 from pipefit.draw.layout import Layout, layout_of
 from pipefit.draw.look import cell_rules
-from pipefit.draw.scene import Box, Scene, scene_of
+from pipefit.draw.scene import COPY_LANES, Box, Scene, scene_of
 from pipefit.timeline import Timeline
 from pipefit.units import format_bytes
 
@@ -85,6 +86,7 @@ def draw_scene(
         parts += _row(scene, plan, rank)
     if lanes:
         parts += _thin_bars(scene, plan)
+    parts += _copies(scene, plan)
     if memory:
         parts += _memory(scene, plan)
     parts += _legend(plan)
@@ -188,6 +190,8 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
 def _thin_bars(scene: Scene, plan: Layout) -> list[str]:
     parts = []
     for bar in scene.thin:
+        if scene.copies and bar.kind in COPY_LANES:
+            continue
         y = plan.y(bar.rank) + plan.cell_height + plan.lane_offset(bar.kind)
         x = plan.x(bar.start_s)
         width = max(plan.x(bar.end_s) - x, 1.5)
@@ -196,6 +200,31 @@ def _thin_bars(scene: Scene, plan: Layout) -> list[str]:
             f'height="{plan.lane_height - 1}" rx="1">'
             f"<title>{escape(bar.label)}</title></rect>"
         )
+    return parts
+
+
+def _copies(scene: Scene, plan: Layout) -> list[str]:
+    """The lanes of copies: what comes to the device, and below it what goes back."""
+    parts: list[str] = []
+    ranks = range(scene.num_ranks) if scene.copies else ()
+    for rank, kind in product(ranks, COPY_LANES):
+        y = plan.copy_y(rank, kind)
+        parts.append(
+            f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" '
+            f'height="{plan.copy_height}" rx="2"/>'
+            f'<text class="soft end" font-size="9" x="{plan.left - 14}" y="{y + 9:.1f}">{kind}</text>'
+        )
+    for bar in scene.copies:
+        x, y, size = plan.x(bar.start_s), plan.copy_y(bar.rank, bar.kind), 8.5
+        width = max(plan.x(bar.end_s) - x, 1.5)
+        parts.append(
+            f'<rect class="{bar.kind}" x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" '
+            f'height="{plan.copy_height}" rx="2"><title>{escape(bar.label)}</title></rect>'
+        )
+        if len(bar.short) * 0.6 * size <= width - 2:
+            parts.append(
+                f'<text class="n tC" font-size="{size}" x="{x + width / 2:.2f}" y="{y + 8.6:.1f}">{bar.short}</text>'
+            )
     return parts
 
 
