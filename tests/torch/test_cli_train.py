@@ -53,3 +53,22 @@ def test_a_loss_that_is_no_number_is_exit_1(capsys):
     assert train(steps="50", lr="1e30", clip="0", optimizer="sgd", warmup="1") == 1
     err = capsys.readouterr().err
     assert "loss" in err and "Traceback" not in err
+
+
+def test_a_cap_on_the_device_trains_from_disk_with_the_same_losses(tmp_path, capsys):
+    words = ["--model", "gpt", "--option", "layers=3,hidden=32,context=16,tied=false", "--steps", "3", "--batch", "4"]
+    words += ["--microbatches", "2", "--optimizer", "adam", "--data", "synthetic", "--json"]
+    found = []
+    for more in (["--disk", str(tmp_path / "tier")], []):
+        code = main(["train", *words, "--device-memory", "700KiB", *more])
+        answer = json.loads(capsys.readouterr().out)
+        assert code == 0
+        found.append(answer["losses"])
+    assert found[0] == found[1]
+    assert (tmp_path / "tier" / "rank-0.tier").stat().st_size > 3 * 12 * 32**2 * 4
+
+
+def test_a_cap_that_is_too_small_is_refused_with_the_smallest(tmp_path, capsys):
+    code = main(["train", "--model", "gpt", "--option", "layers=3,hidden=32,context=16", "--device-memory", "10kB"])
+    assert code == 1
+    assert "the smallest cap that works is" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Spilled training is resident training, bit for bit: the same micro-batches, wherever the weights lie."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from pipefit import Pipeline
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.models import build
 from pipefit.train.spilled import Spilled
+from pipefit.units import parse_quantity
 
 
 def momentum(parameters):
@@ -173,31 +175,35 @@ def test_a_model_of_the_meta_device_gets_the_same_weights_wherever_they_lie(tmp_
     other.close()
 
 
-def test_a_cap_cuts_the_model_so_that_it_is_kept():
-    bundle = build("gpt", layers=6, hidden=32, heads=2, context=8, vocab=32)
+def capped(cap):
+    bundle = build("gpt", layers=6, hidden=32, heads=2, context=8, vocab=32, tied=False)
     example = bundle.example(4, 0)
     pipe = Pipeline(
-        bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, example=example, spill=Spilled("1 MiB")
+        bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, example=example, spill=Spilled(cap)
     )
-    arena = pipe._engine.workers[0].spilling.arena
-    assert len(pipe.plan.partition.stages) == 8
-    assert arena.num_bytes < 2**20
+    return pipe, example
+
+
+def test_a_cap_cuts_the_model_so_that_it_is_kept():
+    pipe, example = capped("1 MiB")
+    assert pipe._engine.workers[0].spilling.arena.num_bytes < pipe.plan.spill.peak_bytes <= 2**20
     pipe.step(*example)
     pipe.close()
 
 
 def test_a_cap_that_is_too_small_names_the_smallest_that_works():
-    bundle = build("gpt", layers=6, hidden=32, heads=2, context=8, vocab=32)
+    with pytest.raises(InfeasibleError) as refusal:
+        capped("100 kB")
+    smallest = re.search(r"the smallest cap that works is ([\d.]+ KiB)", str(refusal.value)).group(1)
+    pipe, example = capped(parse_quantity(smallest, "bytes") + 1024)
+    pipe.step(*example)
+    pipe.close()
 
-    def pipeline(cap):
-        return Pipeline(
-            bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, example=bundle.example(4, 0),
-            spill=Spilled(cap),
-        )  # fmt: skip
 
-    with pytest.raises(InfeasibleError, match="the smallest cap that works is 1 MiB"):
-        pipeline("100 kB")
-    pipeline("1 MiB").close()
+def test_a_model_that_fits_is_not_spilled():
+    pipe, example = capped("1 GiB")
+    assert pipe.plan.spill is None and pipe._engine.workers[0].spilling is None
+    pipe.step(*example)
 
 
 def test_a_cap_needs_an_example():

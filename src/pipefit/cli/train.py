@@ -45,6 +45,11 @@ def command(
         Literal["fp32", "bf16", "fp16"], help_of("What layers compute in; weights stay as they are.")
     ] = "fp32",
     loss_scale: Annotated[float, help_of("First scale of the loss; 0: 65536 for fp16, else none.")] = 0.0,
+    device_memory: Annotated[
+        str | None, help_of("Cap on the device, like 1.5GiB: the rest of the model waits on the host or on disk.")
+    ] = None,
+    host_memory: Annotated[str | None, help_of("Most that what waits may take of the host's memory.")] = None,
+    disk: Annotated[Path | None, help_of("Folder in which it waits instead.")] = None,
     plan: Annotated[
         Path | None, help_of("Follow this plan: schedule, stages and micro-batches are then its own.")
     ] = None,
@@ -86,7 +91,7 @@ def command(
         model=_found_everywhere(model),
         options=",".join(option or []),
         data=tuple(data or ()),
-        ranks=ranks,
+        ranks=1 if device_memory else ranks,
         schedule=schedule,
         microbatches=microbatches,
         chunks=chunks,
@@ -100,6 +105,9 @@ def command(
         shard_optimizer=shard_optimizer,
         precision=precision,
         loss_scale=loss_scale,
+        device_memory=device_memory or "",
+        host_memory=host_memory or "",
+        disk=_text(disk),
         plan=_text(plan),
         batch=batch,
         steps=steps,

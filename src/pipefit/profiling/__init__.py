@@ -5,6 +5,7 @@ from pipefit.profiling.layers import as_chain
 from pipefit.profiling.links import LinkSample, fit_link, measure_links
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_layers, profile_sizes
+from pipefit.profiling.tiers import measure_tier
 
 __all__ = [
     "LinkSample",
@@ -14,6 +15,7 @@ __all__ = [
     "layer_flops",
     "measure_device",
     "measure_links",
+    "measure_tier",
     "profile_layers",
     "profile_sizes",
 ]

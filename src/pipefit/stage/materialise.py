@@ -9,6 +9,7 @@ is cut and wherever they lie.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import layer_seed
 
-__all__ = ["InitialiseLayer", "initialise", "is_meta", "materialise", "stand_in"]
+__all__ = ["InitialiseLayer", "can_be_drawn", "initialise", "is_meta", "materialise", "stand_in"]
 
 InitialiseLayer = Callable[[str, nn.Module], None]
 """A model's own way to draw a layer's weights, its attribute `initialise_layer`: from the layer's name and module."""
@@ -29,6 +30,21 @@ _INITIALISATION = -1
 def is_meta(layers: Sequence[NamedLayer]) -> bool:
     """Whether some weight of the layers has no memory yet."""
     return any(p.is_meta for layer in layers for p in layer.module.parameters())
+
+
+def can_be_drawn(layers: Sequence[NamedLayer]) -> bool:
+    """Whether each layer can draw its own weights: no two share one, and every module with weights resets them."""
+    users = Counter(id(p) for layer in layers for p in {id(p): p for p in layer.module.parameters()}.values())
+    modules = [module for layer in layers for module in layer.module.modules() if _has_own(module)]
+    return max(users.values(), default=1) == 1 and all(_reset_of(module) is not None for module in modules)
+
+
+def _has_own(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def stand_in(layers: Sequence[NamedLayer], make: Callable[[Tensor], Tensor]) -> None:
@@ -57,8 +73,8 @@ def initialise(layer: NamedLayer, seed: int, own: InitialiseLayer | None = None)
     torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
     try:
         for name, module in layer.module.named_modules(prefix=layer.prefix):
-            if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
-                reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if _has_own(module):
+                reset = _reset_of(module)
                 if reset is None:
                     raise ModelError(
                         f"{name} ({type(module).__name__}) was built on the meta device and has no reset_parameters() "

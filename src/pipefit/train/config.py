@@ -29,6 +29,9 @@ class RunConfig:
         shard_optimizer: divide the optimizer's states over the replicas of each stage.
         precision: "fp32", "bf16" or "fp16".
         loss_scale: its first value; 0: the usual one where the precision needs it.
+        device_memory: most that training may take on the device, like "1.5 GiB"; the model is then spilled.
+        host_memory: most that the host tier may take; stages live there unless there is a disk.
+        disk: folder in which stages live.
         plan: a plan's path; it then says schedule, stages and the rest.
         batch: samples per step.
         steps: weight updates.
@@ -61,6 +64,9 @@ class RunConfig:
     shard_optimizer: bool = False
     precision: str = "fp32"
     loss_scale: float = 0.0
+    device_memory: str = ""
+    host_memory: str = ""
+    disk: str = ""
     plan: str = ""
     batch: int = 16
     steps: int = 100
@@ -74,3 +80,8 @@ class RunConfig:
     checkpoint_every: int = 0
     sample: int = 200
     device: str = ""
+
+    @property
+    def spills(self) -> bool:
+        """Whether stages live on another tier."""
+        return bool(self.device_memory or self.host_memory or self.disk)

@@ -37,7 +37,7 @@ from pipefit.train.planned import Planned
 from pipefit.train.report import PipelineReport
 from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sharding import check_sharding, shard_optimizers
-from pipefit.train.spilled import Spilled, shard_counts, spilled_shape, spillings
+from pipefit.train.spilled import Spilled, plan_of, spilled_shape, spillings
 from pipefit.train.stream import stream_feed
 from pipefit.train.ties import tied_parameters
 from pipefit.train.traffic import traffic
@@ -124,8 +124,8 @@ class Pipeline:
         if spill is not None and plan is None:
             schedule = "spilled" if schedule == "1f1b" and not self._session.is_distributed else schedule
             if spill.cap_bytes is not None:
-                stages = shard_counts(self.layers, spill, optimizer, example, microbatches)
-                chunks = len(stages)
+                clip = clip_norm is not None
+                plan, _, _ = plan_of(self.layers, spill, optimizer, example, microbatches, loss, clip, self.device)
         if plan is None:
             copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
             self.plan = make_plan(

@@ -17,6 +17,7 @@ from pipefit.data import sample
 from pipefit.errors import PipefitError, PlanError
 from pipefit.ir import text as program_text
 from pipefit.models import ModelBundle, build, parse_options
+from pipefit.parallel import widths_of
 from pipefit.planner import plan as plan_for
 from pipefit.runtime.session import Session, current
 from pipefit.schedules import shape_of
@@ -36,6 +37,7 @@ from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sources import Source, source_of
+from pipefit.train.spilled import bundle_of, capped, tiers_of
 from pipefit.train.traffic import Traffic, traffic
 
 __all__ = ["Observer", "RunResult", "run"]
@@ -86,7 +88,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     """
     session = current()
     torch.manual_seed(config.seed)
-    bundle = build(config.model, **parse_options(config.options, config.model))
+    bundle = bundle_of(config.model, parse_options(config.options, config.model), bool(config.device_memory))
     source = source_of(config, bundle)
     optimizer = make_optimizer(config.optimizer, config.lr)
     _known = bundle.num_parameters  # before tensor parallelism takes parts away
@@ -94,10 +96,13 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     plan = Plan.load(config.plan) if config.plan else None
     layers = named_layers(bundle.layers)
     sizes = _sizes(config, plan, example)
-    profile = agreed_profile(
-        layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer, clips=bool(config.clip)
-    )
-    topology = links_of(session, plan.num_processes if plan else config.ranks)
+    if config.device_memory:
+        plan, profile, topology = capped(config, layers, optimizer, example, bundle.loss)
+    else:
+        profile = agreed_profile(
+            layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer, clips=bool(config.clip)
+        )
+        topology = links_of(session, plan.num_processes if plan else config.ranks)
     plan = plan or _plan(config, session, bundle, profile, topology)
     profile = profile.at(largest_part(example[0], plan.num_microbatches))
     pipe = Pipeline(
@@ -111,6 +116,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         loss_scale=config.loss_scale or None,
         seed=config.seed,
         device=config.device or None,
+        spill=tiers_of(config),
     )
     cost = cost_of(
         profile, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session), all_reduce_law(pipe.region)
@@ -156,6 +162,7 @@ def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Pro
             microbatch_sizes=[size for size in (profile.microbatch_size, *_others(profile)) if not config.batch % size],
             state_per_weight=STATE_PER_WEIGHT[config.optimizer],
             executable=True,
+            tensors=widths_of([layer.module for layer in named_layers(bundle.layers)], session.num_ranks),
             sharded=True if config.shard_optimizer else None,
         )
     return make_plan(
@@ -292,13 +299,14 @@ def _leave(
     measured: Timeline,
 ) -> None:
     """Writes what the run leaves; every rank takes part in gathering, rank 0 writes."""
-    state = pipe.state_dict()
+    # What lives on a tier may be more than the host can hold.
+    state = {} if plan.spill else pipe.state_dict()
     if config.output:
         pipe.save(_checkpoints(config), extra={"data": source.state()})
     if pipe.rank:
         return
     result.rows = compare(forecast, measured)
-    if source.tokens_per_sample and config.sample:
+    if source.tokens_per_sample and config.sample and state:
         # The layers of a tensor-parallel run are parts of the model's.
         whole = build(config.model, **parse_options(config.options, config.model)) if plan.tensor > 1 else bundle
         result.text = _generate(whole, state, config, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +16,21 @@ from pipefit.errors import PlanError
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.memory.states import probe_states
-from pipefit.profiling.analytic import analytic_profile
+from pipefit.models import ModelBundle, build
+from pipefit.planner.spilling import plan_spilling
+from pipefit.profiling import analytic_profile, measure_device, measure_tier
 from pipefit.runtime.spilling import Spilling, SpillPlace
 from pipefit.runtime.worker import MakeOptimizer, Tie, Training
 from pipefit.schedules.shape import Shape
-from pipefit.spec import Profile
-from pipefit.spec.topology import Device
-from pipefit.stage.materialise import is_meta, materialise
-from pipefit.stage.split import NamedLayer
-from pipefit.train.shards import ShardSizes, cut_into_shards
+from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.topology import Tier
+from pipefit.stage.materialise import can_be_drawn, is_meta, materialise
+from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.train.batch import largest_part
+from pipefit.train.config import RunConfig
 from pipefit.units import parse_quantity
 
-__all__ = ["Spilled", "profile_of", "shard_counts", "sizes_of", "spilled_shape", "spillings"]
+__all__ = ["Spilled", "bundle_of", "capped", "plan_of", "spilled_shape", "spillings", "state_per_weight", "tiers_of"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,13 @@ class Spilled:
         host = _bytes(self.host_memory, "host_memory")
         return SpillPlace(None if self.disk is None else Path(self.disk), None if host is None else int(host))
 
+    def measured(self, device: torch.device) -> Tier:
+        """The tier with its rates, measured now."""
+        folder, host = self.where.folder, _bytes(self.host_memory, "host_memory")
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+        return measure_tier(folder, device, capacity_bytes=host if folder is None else None)
+
     def of(self, num_stages: int) -> Spill:
         """As the programs know it."""
         on_host = self.disk is None and (self.place is None or self.place.folder is None)
@@ -77,60 +87,105 @@ def _bytes(value: float | str | None, name: str) -> float | None:
 
 
 def spilled_shape(shape: Shape, spill: Spilled | None) -> Shape:
-    """The shape of a spilled program, from that of the same one without spilling."""
-    if spill is None:
+    """The shape of a spilled program, from that of the same one without spilling; a plan's own wins."""
+    if spill is None or shape.spill is not None or spill.cap_bytes is not None:
         return shape
     num_stages = shape.depth * shape.num_chunks
     return msgspec.structs.replace(shape, spill=spill.of(num_stages), prefetch=spill.prefetch)
 
 
-def shard_counts(
+def plan_of(
     layers: Sequence[NamedLayer],
     spill: Spilled,
     optimizer: MakeOptimizer,
     example: tuple[Any, Any] | None,
     num_microbatches: int,
     loss: Callable[[Any, Any], Tensor] | None = None,
-) -> list[int]:
-    """Layers of each shard under the cap.
+    clip: bool = False,
+    device: torch.device | None = None,
+) -> tuple[Plan, Profile, Topology]:
+    """The plan for a cap on the device's memory: cuts, slots, and what it should cost; see `planner.plan_spilling`.
+
+    Nothing of the model is run: its layers may be on the meta device. The device and the tier are measured.
 
     Raises:
         PlanError: there is no example, from which the sizes of activations follow.
         InfeasibleError: the cap is too small; the message says the smallest that works.
     """
-    assert spill.cap_bytes is not None
-    if example is None:
+    if example is None or spill.cap_bytes is None:
         raise PlanError("a cap on the device's memory needs example=(input, target), one batch of data")
-    profile = profile_of(layers, example, num_microbatches)
-    sizes = sizes_of(layers, optimizer, bool(spill.optim_slots))
-    found = cut_into_shards(profile, sizes, spill.cap_bytes, num_microbatches, spill.slots, spill.optim_slots)
-    return [len(stage.layers) for stage in found.stages]
+    place = device or torch.device("cpu")
+    own = measure_device(place, threads=None, repeats=3)
+    profile = analytic_profile(
+        nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in layers)),
+        example[0],
+        own,
+        loss,
+        example[1],
+        microbatch_size=largest_part(example[0], num_microbatches),
+        model="the model",
+    )
+    tier = spill.measured(place)
+    topology = msgspec.structs.replace(Topology.local(1, 1e12, 0.0), tiers=(tier,), device=own)
+    found = plan_spilling(
+        profile,
+        topology,
+        device_bytes=spill.cap_bytes,
+        num_microbatches=num_microbatches,
+        tier=tier.name,
+        host_bytes=_bytes(spill.host_memory, "host_memory") if tier.name == "host" else None,
+        state_per_weight=state_per_weight(layers, optimizer),
+        clip=clip,
+    )
+    return found, profile, topology
 
 
-def profile_of(layers: Sequence[NamedLayer], example: tuple[Any, Any], num_microbatches: int) -> Profile:
-    """Bytes of activations, worked out without running anything; its times count FLOP of a device of 1 TFLOP/s."""
-    named = [(layer.prefix, layer.module) for layer in layers]
-    size = -(-len(torch.utils._pytree.tree_leaves(example[0])[0]) // num_microbatches)
-    device = Device(flops=1e12, efficiency=1.0)
-    return analytic_profile(nn.Sequential(*(m for _, m in named)), example[0], device, microbatch_size=size)
-
-
-def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, optim: bool) -> list[ShardSizes]:
-    """What each layer and its optimizer states weigh; of layers built alike one is looked at."""
-    known: dict[tuple[Any, ...], ShardSizes] = {}
-    found = []
+def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> float:
+    """Bytes that an optimizer keeps for each byte of weights; of layers built alike one is looked at."""
+    known: dict[tuple[Any, ...], tuple[float, float]] = {}
+    weights = states = 0.0
     for layer in layers:
-        parameters = list(layer.module.parameters())
-        key = tuple((p.shape, p.dtype, p.requires_grad) for p in parameters)
+        parameters = [p for p in layer.module.parameters() if p.requires_grad]
+        key = tuple((p.shape, p.dtype) for p in parameters)
         if key not in known:
-            states = probe_states(optimizer, [p for p in parameters if p.requires_grad], torch.device("cpu"))
-            known[key] = ShardSizes(
-                sum(p.nbytes for p in parameters),
-                sum(spec.like.nbytes for spec in states) if optim else 0.0,
-                max((p.nbytes for p in parameters), default=0),
-            )
-        found.append(known[key])
-    return found
+            specs = probe_states(optimizer, parameters, torch.device("cpu"))
+            known[key] = (sum(p.nbytes for p in parameters), sum(spec.like.nbytes for spec in specs))
+        weights, states = weights + known[key][0], states + known[key][1]
+    return states / weights if weights else 0.0
+
+
+def bundle_of(model: str, options: dict[str, Any], capped: bool) -> ModelBundle:
+    """A model for a run; under a cap without its weights, where its layers can draw them one by one later."""
+    if capped:
+        with torch.device("meta"):
+            bundle = build(model, **options)
+        if can_be_drawn(named_layers(bundle.layers)):
+            return bundle
+    return build(model, **options)
+
+
+def tiers_of(config: RunConfig) -> Spilled | None:
+    """Where the stages of a run live, if it asks for a tier."""
+    return Spilled(None, config.host_memory or None, config.disk or None) if config.spills else None
+
+
+def capped(
+    config: RunConfig,
+    layers: Sequence[NamedLayer],
+    optimizer: MakeOptimizer,
+    example: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor],
+) -> tuple[Plan, Profile, Topology]:
+    """The plan of a run under a cap, with the profile and the topology it was made from.
+
+    Raises:
+        PlanError: the run also has a plan of its own.
+    """
+    if config.plan:
+        raise PlanError("a cap on the device's memory makes its own plan: leave out --plan, or --device-memory")
+    spill = Spilled(config.device_memory, config.host_memory or None, config.disk or None)
+    device = torch.device(config.device) if config.device else None
+    return plan_of(layers, spill, optimizer, example, config.microbatches, loss, bool(config.clip), device)
 
 
 def spillings(
@@ -148,9 +203,9 @@ def spillings(
     result: list[Spilling | None] = []
     for rank, part in zip(ranks, parts, strict=True):
         made = None
-        if spill is not None and any(program.header.is_spilled(stage) for stage in part):
+        if any(program.header.is_spilled(stage) for stage in part):
             shared = _shared(part, ties)
-            made = Spilling.create(rank, program, training, part, shared, device, spill.where, own)
+            made = Spilling.create(rank, program, training, part, shared, device, (spill or Spilled()).where, own)
         for stage, layers in part.items():
             if not program.header.is_spilled(stage) and is_meta(layers):
                 materialise(layers, training.seed, device, own)
