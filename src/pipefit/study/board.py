@@ -125,6 +125,11 @@ class Entry:
         return self.status in ENDED
 
     @property
+    def is_being_admitted(self) -> bool:
+        """Whether a device is building it."""
+        return self.status == "running" and self.admitted is None
+
+    @property
     def score(self) -> float:
         """Mean loss of the last tenth of the steps done; infinite before the first."""
         last = self.losses[-max(len(self.losses) // 10, 1) :]
@@ -167,6 +172,7 @@ class Board:
         self.tier_bytes = 0.0
         self._choose = POLICIES[policy]
         self._count = 0
+        self.admits_singly = False  # where the room on the tier is counted, it must be known who has some
         self._sent_back = False  # a trial was, for want of room, and nothing has ended since
         self.on_end: Callable[[Entry], None] = lambda entry: None
 
@@ -183,8 +189,10 @@ class Board:
 
     def _may_begin(self, device: int) -> bool:
         """Whole tasks are admitted one by one, as devices come free; else all are, so that any can be chosen."""
+        if self._sent_back or (self.admits_singly and any(e.is_being_admitted for e in self.entries)):
+            return False
         if self.policy != "whole-task":
-            return not self._sent_back
+            return True
         return not any(e.device == device and e.status in ("ready", "running", "held") for e in self.entries)
 
     def _begin(self, entry: Entry, device: int, kind: str) -> Job:
@@ -223,7 +231,7 @@ class Board:
         entry = self.entries[number]
         entry.status, entry.device = "waiting", -1
         self._sent_back = True
-        if not any(e.admitted and not e.has_ended for e in self.entries):
+        if not any((e.admitted or e.is_being_admitted) and not e.has_ended for e in self.entries):
             self.failed(number, "no room on the tier for its state, with no other trial there; give more (memory = …)")
 
     def turned(self, report: Report, device: int) -> None:

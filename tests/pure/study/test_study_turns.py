@@ -54,7 +54,9 @@ def test_the_picture_has_a_box_for_every_turn_and_names_every_trial():
     outcome = simulate_study([TrialCost((0.5, 0.25), 3, 0.1), TrialCost((1.0,), 2, 0.1)], 2)
     drawn = picture(outcome, ["a<b", "c"], 2, title="mine & yours")
     tree = ElementTree.fromstring(drawn)
-    boxes = [e for e in tree.iter() if e.tag.endswith("rect") and e.find("{http://www.w3.org/2000/svg}title") is not None]
+    boxes = [
+        e for e in tree.iter() if e.tag.endswith("rect") and e.find("{http://www.w3.org/2000/svg}title") is not None
+    ]
     assert len(boxes) == len(outcome.turns) == 10
     assert "a&lt;b" in drawn and "lower bound" in drawn
     slices = [e for e in trace(outcome, ["a", "c"])["traceEvents"] if e["ph"] == "X"]

@@ -90,6 +90,7 @@ class StudyRun:
         entries = [self._entry(number, trial) for number, trial in enumerate(spec.trials)]
         self.board = Board(entries, spec.workers, spec.policy, spec.stop)
         self.board.on_end = self._ended
+        self.board.admits_singly = spec.tier_bytes > 0
         self._predicted_s: float | None = None
         self._stop: int | None = None
         self._restarts = 0

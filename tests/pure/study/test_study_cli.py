@@ -1,0 +1,47 @@
+"""`pipefit study` on input it refuses: one message, exit code 2, no torch."""
+
+import pytest
+
+from pipefit.cli import main
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("wrkers = 2", "unknown key 'wrkers'; did you mean workers?"),
+        ('policy = "lrtff"', "unknown policy 'lrtff'; did you mean lrtf?"),
+        ("[stop]\nrule = 3", "unknown rule 3"),
+        ("this is not toml", "not TOML"),
+    ],
+)
+def test_a_bad_file_is_one_message(text, words, tmp_path, capsys):
+    path = tmp_path / "s.toml"
+    path.write_text(text)
+    assert main(["study", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("pipefit study: ") and words in said.err and said.err.count("\n") == 1
+    assert said.out == ""
+
+
+def test_a_missing_file_and_a_missing_argument_are_said(tmp_path, capsys):
+    assert main(["study", str(tmp_path / "none.toml")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert main(["study"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--policy", "fast"], "unknown policy"), (["--workers", "0"], "--workers")]
+)
+def test_options_are_checked_like_the_file(words, said, tmp_path, capsys):
+    path = tmp_path / "s.toml"
+    path.write_text("lr = 1e-3")
+    assert main(["study", str(path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path, capsys):
+    path = tmp_path / "s.toml"
+    path.write_text("lr = 1e-3")
+    (tmp_path / "out").write_text("")
+    assert main(["study", str(path), "-o", str(tmp_path / "out")]) == 2
+    assert "expected a folder" in capsys.readouterr().err

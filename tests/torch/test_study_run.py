@@ -1,0 +1,263 @@
+"""Studies of real processes: neighbours, failures, deaths, signals, and who comes after."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.torch.study_cases import MLP, SMALL, alone
+
+import pipefit as pf
+from pipefit.study.execute.recipe import recipe_of
+from pipefit.study.search import Listed, OptunaSearch
+from pipefit.study.trial import StudyError, Trial
+
+# Forks inherit what is loaded: the first optimizer of a process otherwise takes seconds.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+
+
+def trials(count, **more):
+    return [Trial(**{**SMALL, **MLP, "seed": n, "steps": 2 + n, "shards": 1 + n % 3, **more}) for n in range(count)]
+
+
+def study(given, folder, **options):
+    return pf.Study(given, output=folder, threads=1, **options)
+
+
+@pytest.mark.parametrize("policy", ["lrtf", "round-robin", "whole-task"])
+def test_no_trial_notices_its_neighbours(policy, tmp_path):
+    given = trials(4)
+    result = study(given, tmp_path / "s", policy=policy).run()
+    assert [row.status for row in result.trials] == ["finished"] * 4
+    assert [row.losses for row in result.trials] == [alone(trial)[0] for trial in given]
+    assert result.makespan_s >= result.bound_s * (1 - 1e-9)
+    assert result.best == min(result.trials, key=lambda row: row.score).name
+    kept = json.loads((tmp_path / "s/results.json").read_text())
+    assert kept["best"] == result.best and len(kept["trials"]) == 4
+    assert not (tmp_path / "s/state").exists()
+
+
+def test_the_best_weights_load_into_the_model_under_its_own_names(tmp_path):
+    given = trials(2)
+    result = study(given, tmp_path / "s").run()
+    best = next(trial for n, trial in enumerate(given) if result.trials[n].name == result.best)
+    model = torch.nn.Sequential()
+    for layer in recipe_of(best).layers:
+        model.add_module(layer.prefix, layer.module)
+    model.load_state_dict(load_file(result.paths["best"]))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), alone(best)[1], strict=True))
+
+
+def raises(*_):
+    raise RuntimeError("this layer is not for rent")
+
+
+def test_trials_that_diverge_raise_or_ask_for_too_much_fail_alone_with_their_reasons(tmp_path):
+    class Bad(torch.nn.Linear):
+        def forward(self, x):
+            raises()
+
+    def data(step):
+        x = torch.full((4, 4), float("nan") if step == 1 else 1.0)
+        return x, torch.ones(4, 4)
+
+    own = {"loss": torch.nn.functional.mse_loss, "data": data, "steps": 3, "microbatches": 1}
+    given = [
+        trials(1, name="good")[0],
+        Trial("diverges", lambda: [torch.nn.Linear(4, 4)], **own),
+        Trial("raises", lambda: [Bad(4, 4)], **own),
+        Trial("broken", raises, **own),
+        Trial("huge", "mlp", {"layers": 2, "width": 2048}, batch=4, microbatches=1, steps=1, data=("synthetic",)),
+        Trial("nonsense", "mlp", {"widht": 3}, steps=1),
+    ]
+    result = study(given, tmp_path / "s", device_memory="2 MiB").run()
+    assert {row.name: row.status for row in result.trials} == {
+        "good": "finished",
+        "diverges": "failed",
+        "raises": "failed",
+        "broken": "failed",
+        "huge": "failed",
+        "nonsense": "failed",
+    }
+    assert "loss of step 2 is nan" in result["diverges"].reason and result["diverges"].steps == 1
+    assert "not for rent" in result["raises"].reason
+    assert "not for rent" in result["broken"].reason
+    assert "smallest capacity that works" in result["huge"].reason
+    assert "no option 'widht'" in result["nonsense"].reason
+    assert result["good"].losses == alone(given[0])[0] and result.num_failed == 5
+
+
+def test_a_killed_worker_loses_nothing_that_was_committed(tmp_path):
+    given = trials(3, steps=12)
+    killed = []
+
+    class Killer:
+        def changed(self, board):
+            if not killed and len(board.turns) >= 9:
+                killed.append(True)
+                pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and is_child(p)]
+                os.kill(max(pids), signal.SIGKILL)
+
+        def predicted(self, seconds, bound_s):
+            pass
+
+    result = study(given, tmp_path / "s").run(observer=Killer())
+    assert killed and [row.status for row in result.trials] == ["finished"] * 3
+    assert [row.losses for row in result.trials] == [alone(trial)[0] for trial in given]
+
+
+def is_child(place):
+    try:
+        return int((place / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
+    except (OSError, ValueError):
+        return False
+
+
+def suicidal():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_trial_that_kills_its_workers_fails_and_the_others_finish(tmp_path):
+    own = {"loss": torch.nn.functional.mse_loss, "data": lambda step: None}
+    result = study([Trial("killer", suicidal, **own), trials(1, name="good")[0]], tmp_path / "s").run()
+    assert result["killer"].status == "failed" and "SIGKILL" in result["killer"].reason
+    assert result["good"].status == "finished"
+
+
+FILE = """
+workers = 2
+threads = 1
+model = "mlp"
+options = {layers = 4, width = 16}
+data = "synthetic"
+batch = 6
+microbatches = 2
+steps = 150
+shards = 2
+[grid]
+lr = [1e-2, 1e-3, 1e-4]
+"""
+
+
+def command(*words, cwd):
+    return [sys.executable, "-m", "pipefit", "study", *words], {"cwd": cwd, "text": True}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_study_stopped_by_a_signal_goes_on_where_it_stood(number, tmp_path):
+    (tmp_path / "s.toml").write_text(FILE)
+    words, options = command("s.toml", "-o", "out", cwd=tmp_path)
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    cursors = tmp_path / "out/state"
+    deadline = time.monotonic() + 90
+    while not any(c.stat().st_size > 160 for c in cursors.glob("*/losses.f64")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    running.send_signal(number)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 128 + number, said
+    assert "go on with: pipefit study s.toml --resume -o out" in said
+    before = {path.parent.name: path.stat().st_size // 8 for path in cursors.glob("*/losses.f64")}
+    assert before and max(before.values()) >= 20
+    again = subprocess.run([*words, "--resume", "--json"], capture_output=True, timeout=110, **options)
+    assert again.returncode == 0, again.stderr
+    result = json.loads(again.stdout)
+    assert [row["status"] for row in result["trials"]] == ["finished"] * 3
+    assert [row["steps"] for row in result["trials"]] == [150] * 3
+    base = {"options": {"layers": 4, "width": 16}, "data": ("synthetic",), "batch": 6, "microbatches": 2, "steps": 150}
+    assert result["trials"][0]["losses"] == alone(Trial(model="mlp", lr=1e-2, shards=2, **base))[0]
+
+
+def test_a_folder_is_never_taken_for_another_study(tmp_path):
+    given = trials(2)
+    study(given, tmp_path / "s").run()
+    with pytest.raises(StudyError, match="holds a study already"):
+        study(given, tmp_path / "s").run()
+    with pytest.raises(StudyError, match="holds another study: its trials differ"):
+        study(trials(3), tmp_path / "s").run(resume=True)
+    with pytest.raises(StudyError, match="holds no study to resume"):
+        study(given, tmp_path / "none").run(resume=True)
+    again = study(given, tmp_path / "s").run(resume=True)
+    assert [row.status for row in again.trials] == ["finished"] * 2 and not again.interrupted
+
+
+def test_the_host_tier_leaves_nothing_in_shared_memory(tmp_path):
+    result = study(trials(2), tmp_path / "s", tier="host").run()
+    place = Path(json.loads((tmp_path / "s/study.json").read_text())["state"])
+    assert place.is_relative_to("/dev/shm") and not place.exists()
+    assert [row.losses for row in result.trials] == [alone(trial)[0] for trial in trials(2)]
+
+
+def test_trials_wait_for_room_on_the_tier(tmp_path):
+    given = trials(3, shards=1)
+    result = study(given, tmp_path / "s", memory="120 KiB").run()
+    assert [row.status for row in result.trials] == ["finished"] * 3
+    small = study(given[:1], tmp_path / "t", memory="4 KiB").run()
+    assert small.trials[0].status == "failed" and "room" in small.trials[0].reason
+
+
+def test_halving_stops_the_same_trials_under_every_policy(tmp_path):
+    given = trials(4, steps=6)
+    rule = {"rule": "halving", "first": 2, "smooth": 1}
+    steps = set()
+    for policy in ("lrtf", "fifo"):
+        result = study(given, tmp_path / policy, policy=policy, stop=rule).run()
+        steps.add(tuple(row.steps for row in result.trials))
+    assert len(steps) == 1 and sorted(steps.pop()) == [2, 2, 4, 6]
+
+
+def define(values):
+    return Trial(**{**SMALL, **MLP, **values})
+
+
+def test_a_search_is_asked_and_told(tmp_path):
+    search = Listed([{"lr": lr, "steps": 2} for lr in (1e-1, 1e-2, 1e-3)] + [{"lr": 1e-2, "model": "none"}])
+    result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=1)
+    assert len(result.trials) == 4 and len(search.told) == 4
+    told = {values.get("model", values["lr"]): score for values, score in search.told}
+    assert told["none"] is None
+    assert told[1e-2] == pytest.approx(result.trials[1].score)
+
+
+def test_optuna_drives_a_study(tmp_path):
+    optuna = pytest.importorskip("optuna")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    chooser = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    search = OptunaSearch(chooser, lambda trial: {"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)}, num_trials=4)
+    result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=1)
+    assert len(chooser.trials) == 4 and {row.status for row in result.trials} == {"finished"}
+    assert chooser.best_value == pytest.approx(min(row.score for row in result.trials))
+    assert result[result.best].values["lr"] == chooser.best_params["lr"]
+
+
+def test_the_verb_prints_one_json_object_and_leaves_with_1_when_a_trial_failed(tmp_path, capsys):
+    from pipefit.cli import main
+
+    path = tmp_path / "s.toml"
+    path.write_text(FILE.replace("steps = 150", "steps = 2").replace("[grid]", '[grid]\nmodel = ["mlp", "none"]'))
+    assert main(["study", str(path), "-o", str(tmp_path / "out"), "--workers", "1", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_devices"] == 1 and len(result["trials"]) == 6
+    assert [row["status"] for row in result["trials"]] == ["finished"] * 3 + ["failed"] * 3
+    assert "unknown model 'none'" in result["trials"][3]["reason"]
+    assert main(["study", str(path), "-o", str(tmp_path / "out")]) == 2
+    assert "holds a study already" in capsys.readouterr().err
+
+
+def test_the_verb_tells_people_what_came_of_it(tmp_path, capsys):
+    from pipefit.cli import main
+
+    path = tmp_path / "s.toml"
+    path.write_text(FILE.replace("steps = 150", "steps = 3"))
+    assert main(["study", str(path), "-o", str(tmp_path / "out"), "--policy", "fifo"]) == 0
+    said = capsys.readouterr().out
+    assert "fifo on 2 devices: makespan" in said and "lower bound" in said and "* t0" in said
+    assert "on paper, with the turns as they were: lrtf" in said
+    assert all(Path(line.split()[-1]).exists() for line in said.splitlines() if line.startswith(("best", "results")))
