@@ -22,6 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pipedream": {"schedule": "pipedream", "num_stages": 4, "num_microbatches": 10},
     "pipedream-vertical-sync": {"schedule": "pipedream-vertical-sync", "num_stages": 4, "num_microbatches": 10},
     "pipedream-2bw": {"schedule": "pipedream-2bw", "num_stages": 4, "num_microbatches": 4},
+    "spilled": {"schedule": "spilled", "num_stages": 4, "num_microbatches": 4},
 }
 """Every picture by its name, and the drawing it shows; the tables of the manual speak of the same drawings."""
 

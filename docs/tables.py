@@ -25,6 +25,7 @@ _LAW = {
     "pipedream": ("none, once filled", "no flush; weights of different ages are tolerated"),
     "pipedream-vertical-sync": ("none, once filled", "no flush; one version per mini-batch at every stage"),
     "pipedream-2bw": ("none, once filled", "no flush; two versions, every gradient one update old"),
+    "spilled": ("first load and last write", "one device, and a model that does not fit it"),
 }
 
 

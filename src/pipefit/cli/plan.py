@@ -123,7 +123,7 @@ def _spilled(
         num_microbatches=asked,
         microbatch_size=sizes[0],
         tier=tier,
-        state_per_weight=2.0 if state is None else state,
+        state_per_weight=state,
     )
 
 

@@ -91,7 +91,6 @@ def cell_rules(scope: str, num_chunks: int, dark: bool) -> str:
         rules.append(f"{scope} .t{letter}{{fill:{family.dark_text if dark else family.light_text}}}")
     for kind, (_, light, night) in THIN.items():
         rules.append(f"{scope} .{kind}{{fill:{night if dark else light}}}")
-    rules.append(f"{scope} .tC{{fill:{INKS['paper'][dark]}}}")
     for name, colours in INKS.items():
         rules.append(f"{scope} .{name}{{fill:{colours[dark]}}}")
     line, mark = INKS["line"][dark], INKS["mark"][dark]

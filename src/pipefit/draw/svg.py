@@ -223,7 +223,7 @@ def _copies(scene: Scene, plan: Layout) -> list[str]:
         )
         if len(bar.short) * 0.6 * size <= width - 2:
             parts.append(
-                f'<text class="n tC" font-size="{size}" x="{x + width / 2:.2f}" y="{y + 8.6:.1f}">{bar.short}</text>'
+                f'<text class="n paper" font-size="{size}" x="{x + width / 2:.2f}" y="{y + 8.6:.1f}">{bar.short}</text>'
             )
     return parts
 

@@ -17,6 +17,7 @@ from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.partition.capacity import hydra
+from pipefit.planner.gpt import ARITHMETIC
 from pipefit.planner.limits import Limit, limits, traffic
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
@@ -80,7 +81,7 @@ def plan_spilling(
     microbatch_size: int | None = None,
     tier: str | None = None,
     host_bytes: float | None = None,
-    state_per_weight: float = 2.0,
+    state_per_weight: float | None = None,
     clip: bool = False,
     host_memory_bytes_per_s: float = 0.0,
     costs: Mapping[str, float] | None = None,
@@ -98,7 +99,8 @@ def plan_spilling(
         microbatch_size: samples; None: the profile's.
         tier: "host" or "disk"; None: the first that the topology has.
         host_bytes: cap on what the tier holds; None: the tier's capacity.
-        state_per_weight: optimizer bytes per weight byte: 2 for Adam, 1 for momentum, 0 for plain SGD.
+        state_per_weight: optimizer bytes per weight byte: 2 for Adam, 1 for momentum, 0 for plain SGD; None: 6 for
+            2-byte weights with Adam and a master copy (a profile by GPT arithmetic), else 2.
         clip: gradients are clipped by their global norm, which costs another visit of the stages that could not stay.
         host_memory_bytes_per_s: of a fused step on the host, to compare with; 0: not known.
         costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
@@ -110,6 +112,8 @@ def plan_spilling(
     started = time.perf_counter()
     if not device_bytes > 0:
         raise PlanError(f"device_bytes: expected more than 0, got {device_bytes}")
+    if state_per_weight is None:
+        state_per_weight = 6.0 if profile.source.startswith(ARITHMETIC) else 2.0
     size = microbatch_size or profile.microbatch_size
     chosen = _tier(topology, tier)
     room = chosen.capacity_bytes if host_bytes is None else host_bytes
