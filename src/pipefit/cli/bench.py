@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -86,16 +86,19 @@ def _prediction(asked: Asked) -> Answer:
 
     from pipefit.cli.compare import told
     from pipefit.cli.options import whole_numbers
-    from pipefit.compare.bench.prediction import CONFIG, prediction
+    from pipefit.compare.bench.prediction import CONFIGS, GPT, prediction
 
-    config = replace(
-        CONFIG,
-        repeats=asked.repeats or CONFIG.repeats,
-        microbatches=whole_numbers("--microbatches", asked.microbatches) or CONFIG.microbatches,
-        options=",".join(asked.option) if asked.option else CONFIG.options,
-    )
-    found = prediction(config)
-    return Answer(found.as_dict(), lambda: told(found, {}))
+    chosen = (replace(GPT, options=",".join(asked.option)),) if asked.option else CONFIGS
+    configs = [
+        replace(
+            config,
+            repeats=asked.repeats or config.repeats,
+            microbatches=whole_numbers("--microbatches", asked.microbatches) or config.microbatches,
+        )
+        for config in chosen
+    ]
+    found = prediction(configs)
+    return Answer({"comparisons": [one.as_dict() for one in found]}, lambda: "".join(told(one, {}) for one in found))
 
 
 def _start(asked: Asked) -> Answer:
@@ -132,6 +135,37 @@ def _ddp(asked: Asked) -> Answer:
         for row in rows
     ]
     return Answer({"rows": [row._asdict() for row in rows]}, "\n".join(lines))
+
+
+def _hybrid(asked: Asked) -> Answer:
+    from dataclasses import replace
+
+    from pipefit.cli.options import whole_numbers
+    from pipefit.compare.bench.hybrid import CONFIG, hybrid
+    from pipefit.units import format_bytes, format_seconds
+
+    config = replace(
+        CONFIG,
+        options=",".join(asked.option) if asked.option else CONFIG.options,
+        microbatches=(whole_numbers("--microbatches", asked.microbatches) or (CONFIG.microbatches,))[0],
+        steps=asked.steps or CONFIG.steps,
+        repeats=asked.repeats or CONFIG.repeats,
+    )
+    rows = hybrid(config)
+    lines = [
+        f"GPT {config.options}, batch {config.batch} in {config.microbatches} micro-batches; all figures per update",
+        f"{'':<20}{'t,p,d':>7}{'ranks':>7}{'predicted':>11}{'measured':>11}{'ratio':>7}"
+        f"{'sent':>12}{'inside':>12}{'reduced':>12}",
+    ]
+    for row in rows:
+        shape = ",".join(str(width) for width in row.shape) if all(row.shape) else row.name
+        lines.append(
+            f"{row.name:<20}{shape:>7}{row.processes:>7}{format_seconds(row.predicted_s):>11}"
+            f"{format_seconds(row.measured_s):>11}{row.ratio:>7.2f}{format_bytes(row.sent_bytes):>12}"
+            f"{format_bytes(row.inside_bytes):>12}{format_bytes(row.reduced_bytes):>12}"
+        )
+    told = [row._asdict() | {"ratio": row.ratio} for row in rows]
+    return Answer({"config": asdict(config), "rows": told}, "\n".join(lines))
 
 
 def _network(asked: Asked) -> Answer:
@@ -172,6 +206,7 @@ _BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     "lean": (_lean, "overhead of the executor: µs per micro-batch and stage, beside torch and a bare loop"),
     "prediction": (_prediction, "measured beside predicted for every schedule, each rank on a core of its own"),
     "ddp": (_ddp, "data parallelism, its reductions in buckets, beside torch's DistributedDataParallel"),
+    "hybrid": (_hybrid, "tensor, pipeline and data parallelism and a 2-1 pipeline, measured beside predicted"),
     "start": (_start, "how fast the verbs answer and ranks start"),
     "network": (
         _network,

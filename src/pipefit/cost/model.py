@@ -62,6 +62,8 @@ class CostModel:
         topology: links between ranks; None: all alike, by the next two.
         bandwidth_bytes_per_s: of every link.
         latency_s: of every link.
+        memory_latency_s: of every message where ranks share memory: the rest is their own copying, see the next ones;
+            None: messages take a link.
         post_s: seconds the rank itself spends on issuing a send, receive or reduction.
         copy_s_per_byte: further seconds per byte the rank spends inside a send: Gloo copies on the caller's core.
         take_s_per_byte: further seconds per byte the rank spends on a receive, where it copies messages out itself.
@@ -93,6 +95,7 @@ class CostModel:
     topology: Topology | None = None
     bandwidth_bytes_per_s: float = math.inf
     latency_s: float = 0
+    memory_latency_s: float | None = None
     post_s: float = 0
     copy_s_per_byte: float = 0
     take_s_per_byte: float = 0
@@ -158,6 +161,8 @@ class CostModel:
             send: the message, as its sender issues it.
             rank: the sender.
         """
+        if self.memory_latency_s is not None:
+            return self.memory_latency_s
         bandwidth, latency = self.link(rank, send.peer)
         return latency + _over(self._message_bytes(send), bandwidth)
 

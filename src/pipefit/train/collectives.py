@@ -28,7 +28,7 @@ def all_reduce_law(region: Region | None) -> Callable[[float], float]:
     dist.broadcast(told, 0)
     small_s, large_s = told.tolist()
     per_byte = max(large_s - small_s, 0.0) / (_LARGE - _SMALL)
-    return lambda size: small_s + per_byte * (size - _SMALL)
+    return lambda size: small_s + per_byte * max(size - _SMALL, 0)
 
 
 def _median_s(region: Region, size: int) -> float:

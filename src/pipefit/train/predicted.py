@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import torch.distributed as dist
 
 from pipefit.cost import CostModel
+from pipefit.cost.tensor import widened
 from pipefit.errors import TopologyError
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.runtime.session import Session
 from pipefit.schedules import find
 from pipefit.simulate import simulate
-from pipefit.spec import Plan, Prediction, Profile, Topology
+from pipefit.spec import Partition, Plan, Prediction, Profile, Topology
 from pipefit.timeline import Timeline
 from pipefit.train.calibrate import USUAL, RuntimeCosts
 
@@ -51,14 +53,22 @@ def cost_of(
 ) -> CostModel:
     """Costs of the plan's stages on these links, with what the executor itself costs.
 
-    Where ranks share memory, messages cost what `runtime` says, whatever the topology.
+    Where ranks share memory, messages cost what `runtime` says; reductions take the topology's links.
+
+    Args:
+        profile: of the whole model in one process.
+        plan: how it is divided.
+        topology: links between the processes.
+        state_per_weight: optimizer bytes per weight byte.
+        runtime: what the executor costs.
+        all_reduce_s: seconds in which the processes of a rank sum so many bytes, for tensor parallelism.
     """
-    shared = runtime.latency_s is not None
-    num_ranks = max(plan.placement.num_ranks, 1)
+    if plan.tensor > 1:
+        return _of_parts(profile, plan, topology, state_per_weight, runtime, all_reduce_s or (lambda size: 0.0))
     cost = CostModel.from_profile(
         profile,
         plan.partition,
-        Topology.local(num_ranks, bandwidth_bytes_per_s=1e18, latency_s=runtime.latency_s) if shared else topology,
+        topology,
         optimizer_bytes_per_weight_byte=state_per_weight,
         loss_s=profile.loss_s,
         overhead_s=runtime.overhead_s,
@@ -78,7 +88,40 @@ def cost_of(
         # One pass holds all steps: its batches are cut as they are loaded.
         host_s[Op.LOAD.value] += runtime.cut_s
     pass_s = runtime.pass_s + runtime.cut_s * plan.num_microbatches if synchronous else 0.0
-    return replace(cost, step_s=steps, host_s=host_s, pass_s=pass_s, take_s_per_byte=runtime.take_s_per_byte)
+    return replace(
+        cost,
+        step_s=steps,
+        host_s=host_s,
+        pass_s=pass_s,
+        take_s_per_byte=runtime.take_s_per_byte,
+        memory_latency_s=runtime.latency_s,
+    )
+
+
+def _of_parts(
+    profile: Profile,
+    plan: Plan,
+    topology: Topology,
+    state_per_weight: float,
+    runtime: RuntimeCosts,
+    all_reduce_s: Callable[[float], float],
+) -> CostModel:
+    """The same where several processes share each rank; their messages go through the process group."""
+    t, sequence = plan.tensor, plan.sequence_parallel
+    stages = tuple(msgspec.structs.replace(stage, tensor=1) for stage in plan.partition.stages)
+    whole = msgspec.structs.replace(plan, partition=Partition(stages), sequence_parallel=False)
+    part = widened(profile, t, all_reduce_s, ends=True, sequence=sequence)
+    cost = cost_of(part, whole, topology, state_per_weight, runtime._replace(latency_s=None, take_s_per_byte=0.0))
+    share = t if sequence else 1
+    return replace(
+        cost,
+        step_s=tuple(seconds / t for seconds in cost.step_s),
+        # The divided loss exchanges two short messages.
+        loss_s=cost.loss_s / t + 2 * all_reduce_s(0),
+        act_bytes=tuple(size / share for size in cost.act_bytes),
+        grad_bytes=tuple(size / share for size in cost.grad_bytes),
+        tensor=t,
+    )
 
 
 def predict(program: Program, cost: CostModel, repeats: int = 1) -> Timeline:

@@ -1,0 +1,201 @@
+"""Predicted beside measured when two processes share the work in each of the three ways, and three in the fourth.
+
+    (2, 1, 1)   tensor parallelism: every layer divided          messages inside layers, two all-reduces per block
+    (1, 2, 1)   a pipeline of two stages                         an activation and its gradient per micro-batch
+    (1, 1, 2)   data parallelism                                 one reduction of all gradients
+    2-1         three processes, the first stage on two of them
+
+Each is (t, p, d): tensor width, pipeline depth, data width. Contestants run in turns inside the same processes, and
+medians are taken. What is predicted knows the layers as they were measured here, the links, the reductions, and the
+all-reduces inside the stages by a measured law.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipefit.models import ModelBundle, build, parse_options
+from pipefit.runtime.launch import launch
+from pipefit.runtime.session import Session, current
+from pipefit.spec import Profile
+from pipefit.stage.split import named_layers
+from pipefit.train.batch import largest_part
+from pipefit.train.calibrate import RuntimeCosts, runtime_costs
+from pipefit.train.collectives import all_reduce_law
+from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
+from pipefit.train.pipeline import Pipeline
+from pipefit.train.predicted import cost_of, links_of, predict
+from pipefit.train.profiled import agreed_profile
+from pipefit.train.setup import make_plan
+from pipefit.train.traffic import traffic
+
+__all__ = ["CONFIG", "HybridConfig", "HybridRow", "hybrid", "hybrid_rank"]
+
+
+@dataclass(frozen=True)
+class HybridConfig:
+    """What is trained.
+
+    Attributes:
+        options: of the GPT.
+        batch: samples per update.
+        microbatches: per update.
+        steps: updates of a turn.
+        repeats: turns.
+    """
+
+    options: str = "layers=8,hidden=256,heads=8,context=128"
+    batch: int = 32
+    microbatches: int = 8
+    steps: int = 2
+    repeats: int = 7
+
+
+CONFIG = HybridConfig()
+
+
+class HybridRow(NamedTuple):
+    """One way to share the work.
+
+    Attributes:
+        name: of the way.
+        shape: (t, p, d); of uneven replicas d is 0.
+        processes: how many take part.
+        predicted_s: seconds per update.
+        measured_s: median over the turns.
+        sent_bytes: that a process sends to other ranks in an update, the most among them.
+        inside_bytes: to those it shares its rank with.
+        reduced_bytes: of gradients that it sums with its replicas, the most among the ranks.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    processes: int
+    predicted_s: float
+    measured_s: float
+    sent_bytes: float
+    inside_bytes: float
+    reduced_bytes: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured over predicted."""
+        return self.measured_s / self.predicted_s
+
+
+_TWO: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "tensor": ((2, 1, 1), {"tensor": 2, "num_ranks": 1}),
+    "tensor and sequence": ((2, 1, 1), {"tensor": 2, "num_ranks": 1, "sequence_parallel": True}),
+    "pipeline": ((1, 2, 1), {"num_ranks": 2}),
+    "data": ((1, 1, 2), {"num_ranks": 2, "schedule": "data-parallel"}),
+}
+_THREE = {"2-1": ((1, 2, 0), {"num_ranks": 3, "replicas": (2, 1)})}
+
+
+def hybrid(config: HybridConfig = CONFIG) -> list[HybridRow]:
+    """Measures on two and on three processes of this machine."""
+    rows: list[HybridRow] = []
+    for count in (2, 3):
+        rows += launch(hybrid_rank, count, config, threads=1, quiet=True)[0]
+    return rows
+
+
+def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
+    """The contest on this process, which has a core of its own where there are enough."""
+    session = current()
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    if len(cores) >= session.num_ranks:
+        os.sched_setaffinity(0, {cores[session.rank]})
+    ways = _TWO if session.num_ranks == 2 else _THREE
+    bundle = _bundle(config)
+    example = bundle.example(config.batch, 0)
+    sizes = [largest_part(example[0], config.microbatches)]
+    optimizer = make_optimizer("adamw", 1e-3)
+    layers = named_layers(bundle.layers)
+    profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer)
+    contest = _Contest(config, session, profile, runtime_costs(session))
+    pipes = {name: contest.pipeline(settings) for name, (_, settings) in ways.items()}
+    seconds = contest.run(pipes, [bundle.example(config.batch, step) for step in range(config.steps)])
+    return [contest.row(name, ways[name][0], pipe, seconds[name]) for name, pipe in pipes.items()]
+
+
+def _bundle(config: HybridConfig) -> ModelBundle:
+    torch.manual_seed(0)
+    return build("gpt", **parse_options(config.options, "gpt"))
+
+
+@dataclass(frozen=True)
+class _Contest:
+    config: HybridConfig
+    session: Session
+    profile: Profile
+    runtime: RuntimeCosts
+
+    def pipeline(self, settings: dict[str, Any]) -> Pipeline:
+        """One way's pipeline, over weights of its own."""
+        bundle = _bundle(self.config)
+        given = {"schedule": "1f1b", "num_microbatches": self.config.microbatches, "profile": self.profile} | settings
+        if given.get("replicas"):
+            given["stages"] = _cut(self.profile, given["replicas"])
+        plan = make_plan(named_layers(bundle.layers), **given)
+        return Pipeline(
+            bundle.layers, loss=bundle.loss, optimizer=make_optimizer("adamw", 1e-3), plan=plan, device="cpu"
+        )
+
+    def run(self, pipes: dict[str, Pipeline], batches: Sequence[Any]) -> dict[str, list[float]]:
+        """Seconds per update of every turn but the first two."""
+        seconds: dict[str, list[float]] = {name: [] for name in pipes}
+        gc.collect()
+        gc.freeze()
+        for turn in range(self.config.repeats + 2):
+            for name, pipe in pipes.items():
+                dist.barrier()
+                began = time.perf_counter()
+                pipe.fit(batches, steps=len(batches))
+                dist.barrier()
+                if turn >= 2:
+                    seconds[name].append((time.perf_counter() - began) / len(batches))
+        gc.unfreeze()
+        return seconds
+
+    def row(self, name: str, shape: tuple[int, int, int], pipe: Pipeline, seconds: list[float]) -> HybridRow:
+        """Predicted beside measured."""
+        topology = links_of(self.session, self.session.num_ranks)
+        law = all_reduce_law(pipe.region)
+        cost = cost_of(self.profile, pipe.plan, topology, STATE_PER_WEIGHT["adamw"], self.runtime, law)
+        steps = self.config.steps
+        predicted_s = predict(pipe.program, cost, steps).makespan_s / steps
+        moved = traffic(self.session, pipe.history.moved_bytes)
+        reduced = max(
+            (cost.weight_bytes[s] for s, ranks in enumerate(pipe.plan.placement.ranks) if len(ranks) > 1), default=0.0
+        )
+        return HybridRow(
+            name,
+            shape,
+            self.session.num_ranks,
+            predicted_s,
+            statistics.median(seconds),
+            max(moved.sent_bytes),
+            max(moved.inside_bytes),
+            reduced,
+        )
+
+
+def _cut(profile: Profile, replicas: tuple[int, int]) -> list[int]:
+    """Layer counts of two stages such that the slower one, its work shared by its replicas, is as fast as can be."""
+    times = [layer.total_s for layer in profile.layers]
+
+    def slower(first: int) -> float:
+        return max(sum(times[:first]) / replicas[0], sum(times[first:]) / replicas[1])
+
+    best = min(range(1, len(times)), key=slower)
+    return [best, len(times) - best]
