@@ -247,6 +247,12 @@ def test_a_slow_rank_takes_longer_over_the_same_work():
     assert ends(simulate(program, cost), 0, Op.FWD) == [4, 8, 12]
 
 
+def test_every_rank_spends_the_time_between_passes_before_each_of_them():
+    program = generate("naive", Shape(1, 2))
+    timeline = simulate(program, CostModel((1,), (1,), (1,), pass_s=10), repeats=3)
+    assert ends(timeline, 0, Op.FWD) == [11, 14, 27, 30, 43, 46]
+
+
 # -------------------------------------------------------------------------------------------------------- reductions
 
 

@@ -22,6 +22,7 @@ class CompareConfig:
         repeats: repetitions of every cell, in turns; medians are taken.
         stages: layer counts of one stage per rank; (): balanced by a profile.
         chunks: stages per rank of the looped schedules.
+        segment: micro-batches that a schedule without a flush runs in a repetition, at least: it fills and drains once.
         optimizer: "adamw", "adam" or "sgd".
         lr: learning rate.
         seed: of weights, data and dropout.
@@ -37,6 +38,7 @@ class CompareConfig:
     repeats: int = 3
     stages: tuple[int, ...] = ()
     chunks: int = 2
+    segment: int = 32
     optimizer: str = "adamw"
     lr: float = 1e-3
     seed: int = 0

@@ -98,7 +98,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     counts = [num for num in config.microbatches if num <= config.batch]
     if not counts:
         raise DataError(f"a batch of {config.batch} cannot be cut into {list(config.microbatches)} micro-batches")
-    profiles = _profiles(subject, batches[0], sorted({1, *counts}), session)
+    profiles = _profiles(subject, batches[0], counts, session)
     topology = links_of(session, session.num_ranks)
     runtime = runtime_costs(session)
     say(f"the executor costs {runtime.overhead_s * 1e6:.0f} us per instruction")
@@ -225,7 +225,7 @@ def _cells(
 def _steps(trainer: Trainer, num: int, config: CompareConfig) -> int:
     """Updates of a turn: a schedule that fills and drains only once must be given enough to be in its rhythm."""
     if isinstance(trainer, ScheduledPipeline) and not trainer.pipe.schedule.is_synchronous:
-        return max(config.steps, -(-_LEAST_MICROBATCHES // num))
+        return max(config.steps, -(-config.segment // num))
     return config.steps
 
 
@@ -289,13 +289,15 @@ def _shared(value: float, session: Session) -> list[float]:
 def _predict(
     cell: Cell, profiles: dict[int, Profile], topology: Topology, runtime: RuntimeCosts, config: CompareConfig
 ) -> None:
-    profile = profiles[cell.num_microbatches]
+    profile = profiles.get(cell.num_microbatches)
+    if profile is None:
+        return
     if isinstance(cell.trainer, ScheduledPipeline):
         cost = cost_of(profile, cell.trainer.plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime)
         program = cell.trainer.timeline(cell.steps).program
         timeline = predict(program, cost, cell.trainer.num_passes(cell.steps))
         cell.predicted_used = tuple(
-            sum(cost.duration_s(i, rank) for i in instructions) / program.header.num_steps
+            (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) / program.header.num_steps
             for rank, instructions in enumerate(program.ranks)
         )
         cell.predicted_s = timeline.makespan_s / cell.steps

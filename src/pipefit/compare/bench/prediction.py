@@ -1,4 +1,4 @@
-"""How well the simulator foretells a step: two ranks, each on a core of its own, and models that are bound by arithmetic.
+"""How well the simulator foretells a step: two ranks, each on a core of its own, and models bound by their arithmetic.
 
 Comparisons like any other (`pipefit.compare`), with ranks that stay on their cores: measured over predicted for every
 synchronous schedule, and the asynchronous ones against one process that accumulates as many micro-batches. Each number
