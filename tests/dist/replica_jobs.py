@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from tests.dist import tensor_jobs
 from tests.torch.equality_models import make
 from tests.torch.test_precision import float_model
 from tests.torch.test_precision import pipeline as mixed_pipeline
@@ -83,3 +84,29 @@ def unequal(what: str) -> str:
     except DataError as problem:
         return str(problem)
     return ""
+
+
+def divided(place: str) -> Told:
+    """Two copies, each of two tensor-parallel processes, with a sharded optimizer; a checkpoint in the middle."""
+    pipe = tensor_jobs.pipeline(tensor_jobs.model(), schedule="data-parallel", tensor=2, shard_optimizer=True)
+    pipe.fit([tensor_jobs.batch(5, step) for step in range(2)])
+    pipe.save(place)
+    return pipe.fit([tensor_jobs.batch(5, 2)]), pipe.state_dict()
+
+
+def wide_and_half() -> tuple[list[float], Any]:
+    """Eight processes: two copies of two ranks of two processes, in half precision, with parts of states."""
+    pipe = tensor_jobs.pipeline(
+        tensor_jobs.model().float(),
+        schedule="interleaved",
+        chunks=2,
+        replicas=2,
+        microbatches=4,
+        tensor=2,
+        shard_optimizer=True,
+        precision="bf16",
+        loss_scale=2.0**126,
+    )
+    losses = pipe.fit([tensor_jobs.batch(8, step) for step in range(4)])
+    scale = pipe._engine.workers[0].scale
+    return losses, scale.state() if scale else None

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.dist import replica_jobs as jobs
+from tests.dist import tensor_jobs
 from tests.torch.equality_models import make
 from tests.torch.test_precision import float_model
 from tests.torch.test_precision import pipeline as mixed_pipeline
@@ -104,3 +105,30 @@ def test_unequal_data_are_told_on_every_rank_before_the_first_step(what: str, to
     assert heard[0] == heard[1]
     assert heard[0].startswith(told)
     assert "DistributedSampler" in heard[0]
+
+
+def test_parts_of_states_go_with_parts_of_layers(tmp_path: Path) -> None:
+    (losses, weights), *_ = launch(jobs.divided, 4, str(tmp_path), threads=1, quiet=True)
+    pipe = tensor_jobs.pipeline(tensor_jobs.model(), stages=2)
+    pipe.fit([tensor_jobs.batch(5, step) for step in range(2)])
+    again = tensor_jobs.pipeline(tensor_jobs.model(), stages=2)
+    again.load(tmp_path)
+    for alone in (pipe, again):
+        assert alone.fit([tensor_jobs.batch(5, 2)]) == pytest.approx(losses, rel=1e-9)
+        for key, tensor in alone.state_dict().items():
+            assert torch.allclose(weights[key], tensor, rtol=1e-7, atol=1e-10), key
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_eight_processes_do_it_all_at_once() -> None:
+    """The scale begins far too large for anything: the first updates are skipped, by all."""
+    found = launch(jobs.wide_and_half, 8, threads=1, quiet=True)
+    assert all(told == found[0] for told in found)
+    losses, scale = found[0]
+    assert scale["skipped"] == 4
+    assert scale["scale"] == 2.0**122
+    pipe = tensor_jobs.pipeline(
+        tensor_jobs.model().float(), microbatches=4, precision="bf16", stages=4, chunks=2, schedule="interleaved"
+    )
+    assert losses[0] == pytest.approx(pipe.fit([tensor_jobs.batch(8, 0)])[0], rel=1e-2)

@@ -24,6 +24,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat1
 """The type of a name; None: that of the model, whatever it is."""
 
 _FIRST_SCALE = 2.0**16
+_LARGEST_SCALE = 2.0**126
 
 
 def half_of(name: str) -> torch.dtype | None:
@@ -43,8 +44,8 @@ def first_scale(half: torch.dtype | None, asked: float | None) -> float | None:
     Raises:
         PipefitError: it is not positive.
     """
-    if asked is not None and not 0 < asked < float("inf"):
-        raise PipefitError(f"loss_scale: expected a positive number, got {asked}")
+    if asked is not None and not 0 < asked <= _LARGEST_SCALE:
+        raise PipefitError(f"loss_scale: expected a positive number that float32 can hold, got {asked}")
     return _FIRST_SCALE if asked is None and half is torch.float16 else asked
 
 
@@ -133,7 +134,7 @@ class LossScale:
                 self.scale *= 0.5
             elif self.streak == self.interval:
                 self.streak = 0
-                self.scale *= 2.0
+                self.scale = min(2.0 * self.scale, _LARGEST_SCALE)
             self._after.append(self.scale)
         return self._finite[update]
 
