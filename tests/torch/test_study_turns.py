@@ -1,4 +1,4 @@
-"""One trial, a turn at a time from records and back: the same numbers to the bit, and nothing lost when it is cut off."""
+"""One trial, a turn at a time from records and back: the same bits, and nothing lost when it is cut off."""
 
 import pytest
 import torch

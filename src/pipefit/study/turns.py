@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
-from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
-from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.ir.program import Program
 from pipefit.ir.values import Value, consumes, makes, needs
-from pipefit.passes import build
+from pipefit.schedules import Shape, find
 from pipefit.verify import verify
 
 __all__ = ["Turn", "step_program", "turns_of"]
@@ -41,27 +42,15 @@ class Turn(NamedTuple):
 
 @functools.cache
 def step_program(num_shards: int, num_microbatches: int, clip: bool = False) -> Program:
-    """One step of a model in shards on one device: all micro-batches of a shard before the next shard.
+    """One step of a model in shards on one device: the schedule `spilled`, without its copies.
 
-    Forwards go up; at the last shard each micro-batch turns around at once; backwards come down, each with a replay of
-    its forward, and a shard steps as soon as its gradients are complete. Clipping by the global norm puts all steps
-    after the last backward: every shard then comes once more, with its gradients.
+    All micro-batches of a shard come before the next shard; at the last each micro-batch turns around at once; a shard
+    steps as soon as its gradients are complete. What `fetch` and `evict` do in that schedule happens here between
+    turns, where the next may be of another trial or on another device. Clipping by the global norm puts all steps after
+    the last backward: every shard then comes once more, with its gradients.
     """
-    last = num_shards - 1
-    mbs = range(num_microbatches)
-    order = [fwd(stage, mb) for stage in range(last) for mb in mbs]
-    order += [op(last, mb) for mb in mbs for op in (fwd, bwd)]
-    order += [bwd(stage, mb) for stage in reversed(range(last)) for mb in mbs]
-    header = Header(
-        "shards",
-        ((0,),) * num_shards,
-        num_microbatches,
-        1,
-        WeightRule.FLUSH,
-        (num_microbatches,) * num_shards,
-        clip=clip,
-    )
-    program = build(header, [order], recompute=None)
+    shape = Shape(1, num_microbatches, num_shards, recompute=None, clip=clip)
+    program = replace(find("spilled"), spills=False)(shape)
     program = program if clip else _with_early_steps(program)
     verify(program).raise_if_bad()
     return program

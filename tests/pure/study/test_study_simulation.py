@@ -71,7 +71,7 @@ def test_lrtf_stays_within_a_few_percent_of_the_bound_where_others_do_not(seed):
     import random
 
     rng = random.Random(seed)
-    lengths = sorted(rng.randint(10, 60) for _ in range(11)) + [200]
+    lengths = [*sorted(rng.randint(10, 60) for _ in range(11)), 200]
     costs = [TrialCost((0.02, 0.05, 0.03), steps) for steps in lengths]
     gaps = {policy: simulate_study(costs, 2, policy).gap for policy in POLICIES}
     assert gaps["lrtf"] < 0.02

@@ -1,5 +1,6 @@
 """A step cut into turns."""
 
+import itertools
 import subprocess
 import sys
 from xml.etree import ElementTree
@@ -22,7 +23,7 @@ def test_turns_cover_the_program_in_order_and_hand_on_exactly_what_later_ones_ta
     assert not verify(program).violations
     turns = turns_of(program)
     assert turns[0].first == 0 and turns[-1].end == len(program.ranks[0])
-    assert all(a.end == b.first for a, b in zip(turns, turns[1:], strict=False))
+    assert all(a.end == b.first for a, b in itertools.pairwise(turns))
     left = set()
     for turn in turns:
         loads = {(i.stage, i.mb) for i in replays(program, turn)}
@@ -53,10 +54,8 @@ def test_the_last_shard_turns_around_at_once_and_replays_nothing():
 def test_the_picture_has_a_box_for_every_turn_and_names_every_trial():
     outcome = simulate_study([TrialCost((0.5, 0.25), 3, 0.1), TrialCost((1.0,), 2, 0.1)], 2)
     drawn = picture(outcome, ["a<b", "c"], 2, title="mine & yours")
-    tree = ElementTree.fromstring(drawn)
-    boxes = [
-        e for e in tree.iter() if e.tag.endswith("rect") and e.find("{http://www.w3.org/2000/svg}title") is not None
-    ]
+    svg = "{http://www.w3.org/2000/svg}"
+    boxes = [e for e in ElementTree.fromstring(drawn).iter(f"{svg}rect") if e.find(f"{svg}title") is not None]
     assert len(boxes) == len(outcome.turns) == 10
     assert "a&lt;b" in drawn and "lower bound" in drawn
     slices = [e for e in trace(outcome, ["a", "c"])["traceEvents"] if e["ph"] == "X"]
