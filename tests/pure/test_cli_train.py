@@ -8,6 +8,7 @@ import pytest
 
 from pipefit.cli import main, train
 from pipefit.cli.answer import Answer
+from pipefit.cli.train import _remove_if_alone
 from pipefit.cli.watch import Watcher, plan_table, report
 from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile
 from pipefit.timeline.compare import Row
@@ -182,3 +183,15 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
     assert ["bubble", "20.0%", "25.0%", "+5.0", "points"] in [line.split() for line in text.splitlines()]
     assert "rank 1: 70%" in text and "rank 1: 2 MiB" in text
     assert "Once upon" in text and "runs/a/measured.trace.json" in text
+
+
+def test_a_run_that_was_refused_leaves_no_folder_and_one_that_began_keeps_it(tmp_path):
+    for name, others in (("refused", []), ("began", ["metrics.jsonl"])):
+        logs = tmp_path / name / "logs"
+        logs.mkdir(parents=True)
+        (logs / "rank-0.log").write_text("")
+        for other in others:
+            (tmp_path / name / other).write_text("{}")
+        _remove_if_alone(logs)
+    assert [path.name for path in tmp_path.iterdir()] == ["began"]
+    assert (tmp_path / "began" / "logs" / "rank-0.log").is_file()

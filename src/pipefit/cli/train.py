@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -141,10 +142,24 @@ def _trained(settings: Any, transport: str, threads: int | None, quiet: bool) ->
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched or transport == "local" or settings.ranks == 1:
         return train_rank(settings, quiet)
-    from pipefit.runtime.launch import launch
+    from pipefit.runtime.launch import LaunchError, launch
 
     folder = Path(settings.output) / "logs" if settings.output else None
-    return launch(train_rank, settings.ranks, settings, quiet, threads=threads, folder=folder, quiet=quiet)[0]
+    fresh = None if folder is None or folder.parent.exists() else folder
+    try:
+        return launch(train_rank, settings.ranks, settings, quiet, threads=threads, folder=folder, quiet=quiet)[0]
+    except PipefitError as problem:
+        # What was refused before it began leaves nothing; what broke names its logs.
+        if fresh is not None and not isinstance(problem, LaunchError):
+            _remove_if_alone(fresh)
+        raise
+
+
+def _remove_if_alone(logs: Path) -> None:
+    """Removes the folder of a run that has left nothing but its logs."""
+    if logs.exists() and [path.name for path in logs.parent.iterdir()] == [logs.name]:
+        shutil.rmtree(logs, ignore_errors=True)
+        logs.parent.rmdir()
 
 
 def _found_everywhere(model: str) -> str:

@@ -147,7 +147,7 @@ def _no_example(path: str) -> Example:
     def example(batch: int, seed: int = 0) -> tuple[Any, Any]:
         raise ModelError(
             f"{path}: the shapes of its input are not known; let the factory return (model, loss, example), "
-            "with example(batch, seed) giving random (x, y), or give data"
+            "with example(batch, seed) giving random (x, y), or train on --data digits"
         )
 
     return example

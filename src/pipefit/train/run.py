@@ -36,7 +36,7 @@ from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan, ranks_of
-from pipefit.train.sources import Source, source_of
+from pipefit.train.sources import Source, example_of, source_of
 from pipefit.train.spilled import bundle_of, capped, tiers_of
 from pipefit.train.traffic import Traffic, traffic
 
@@ -92,7 +92,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     source = source_of(config, bundle)
     optimizer = make_optimizer(config.optimizer, config.lr)
     _known = bundle.num_parameters  # before tensor parallelism takes parts away
-    example = bundle.example(config.batch, 0)
+    example = example_of(config, bundle, source)
     plan = Plan.load(config.plan) if config.plan else None
     layers = named_layers(bundle.layers)
     sizes = _sizes(config, plan, example)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from pipefit.data import ArrayBatches, TextBatches, digits, split_corpus, synthetic, text, unigram_entropy
-from pipefit.errors import DataError
+from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle
 from pipefit.train.config import RunConfig
 
-__all__ = ["Source", "source_of"]
+__all__ = ["Source", "example_of", "source_of"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Source:
         baseline: a loss that any learner should beat, and its name; None when there is none.
         tokens_per_sample: of a text; 0 otherwise.
         counts_hits: whether accuracy has a meaning.
+        example: a batch of it, where that is known without drawing one.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Source:
     baseline: tuple[str, float] | None = None
     tokens_per_sample: int = 0
     counts_hits: bool = False
+    example: tuple[Tensor, Tensor] | None = None
 
     def endless(self) -> Iterator[tuple[Any, Any]]:
         """Batches without end: epoch after epoch."""
@@ -58,6 +60,20 @@ class Source:
             self.batches.load_state_dict(state)
 
 
+def example_of(config: RunConfig, bundle: ModelBundle, source: Source) -> tuple[Any, Any]:
+    """A batch like those that come: random ones of the model's, or, where it has none, of the data.
+
+    Raises:
+        ModelError: neither has one.
+    """
+    try:
+        return bundle.example(config.batch, 0)
+    except ModelError:
+        if source.example is None:
+            raise
+        return source.example
+
+
 def source_of(config: RunConfig, bundle: ModelBundle) -> Source:
     """The data that the configuration names, or that the model is made for.
 
@@ -68,7 +84,8 @@ def source_of(config: RunConfig, bundle: ModelBundle) -> Source:
     if wanted == ("digits",):
         images = digits(seed=config.seed)
         batches = ArrayBatches(images.train_x, images.train_y, config.batch, seed=config.seed)
-        return Source("digits", batches, ((images.test_x, images.test_y),), counts_hits=True)
+        first = images.train_x[: config.batch], images.train_y[: config.batch]
+        return Source("digits", batches, ((images.test_x, images.test_y),), counts_hits=True, example=first)
     if wanted == ("synthetic",):
         return Source("synthetic", synthetic(bundle.example, config.batch, seed=config.seed))
     paths = None if wanted == ("text",) else [Path(path) for path in wanted]
