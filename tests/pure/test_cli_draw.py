@@ -112,8 +112,8 @@ def test_what_is_spilled_is_drawn_with_its_lanes_of_copies(tmp_path, capsys):
     assert main(["draw", "spilled", "-p", "4", "-m", "4"]) == 0
     rank, fetch, evict = capsys.readouterr().out.splitlines()[3:6]
     assert rank.startswith("rank 0  ··FFFFFFFFFFFFFB─FB─FB─FB─RB─")
-    assert fetch == " fetch  w0w1··w2··w3o3················o2w1········o1w0········o0··········"
-    assert evict == " evict  ··························w3o3········w2o2········w1o1········w0o0"
+    assert fetch == " fetch  w0w1··w2··w3o3··············o2w1········o1w0········o0············"
+    assert evict == " evict  ··························o3w3········o2w2········o1w1········w0o0"
     answer = drawn(capsys, "interleaved", "-p", "2", "-m", "2", "-v", "2", "--slots", "1", "--copy", "0")
     assert answer["makespan"] > drawn(capsys, "interleaved", "-p", "2", "-m", "2", "-v", "2")["makespan"]
     waiting = drawn(capsys, "spilled", "-p", "4", "-m", "4", "--prefetch", "0")["makespan"]

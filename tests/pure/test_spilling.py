@@ -1,6 +1,7 @@
 """Spilling: which stage sits in which slot, what it costs in time and memory."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from pipefit.ir.values import Value
 from pipefit.passes.stays import stays
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
+from pipefit.timeline import from_chrome_trace
 from pipefit.verify import verify
 
 SIZES = {"weights": 100.0, "wgrad": 100.0, "optim": 200.0, "act": 7.0, "grad": 7.0, "saved": 30.0}
@@ -83,6 +85,34 @@ def test_the_next_pass_waits_until_what_it_fetches_is_written():
     once, twice = (simulate(program, unit(program.header, 2, 4, copy=2), repeats=n) for n in (1, 2))
     last_states = 1  # written while the next pass begins to fetch weights
     assert twice.makespan_s == 2 * once.makespan_s - last_states
+
+
+@pytest.mark.parametrize("prefetch", [None, 0])
+@pytest.mark.parametrize("name", ["spilled", "interleaved"])
+def test_the_critical_path_leads_through_the_copies_that_were_waited_for(name, prefetch):
+    chunks = 3 if name == "interleaved" else 1
+    program = generate(name, Shape(2, 4, num_chunks=chunks, spill=Spill.of(2 * chunks, slots=1), prefetch=prefetch))
+    timeline = simulate(program, unit(program.header, 4, 8, copy=40), rendezvous=False)
+    path = timeline.critical_path()
+    assert path[0].start_s == timeline.start_s and path[-1].end_s == timeline.end_s
+    work = [event for event in path if timeline.instruction(event).op not in (Op.SEND, Op.RECV)]
+    gaps = [later.start_s - event.end_s for event, later in pairwise(work)]
+    assert max(map(abs, gaps)) < 1e-9
+    assert sum(timeline.instruction(event).op in (Op.FETCH, Op.EVICT) for event in path) > 5
+
+
+def test_what_is_needed_first_is_written_back_first():
+    program = generate("spilled", Shape(3, 1))
+    written = [f"{i.kind} {i.stage}" for i in program.ranks[0] if i.op is Op.EVICT]
+    assert written == ["optim 2", "weights 2", "optim 1", "weights 1", "weights 0", "optim 0"]
+
+
+def test_a_trace_has_a_lane_for_each_direction():
+    program = generate("spilled", Shape(3, 1))
+    trace = simulate(program, unit(program.header)).to_chrome_trace()
+    names = {item["args"]["name"] for item in trace["traceEvents"] if item["name"] == "thread_name"}
+    assert names == {"compute", "fetch", "evict"}
+    assert from_chrome_trace(trace).program == program
 
 
 def test_slots_are_counted_whole_and_everything_else_while_it_is_held():

@@ -155,18 +155,19 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
         for stay in states:
             stay.version, stay.left = listed[stay.first].version, listed[stay.last].version + 1
         moved.append((states, Kind.OPTIM.value))
-    # What frees a slot comes before what fills it; fetches in the order in which they are needed.
+    # What frees a slot comes before what fills it; fetches in the order in which they are needed, and what frees their
+    # slots likewise: where copies bind, the one that is waited for is written back first.
     placed: list[tuple[int, int, int, Instruction]] = []
     ahead: list[tuple[int, int]] = []
     for found, kind in moved:
         starts = _starts(listed, found, prefetch, ahead)
         ahead = [(stay.first, start) for stay, start in zip(found, starts, strict=True)]
-        ends = {id(stay.before): start for stay, start in zip(found, starts, strict=True) if stay.before}
+        after = {id(stay.before): (stay.first, start) for stay, start in zip(found, starts, strict=True) if stay.before}
         for stay, start in zip(found, starts, strict=True):
             placed += [(start, 1, stay.first, i) for i in _filling(header.spill, kind, stay)]
             end = _past_messages(listed, stay.last + 1)
-            end = ends.get(id(stay), end) if prefetch == 0 else end
-            placed += [(end, 0, stay.first, i) for i in _freeing(header.spill, kind, stay)]
+            needed, start = after.get(id(stay), (len(listed), end))
+            placed += [(start if prefetch == 0 else end, 0, needed, i) for i in _freeing(header.spill, kind, stay)]
     placed.sort(key=lambda item: item[:3])
     at: dict[int, list[Instruction]] = defaultdict(list)
     for place, _, _, instruction in placed:

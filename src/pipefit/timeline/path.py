@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
@@ -18,7 +18,7 @@ class Wait(NamedTuple):
     Attributes:
         reason: "start": nothing came before it; "rank": its rank was busy with `by`; "message", "reduction" or "copy":
             something it needs arrived with `by`; "sender", "receiver" or "member": that side, `by`, issued it last;
-            "link": another message, `by`, was on the link.
+            "link": another message, `by`, was on the link; "lane": another copy, `by`, was on the lane.
         by: the event that held it up; None at the start.
         waited_s: for the compute lane: how long the rank stood idle before it; otherwise from its issuing until `by`
             let it happen.
@@ -33,17 +33,20 @@ def waited_for(timeline: Timeline, event: Event) -> Wait:
     """The last thing that had to happen before an event could."""
     if timeline.lane(event) is Lane.COMPUTE:
         return _work_waited_for(timeline, event)
+    if timeline.lane(event) is Lane.COPY:
+        return _copy_waited_for(timeline, event)
     return _message_waited_for(timeline, event)
 
 
 def critical_path(timeline: Timeline) -> list[Event]:
     """The chain of events that determines the makespan, in the order of time.
 
-    It goes back from the work that ends last, through what each event waited for. A message appears as its receive,
-    and as its send where it was the sender that came last.
+    It goes back from the work or the copy that ends last, through what each event waited for. A message appears as its
+    receive, and as its send where it was the sender that came last.
     """
-    work = (event for event in timeline.events if timeline.lane(event) is Lane.COMPUTE)
-    current: Event | None = max(work, key=lambda event: event.end_s, default=None)
+    lanes = (Lane.COMPUTE, Lane.COPY) if timeline.program.header.spill else (Lane.COMPUTE,)
+    ending = (event for event in timeline.events if timeline.lane(event) in lanes)
+    current: Event | None = max(ending, key=lambda event: event.end_s, default=None)
     path: list[Event] = []
     # No path is longer than there are events; a measured timeline with broken clocks must not run for ever.
     while current is not None and len(path) <= len(timeline.events):
@@ -56,7 +59,7 @@ def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
     before = _held_before(timeline, event)
     free = before.end_s if before else timeline.start_s
     issued = timeline.by_place.get(_place_before(timeline, event))
-    if issued is not None and issued is not before:
+    if issued is not None and issued is not before and timeline.lane(issued) is not Lane.COPY:
         free = max(free, issued.start_s)
     arrival = max(_arrivals(timeline, event), key=lambda item: item.end_s, default=None)
     if arrival is not None and arrival.end_s > free:
@@ -66,6 +69,41 @@ def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
     if timeline.lane(before) is not Lane.COMPUTE:
         return Wait(_name(timeline, before), before, max(before.end_s - before.start_s, 0))
     return Wait("rank", before, max(event.start_s - free, 0))
+
+
+def _copy_waited_for(timeline: Timeline, event: Event) -> Wait:
+    """The latest of: what it needs or what made room for it, the copy before it on its lane, and its rank's asking."""
+    found = [(item.end_s, _name(timeline, item), item) for item in _arrivals(timeline, event)]
+    before = _held_before(timeline, event)
+    if before is not None:
+        found.append((before.end_s, "rank", before))
+    ahead = _copies_by_end(timeline).get(_copy_lane(timeline, event), [])
+    place = bisect_right(ahead, event.start_s, key=lambda other: other.end_s) - 1
+    while place >= 0 and (ahead[place] is event or ahead[place].start_s > event.start_s):
+        place -= 1
+    if place >= 0:
+        found.append((ahead[place].end_s, "lane", ahead[place]))
+    if not found:
+        return Wait("start", None, 0)
+    _, reason, by = max(found, key=lambda item: item[0])
+    asked = before.end_s if before else timeline.start_s
+    return Wait(reason, by, max(event.start_s - asked, 0))
+
+
+def _copy_lane(timeline: Timeline, event: Event) -> tuple[int, Op, str]:
+    i = timeline.instruction(event)
+    return event.rank, i.op, i.tier
+
+
+def _copies_by_end(timeline: Timeline) -> dict[tuple[int, Op, str], list[Event]]:
+    """The copies of each lane by their end, kept with the timeline."""
+    kept: dict[tuple[int, Op, str], list[Event]] | None = timeline.__dict__.get("_copies_by_end")
+    if kept is None:
+        kept = timeline.__dict__["_copies_by_end"] = {}
+        for event in sorted(timeline.events, key=lambda event: (event.end_s, event.start_s)):
+            if timeline.lane(event) is Lane.COPY:
+                kept.setdefault(_copy_lane(timeline, event), []).append(event)
+    return kept
 
 
 def _name(timeline: Timeline, event: Event) -> str:

@@ -22,7 +22,7 @@ __all__ = ["from_chrome_trace", "load_trace", "save_trace", "to_chrome_trace"]
 
 _FORMAT = "pipefit.timeline/1"
 _US = 1e6
-_THREADS = {Lane.COMPUTE: 0, Lane.COMM: 100, Lane.COPY: 200}
+_THREADS = {"compute": 0, "comm": 100, "fetch": 200, "evict": 300}
 
 
 def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -91,12 +91,12 @@ def load_trace(path: str | Path) -> Timeline:
 def _threads(timeline: Timeline) -> dict[Event, int]:
     """The thread of each event: the first of its lane on which it crosses no other."""
     threads: dict[Event, int] = {}
-    free: dict[tuple[int, Lane], list[float]] = {}
+    free: dict[tuple[int, str], list[float]] = {}
     for event in sorted(timeline.events, key=lambda event: (event.start_s, event.end_s)):
-        lane = timeline.lane(event)
+        lane = _lane(timeline, event)
         ends = free.setdefault((event.rank, lane), [])
         track = 0
-        if lane is not Lane.COMPUTE:
+        if lane != "compute":
             track = next((index for index, end in enumerate(ends) if end <= event.start_s), len(ends))
         if track == len(ends):
             ends.append(event.end_s)
@@ -105,15 +105,21 @@ def _threads(timeline: Timeline) -> dict[Event, int]:
     return threads
 
 
+def _lane(timeline: Timeline, event: Event) -> str:
+    """The lane of an event; copies to the device and back have one each."""
+    lane = timeline.lane(event)
+    return timeline.instruction(event).op.value if lane is Lane.COPY else lane.value
+
+
 def _names(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:
     for rank in range(len(timeline.program.ranks)):
         stages = ", ".join(f"s{stage}" for stage in timeline.program.header.stages_of(rank))
         yield _metadata("process_name", rank, 0, name=f"rank {rank} ({stages})")
         yield _metadata("process_sort_index", rank, 0, sort_index=rank)
-    lanes = {(event.rank, thread): timeline.lane(event) for event, thread in threads.items()}
+    lanes = {(event.rank, thread): _lane(timeline, event) for event, thread in threads.items()}
     for (rank, thread), lane in sorted(lanes.items()):
         track = thread - _THREADS[lane]
-        yield _metadata("thread_name", rank, thread, name=f"{lane.value} {track + 1}" if track else lane.value)
+        yield _metadata("thread_name", rank, thread, name=f"{lane} {track + 1}" if track else lane)
         yield _metadata("thread_sort_index", rank, thread, sort_index=thread)
 
 
