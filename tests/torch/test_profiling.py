@@ -183,6 +183,31 @@ class Wide(nn.Module):
         return self.down(self.middle(self.up(x)))
 
 
+def test_a_value_that_skips_layers_is_counted_at_every_boundary_it_crosses():
+    class Hand(nn.Module):
+        """Works on the first tensor and hands on the second."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(8, 8)
+
+        def forward(self, payload):
+            x, skipped = payload
+            return self.line(x), skipped
+
+    class Begin(nn.Module):
+        def forward(self, x):
+            return x + 1, x.repeat(1, 3)
+
+    class End(nn.Module):
+        def forward(self, payload):
+            return payload[0] + payload[1].sum(dim=1, keepdim=True)
+
+    found = profile_layers(nn.Sequential(Begin(), Hand(), Hand(), End()), torch.randn(4, 8), repeats=1)
+    own, skipping = 4 * 8 * 4, 4 * 24 * 4
+    assert found.cut_bytes == (own + skipping,) * 3
+
+
 def test_time_is_booked_on_the_layer_that_takes_it():
     model = [("small", nn.Linear(8, 8)), ("wide", Wide(512)), ("end", nn.Linear(8, 8))]
     layers = by_name(profile_layers(model, torch.randn(256, 8), repeats=7, warmup=1))
