@@ -30,6 +30,9 @@ class Asked:
     steps: int | None
     output: Path | None
     json: bool
+    disk: Path | None = None
+    cap: str | None = None
+    tokens: str | None = None
 
 
 def command(
@@ -37,7 +40,9 @@ def command(
     *,
     repeats: Annotated[int | None, help_of("Repetitions, in turns; default: the benchmark's own.")] = None,
     microbatches: Annotated[str | None, help_of("For lean and prediction.", "--microbatches", "-m")] = None,
-    option: Annotated[list[str] | None, help_of("Options of the model, for prediction.", "--option")] = None,
+    option: Annotated[
+        list[str] | None, help_of("Options of the model, for prediction; sizes, for spill.", "--option")
+    ] = None,
     ranks: Annotated[int | None, help_of("For network: hosts, 2 to 8; default: 4.", "--ranks", "-n")] = None,
     bandwidth: Annotated[
         str | None, help_of("For network: of every link, like '50 Mbit/s'; default: as slow as the paper's was.")
@@ -46,9 +51,12 @@ def command(
     model: Annotated[list[str] | None, help_of("For network: vgg or resnet; default: both.", "--model")] = None,
     steps: Annotated[
         int | None,
-        help_of("For network: updates in one turn. For study: of the longest trial."),
+        help_of("For network: updates in one turn. For study: of the longest trial. For spill: of the large model."),
     ] = None,
     output: Annotated[Path | None, help_of("For network: a JSON file for the result.", "--output", "-o")] = None,
+    disk: Annotated[Path | None, help_of("For spill: folder on the disk; default: temporary files.")] = None,
+    cap: Annotated[str | None, help_of("For spill: on the large model's process; default: 2.5 GiB.")] = None,
+    tokens: Annotated[str | None, help_of("For spill: per step of the small model, like 32,256.")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure what pipefit says about its own speed.
@@ -66,7 +74,7 @@ def command(
     if repeats is not None:
         count("--repeats", repeats)
     return _BENCHES[name][0](
-        Asked(repeats, microbatches, option, ranks, bandwidth, latency, model, steps, output, json)
+        Asked(repeats, microbatches, option, ranks, bandwidth, latency, model, steps, output, json, disk, cap, tokens)
     )
 
 
@@ -202,6 +210,14 @@ def _study(asked: Asked) -> Answer:
     return Answer(data, "\n".join(lines), FINE if alike else FINDING)
 
 
+def _spill(asked: Asked) -> Answer:
+    from pipefit.cli.bench_spill import spill
+    from pipefit.cli.options import whole_numbers
+
+    tokens = whole_numbers("--tokens", asked.tokens)
+    return spill(asked.disk, asked.cap, asked.option or (), tokens, asked.steps, asked.repeats, asked.json)
+
+
 _BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     "lean": (_lean, "overhead of the executor: µs per micro-batch and stage, beside torch and a bare loop"),
     "prediction": (_prediction, "measured beside predicted for every schedule, each rank on a core of its own"),
@@ -213,5 +229,6 @@ _BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
         "data parallelism, pipelines and hybrids on a slow network (Linux, root): PipeDream's VGG and ResNet",
     ),
     "study": (_study, "twelve trials on two workers: LRTF, FIFO and whole tasks beside the bound no policy can beat"),
+    "spill": (_spill, "a billion parameters under a cap on memory; the price of spilling beside the same in memory"),
     "partition": (_partition, "how long PipeDream's partitioner takes, and how that grows"),
 }

@@ -1,0 +1,136 @@
+"""`pipefit bench spill`: its options, its table, its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.errors import PipefitError
+from pipefit.units import format_bytes, parse_quantity
+
+if TYPE_CHECKING:
+    from pipefit.compare.bench.spill import LargeResult, SpeedRow
+    from pipefit.spec.topology import Tier
+
+__all__ = ["spill"]
+
+_SIZES = {"layers": 20, "hidden": 2048, "tokens": 512, "small-layers": 8, "small-hidden": 1024}
+
+
+def spill(
+    disk: Path | None,
+    cap: str | None,
+    options: Sequence[str],
+    tokens: Sequence[int],
+    steps: int | None,
+    repeats: int | None,
+    quiet: bool,
+) -> Answer:
+    """Runs both parts, or the one that is not turned off by `layers=0` or `small-layers=0`.
+
+    Exit code 1: the large model's process had more memory than the cap.
+    """
+    from pipefit.compare.bench.spill import large, speed
+
+    sizes = _sizes(options)
+    if disk is not None and not disk.is_dir():
+        raise PipefitError(f"--disk {disk}: no such folder")
+    data: dict[str, Any] = {}
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if not quiet:
+            print(text, flush=True)
+
+    fine = True
+    if sizes["layers"]:
+        limit = parse_quantity(cap or "2.5 GiB", "bytes", "--cap")
+        found = large(
+            disk,
+            layers=sizes["layers"],
+            hidden=sizes["hidden"],
+            tokens=sizes["tokens"],
+            steps=steps or 3,
+            cap_bytes=limit,
+        )
+        fine = found.is_under_cap
+        data["large"] = asdict(found) | {"is_under_cap": fine}
+        tell("\n".join(_large(found)))
+    if sizes["small-layers"]:
+        tell(_HEAD)
+        tier, rows = speed(
+            disk,
+            layers=sizes["small-layers"],
+            hidden=sizes["small-hidden"],
+            tokens=tuple(tokens) or (32, 64, 128, 256, 512, 1024),
+            repeats=repeats or 3,
+            on_row=lambda row: tell(_row(row)),
+        )
+        tell(_rates(tier))
+        data["speed"] = {"tier": _plain(tier), "rows": [asdict(row) | _derived(row) for row in rows]}
+    return Answer(data, "" if not quiet else "\n".join(told), FINE if fine else FINDING)
+
+
+def _sizes(options: Sequence[str]) -> dict[str, int]:
+    sizes = dict(_SIZES)
+    for word in ",".join(options).split(",") if options else ():
+        name, _, value = word.partition("=")
+        if name not in sizes or not value.isdigit():
+            raise PipefitError(f"--option: expected NAME=NUMBER with one of {', '.join(sizes)}, got {word!r}")
+        sizes[name] = int(value)
+    return sizes
+
+
+def _large(found: LargeResult) -> list[str]:
+    verdict = "kept" if found.is_under_cap else "EXCEEDED"
+    each = zip(found.seconds, found.losses, strict=True)
+    steps = ", ".join(f"{seconds:.1f} s (loss {loss:.3f})" for seconds, loss in each)
+    return [
+        f"GPT of {found.num_parameters / 1e6:,.0f} M parameters, Adam, float32: {format_bytes(found.state_bytes)} of "
+        f"weights, gradients and states; {found.shards} shards, {found.tokens} tokens per step",
+        f"cap {format_bytes(found.cap_bytes)} {verdict}: the process had {format_bytes(found.peak_bytes)} resident at "
+        f"most (VmHWM), predicted {format_bytes(found.predicted_bytes)}; {format_bytes(found.base_bytes)} of it is "
+        f"Python and torch, {format_bytes(found.arena_bytes)} slots; {format_bytes(found.tier_bytes)} on disk",
+        f"weights drawn and written in {found.setup_s:.1f} s; steps: {steps}; predicted {found.predicted_s:.1f} s, "
+        f"{found.binds} binds",
+        "",
+    ]
+
+
+_HEAD = (
+    "seconds per step: resident (all activations kept), resident with the replays of spilling, spilled synchronously, "
+    "spilled double-buffered\n"
+    f"{'tokens':>6} {'resident':>9} {'replayed':>9} {'synchr.':>9} {'buffered':>9}  {'of replayed':>11} "
+    f"{'of resident':>11} {'of limit':>9}  binds"
+)
+
+
+def _row(row: SpeedRow) -> str:
+    return (
+        f"{row.tokens:>6} {row.resident_s:>9.3f} {row.replayed_s:>9.3f} {row.synchronous_s:>9.3f} "
+        f"{row.buffered_s:>9.3f}  {row.of_resident:>11.0%} {row.of_plain:>11.0%} {row.of_limit:>9.0%}  {row.binds}"
+    )
+
+
+def _derived(row: SpeedRow) -> dict[str, Any]:
+    return {
+        "limit_s": row.limit_s,
+        "binds": row.binds,
+        "of_limit": row.of_limit,
+        "of_resident": row.of_resident,
+        "of_plain": row.of_plain,
+    }
+
+
+def _rates(tier: Tier) -> str:
+    return (
+        f"the disk alone: reads {tier.read_bytes_per_s / 1e9:.2f} GB/s, writes {tier.write_bytes_per_s / 1e9:.2f} GB/s"
+    )
+
+
+def _plain(tier: Tier) -> dict[str, float]:
+    return {"read_bytes_per_s": tier.read_bytes_per_s, "write_bytes_per_s": tier.write_bytes_per_s}

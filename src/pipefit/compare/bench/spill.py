@@ -1,0 +1,359 @@
+"""Spilling measured: a model that is larger than the memory allowed, and what spilling costs where it is not needed.
+
+Two parts. `large` trains a GPT of about a billion parameters with Adam in a process of its own, whose highest resident
+memory is read from the kernel and held against a cap. `speed` trains a smaller one that also fits: resident, with the
+same replays resident, spilled with synchronous loads and spilled with double buffering, in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.data import TextBatches, text
+from pipefit.errors import PipefitError
+from pipefit.ir.op import Op
+from pipefit.memory.tiers import Key
+from pipefit.models import ModelBundle, build
+from pipefit.profiling import measure_tier
+from pipefit.spec.topology import Tier
+from pipefit.train.pipeline import Pipeline
+from pipefit.train.spilled import Spilled
+
+__all__ = ["LargeResult", "SpeedRow", "large", "speed"]
+
+GIB = 2**30
+_CONTEXT = 128
+_PART_TOKENS = 256
+_MALLOC_BYTES = 96 << 20
+"""What malloc keeps of memory that was let go, and torch's threads take."""
+
+
+@dataclass(frozen=True)
+class LargeResult:
+    """A model that does not fit, trained.
+
+    Attributes:
+        num_parameters: of the model.
+        state_bytes: its weights, gradients and optimizer states.
+        cap_bytes: the most memory that the process may have resident.
+        peak_bytes: what it had.
+        base_bytes: of that, what it had before there was a model.
+        predicted_bytes: of the plan, with the base.
+        arena_bytes: all slots.
+        tier_bytes: of the file.
+        shards: of the model.
+        tokens: per step.
+        losses, seconds: of each step; the last has no step after it to hide its write-back.
+        setup_s: until the first step: weights drawn, and written to the disk.
+        predicted_s: of a step.
+        binds: the lane that the planner names.
+    """
+
+    num_parameters: int
+    state_bytes: float
+    cap_bytes: float
+    peak_bytes: float
+    base_bytes: float
+    predicted_bytes: float
+    arena_bytes: float
+    tier_bytes: float
+    shards: int
+    tokens: int
+    losses: list[float]
+    seconds: list[float]
+    setup_s: float
+    predicted_s: float
+    binds: str
+
+    @property
+    def is_under_cap(self) -> bool:
+        """Whether the cap was kept."""
+        return self.peak_bytes <= self.cap_bytes
+
+
+def large(
+    folder: Path | None = None,
+    *,
+    layers: int = 20,
+    hidden: int = 2048,
+    tokens: int = 512,
+    steps: int = 3,
+    cap_bytes: float = 2.5 * GIB,
+) -> LargeResult:
+    """Trains the large model in a process of its own.
+
+    Args:
+        folder: on the disk to use; None: a temporary one.
+        layers: blocks of the GPT.
+        hidden: its width, a multiple of 64.
+        tokens: per step, a multiple of 128.
+        steps: to train.
+        cap_bytes: on the process's resident memory.
+
+    Raises:
+        PipefitError: the process has failed; the message is its own.
+    """
+    with _folder(folder) as place:
+        asked = {"folder": str(place), "layers": layers, "hidden": hidden, "tokens": tokens, "steps": steps}
+        command = [sys.executable, "-m", "pipefit.compare.bench.spill", json.dumps(asked | {"cap_bytes": cap_bytes})]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise PipefitError(f"the large model was not trained: {done.stderr.strip()[-2000:]}")
+        return LargeResult(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _train_large(folder: str, layers: int, hidden: int, tokens: int, steps: int, cap_bytes: float) -> LargeResult:
+    began = time.perf_counter()
+    _rehearse(folder)
+    base = _resident_bytes("VmRSS")
+    bundle, batches = _gpt(layers, hidden), _batches(tokens)
+    # What torch takes for a moment: a weight's new gradient, and two temporaries of the optimizer's step.
+    moment = 3 * max(p.nbytes for p in bundle.layers.parameters()) + _MALLOC_BYTES
+    spill = Spilled(cap_bytes - base - moment, disk=folder)
+    pipe = _pipeline(bundle, tokens, spill, example=next(batches))
+    if pipe.plan.spill is None:
+        raise PipefitError(f"a model of {bundle.num_parameters:,} parameters fits the cap: there is nothing to show")
+    spilling = pipe._engine.workers[0].spilling
+    assert spilling is not None and pipe.plan.prediction is not None
+    setup_s = time.perf_counter() - began
+    losses, seconds = [], []
+    for _ in range(steps):
+        began = time.perf_counter()
+        losses.append(pipe.step(*next(batches)))
+        seconds.append(time.perf_counter() - began)
+    spilling.settle()
+    spilled_as = pipe.plan.spill
+    result = LargeResult(
+        bundle.num_parameters,
+        4.0 * sum(p.nbytes for p in bundle.layers.parameters()),
+        cap_bytes,
+        _resident_bytes(),
+        base,
+        base + moment + spilled_as.peak_bytes,
+        spilling.arena.num_bytes,
+        spilling.tier.num_bytes,
+        len(pipe.plan.partition.stages),
+        tokens,
+        losses,
+        seconds,
+        setup_s,
+        pipe.plan.prediction.period_s,
+        spilled_as.binds,
+    )
+    pipe.close()
+    return result
+
+
+def _rehearse(folder: str) -> None:
+    """A tiny model is planned, spilled and trained: all that Python and torch ever load and start is then there."""
+    batches, place = _batches(_CONTEXT), Path(folder) / "rehearsal"
+    for spill, more in (
+        (Spilled("1 GiB", disk=place), {"example": next(batches)}),
+        (Spilled(disk=place), {"stages": 4, "chunks": 4}),
+    ):
+        pipe = _pipeline(_gpt(2, 64), _CONTEXT, spill, **more)
+        pipe.step(*next(batches))
+        pipe.close()
+
+
+def _resident_bytes(what: str = "VmHWM") -> float:
+    """The memory that this process has resident (VmRSS), or the most that it has had, as the kernel counts it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{what}:"):
+            return float(line.split()[1]) * 1024
+    raise PipefitError(f"this system does not tell the resident memory of a process (no {what} in /proc/self/status)")
+
+
+# ---- speed ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """One number of tokens per step; medians of seconds per step.
+
+    Attributes:
+        tokens: per step.
+        resident_s: everything in memory, nothing replayed.
+        replayed_s: everything in memory, with the replays that the spilled run makes.
+        synchronous_s: spilled, each stage loaded when it is needed.
+        buffered_s: spilled, loaded while another computes.
+        read_s, write_s: the bytes of a step at the tier's own rates.
+        fill_s: the first stage's load, which nothing can hide.
+    """
+
+    tokens: int
+    resident_s: float
+    replayed_s: float
+    synchronous_s: float
+    buffered_s: float
+    read_s: float
+    write_s: float
+    fill_s: float
+
+    @property
+    def limit_s(self) -> float:
+        """What no order of work and copies can beat: the slowest lane, and the fill."""
+        return max(self.replayed_s, self.read_s, self.write_s) + self.fill_s
+
+    @property
+    def binds(self) -> str:
+        """The slowest lane."""
+        return max(("compute", self.replayed_s), ("read", self.read_s), ("write", self.write_s), key=lambda x: x[1])[0]
+
+    @property
+    def of_limit(self) -> float:
+        """The fraction of the limit that double buffering reaches."""
+        return self.limit_s / self.buffered_s
+
+    @property
+    def of_resident(self) -> float:
+        """Its speed over that of the resident run that computes the same."""
+        return self.replayed_s / self.buffered_s
+
+    @property
+    def of_plain(self) -> float:
+        """Its speed over that of a resident run that keeps all activations."""
+        return self.resident_s / self.buffered_s
+
+
+def speed(
+    folder: Path | None = None,
+    *,
+    layers: int = 8,
+    hidden: int = 1024,
+    tokens: tuple[int, ...] = (32, 64, 128, 256, 512, 1024),
+    repeats: int = 3,
+    steps: int = 2,
+    on_row: Callable[[SpeedRow], None] | None = None,
+) -> tuple[Tier, list[SpeedRow]]:
+    """Trains one model in four ways, in turns, for several numbers of tokens per step.
+
+    Args:
+        folder: on the disk to use; None: a temporary one.
+        layers: blocks of the GPT.
+        hidden: its width, a multiple of 64.
+        tokens: per step; those above 256 come in micro-batches of 256.
+        repeats: turns; the medians are taken.
+        steps: of each turn, one after the other, with the last write-back waited for.
+        on_row: called with each row as it is done.
+
+    Returns:
+        The tier's rates, measured before, and the rows.
+    """
+    rows = []
+    with _folder(folder) as place:
+        tier = measure_tier(place)
+        for count in tokens:
+            rows.append(_row(place, layers, hidden, count, tier, repeats, steps))
+            if on_row is not None:
+                on_row(rows[-1])
+    return tier, rows
+
+
+def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats: int, steps: int) -> SpeedRow:
+    batches = _batches(tokens)
+    shards = layers + 2
+    pipes = {
+        "resident": _pipeline(_gpt(layers, hidden), tokens, None, stages=1),
+        "replayed": _pipeline(
+            _gpt(layers, hidden), tokens, None, stages=shards, chunks=shards, schedule="breadth-first", recompute=True
+        ),
+        "synchronous": _pipeline(
+            _gpt(layers, hidden), tokens, Spilled(disk=place / "synchronous", prefetch=0), stages=shards, chunks=shards
+        ),
+        "buffered": _pipeline(
+            _gpt(layers, hidden), tokens, Spilled(disk=place / "buffered"), stages=shards, chunks=shards
+        ),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in pipes}
+    for turn in range(repeats + 1):
+        for name, pipe in pipes.items():
+            spent = _timed(pipe, [next(batches) for _ in range(steps)])
+            if turn:
+                seconds[name].append(spent / steps)
+    read, written, first = _traffic(pipes["buffered"])
+    for pipe in pipes.values():
+        pipe.close()
+    medians = [statistics.median(values) for values in seconds.values()]
+    rates = tier.read_bytes_per_s, tier.write_bytes_per_s
+    return SpeedRow(tokens, *medians, read / rates[0], written / rates[1], first / rates[0])
+
+
+def _timed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> float:
+    spilling = pipe._engine.workers[0].spilling
+    began = time.perf_counter()
+    for x, y in batches:
+        pipe.step(x, y)
+    if spilling is not None:
+        spilling.settle()
+    return time.perf_counter() - began
+
+
+def _traffic(pipe: Pipeline) -> tuple[float, float, float]:
+    """Bytes that a step reads and writes, and those of its first load."""
+    spilling = pipe._engine.workers[0].spilling
+    assert spilling is not None
+    sizes = {key: size for store in spilling.stores.values() for key, size in store.sizes().items()}
+    moves = [(i.op, sizes[Key(i.stage, i.kind)]) for i in pipe.program.ranks[0] if i.op in (Op.FETCH, Op.EVICT)]
+    read = [size for op, size in moves if op is Op.FETCH]
+    return sum(read), sum(size for op, size in moves if op is Op.EVICT), read[0]
+
+
+# ---- both ----------------------------------------------------------------------------------------------------------
+
+
+def _gpt(layers: int, hidden: int) -> ModelBundle:
+    with torch.device("meta"):
+        return build("gpt", layers=layers, hidden=hidden, heads=hidden // 64, context=_CONTEXT, tied=False)
+
+
+def _batches(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of text without end."""
+    length = min(tokens, _CONTEXT)
+    batches = TextBatches(text(None), max(tokens // length, 1), length, seed=0)
+    while True:
+        yield from batches
+
+
+def _pipeline(bundle: ModelBundle, tokens: int, spill: Spilled | None, **more: Any) -> Pipeline:
+    return Pipeline(
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-4),
+        microbatches=max(tokens // _PART_TOKENS, 1),
+        spill=spill,
+        device="cpu",
+        **more,
+    )
+
+
+@contextmanager
+def _folder(given: Path | None) -> Iterator[Path]:
+    """The folder to use; a new one inside it, gone afterwards."""
+    place = Path(tempfile.mkdtemp(prefix="pipefit-spill-", dir=given))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    try:
+        found = _train_large(**json.loads(sys.argv[1]))
+    except PipefitError as problem:
+        sys.exit(str(problem))
+    sys.stdout.write(json.dumps(asdict(found)) + "\n")
