@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pipefit.study.policies import POLICIES, Ready
+from pipefit.study.policies import POLICIES, SLACK, Ready
 from pipefit.study.simulation import Outcome, TrialCost, Turn, lower_bound_s, simulate_study
 from pipefit.study.stopping import Rule, Verdict
 from pipefit.study.trial import Trial
@@ -15,6 +15,8 @@ from pipefit.study.trial import Trial
 __all__ = ["Admitted", "Board", "Entry", "Job", "Report"]
 
 ENDED = ("finished", "stopped", "failed")
+AHEAD_S = 0.25
+"""A device is told its turns for so long ahead, where the policy would not change its mind: it never waits then."""
 _MOST_DEATHS = 2
 """A trial under which so many workers have died fails: it is likely to be the cause."""
 
@@ -48,12 +50,14 @@ class Job(NamedTuple):
         trial: its number.
         step: from 0.
         turn: within the step.
+        count: turns of the trial in a row; each is committed and reported by itself.
     """
 
     kind: str
     trial: int
     step: int = -1
     turn: int = 0
+    count: int = 1
 
 
 class Report(NamedTuple):
@@ -99,6 +103,8 @@ class Entry:
         moves: how often another device took it over.
         moved_s: of `busy_s`, reading and writing its state.
         deaths: of workers that had it.
+        turn_s: mean seconds and number of each turn of a step.
+        in_hand: turns that its device was told and has not reported.
     """
 
     number: int
@@ -117,7 +123,7 @@ class Entry:
     moved_s: float = 0.0
     deaths: int = 0
     turn_s: dict[int, tuple[float, int]] = field(default_factory=dict)
-    judged_at: int = 0
+    in_hand: int = 0
 
     @property
     def has_ended(self) -> bool:
@@ -185,7 +191,35 @@ class Board:
             return self._begin(waiting[0], device, "admit")
         offer = [Ready(e.number, e.remaining_s, e.last_turn, e.device) for e in self.entries if e.status == "ready"]
         number = self._choose(offer, device) if offer else None
-        return None if number is None else self._begin(self.entries[number], device, "turn")
+        if number is None:
+            return None
+        entry = self.entries[number]
+        return self._begin(entry, device, "turn", self._in_a_row(entry, offer))
+
+    def _in_a_row(self, entry: Entry, offer: Sequence[Ready]) -> int:
+        """How many turns a trial takes before the policy is asked again; a rule judges after every step."""
+        assert entry.admitted is not None
+        num_turns = entry.admitted.num_turns
+        left = num_turns - entry.turn
+        cost = entry.cost
+        if self.policy == "round-robin":
+            return 1
+        if cost is None:
+            return left
+        if self.stop is None:
+            left += (entry.trial.steps - entry.step - 1) * num_turns
+        most_s = AHEAD_S
+        if self.policy == "lrtf":
+            others = [trial.remaining_s for trial in offer if trial.number != entry.number]
+            if math.inf in others:
+                return 1
+            slack_s = SLACK * (entry.remaining_s + sum(others))
+            most_s = min(most_s, entry.remaining_s - max(others, default=0.0) + slack_s)
+        count, seconds = 1, cost.turns_s[entry.turn]
+        while count < left and seconds + cost.turns_s[(entry.turn + count) % num_turns] <= most_s:
+            seconds += cost.turns_s[(entry.turn + count) % num_turns]
+            count += 1
+        return count
 
     def _may_begin(self, device: int) -> bool:
         """Whole tasks are admitted one by one, as devices come free; else all are, so that any can be chosen."""
@@ -195,12 +229,12 @@ class Board:
             return True
         return not any(e.device == device and e.status in ("ready", "running", "held") for e in self.entries)
 
-    def _begin(self, entry: Entry, device: int, kind: str) -> Job:
-        entry.status = "running"
+    def _begin(self, entry: Entry, device: int, kind: str, count: int = 1) -> Job:
+        entry.status, entry.in_hand = "running", count
         entry.moves += entry.device not in (-1, device)
         entry.device, entry.last_turn = device, self._count
         self._count += 1
-        return Job(kind, entry.number, entry.step if kind == "turn" else -1, entry.turn if kind == "turn" else 0)
+        return Job(kind, entry.number, *((entry.step, entry.turn) if kind == "turn" else (-1, 0)), count)
 
     @property
     def is_over(self) -> bool:
@@ -247,7 +281,9 @@ class Board:
         if entry.turn == entry.admitted.num_turns:
             entry.turn, entry.step = 0, report.step + 1
             entry.losses.append(report.loss)
-        self._settle(entry)
+        entry.in_hand -= 1
+        if not entry.in_hand:
+            self._settle(entry)
 
     def failed(self, number: int, reason: str) -> None:
         """A trial has failed; the others go on."""

@@ -25,10 +25,12 @@ def play(game, loss=lambda trial, step: 1.0, turns=2, seconds=1.0, limit=500):
         for device, job in jobs:
             if job.kind == "admit":
                 game.admitted(job.trial, Admitted(turns, 1, 10, 100), device, now, now + seconds)
-            else:
-                done = loss(job.trial, job.step) if job.turn == turns - 1 else math.nan
-                game.turned(Report(job.trial, job.step, job.turn, now, now + seconds, done), device)
-            clock[device] = now + seconds
+            for _ in range(job.count if job.kind == "turn" else 0):
+                entry = game.entries[job.trial]
+                done = loss(job.trial, entry.step) if entry.turn == turns - 1 else math.nan
+                game.turned(Report(job.trial, entry.step, entry.turn, now, now + seconds, done), device)
+                now += seconds
+            clock[device] = now + seconds * (job.kind == "admit")
     raise AssertionError("the study does not end")
 
 
@@ -55,7 +57,7 @@ def test_a_trial_whose_worker_died_goes_on_from_its_last_commit_and_fails_when_i
     game.admitted(0, Admitted(2, 1, 10, 100), 0, 0, 1)
     job = game.next_job(0)
     game.lost(0, "signal SIGKILL", 0, 1, [])
-    assert game.entries[0].status == "ready" and game.next_job(0)[2:] == (0, 1) != job[2:]
+    assert game.entries[0].status == "ready" and game.next_job(0)[2:4] == (0, 1) != job[2:4]
     game.lost(0, "signal SIGKILL", 1, 0, [5.0])
     assert game.entries[0].status == "failed" and "SIGKILL" in game.entries[0].reason
 
@@ -64,7 +66,7 @@ def test_a_worker_that_dies_while_admitting_lets_another_try():
     game = board(1, devices=1)
     game.next_job(0)
     game.lost(0, "exit code 1", 0, 0, [])
-    assert game.next_job(0) == ("admit", 0, -1, 0)
+    assert game.next_job(0)[:2] == ("admit", 0)
 
 
 def test_a_trial_without_room_waits_until_another_has_ended():
@@ -76,7 +78,7 @@ def test_a_trial_without_room_waits_until_another_has_ended():
     job = game.next_job(0)
     assert (job.kind, job.trial) == ("turn", 0)
     game.turned(Report(0, 0, 0, 1, 2, 0.5), 0)
-    assert game.next_job(0) == ("admit", 1, -1, 0)
+    assert game.next_job(0)[:2] == ("admit", 1)
 
 
 def test_a_trial_that_never_has_room_fails_with_the_reason():
@@ -138,3 +140,39 @@ def test_the_best_is_the_lowest_mean_of_the_last_tenth():
     game = board(20, 20)
     play(game, loss=lambda trial, step: 5 - trial if step < 18 else trial)
     assert game.best.number == 0 and game.best.score == 0
+
+
+def ready(game, seconds=0.02, turns=2):
+    """Both trials admitted and measured."""
+    for number in range(len(game.entries)):
+        game.next_job(0)
+        game.admitted(number, Admitted(turns, 1, 1, 1), 0, 0, 1)
+        for turn in range(turns):
+            game.entries[number].turn_s[turn] = (seconds, 2)
+
+
+def test_a_device_is_told_short_turns_ahead_and_long_ones_one_by_one():
+    for seconds, count in ((0.02, 12), (0.5, 1)):
+        game = board(1000, 10, devices=1)
+        ready(game, seconds)
+        job = game.next_job(0)
+        assert (job.trial, job.count) == (0, count)
+        for turn in range(count):
+            assert game.entries[0].status == "running"
+            game.turned(Report(0, turn // 2, turn % 2, turn, turn + seconds, 1.0), 0)
+        assert game.entries[0].status == "ready"
+
+
+def test_no_more_turns_are_told_than_the_policy_would_choose_or_the_rule_would_let_pass():
+    equal = board(100, 100, devices=1)
+    ready(equal)
+    assert equal.next_job(0).count == 8  # the slack: 2 % of all 400 turns
+    judged = board(1000, 10, devices=1, stop=Halving(first=100))
+    ready(judged)
+    assert judged.next_job(0).count == 2
+    turns = board(1000, 10, devices=1, policy="round-robin")
+    ready(turns)
+    assert turns.next_job(0).count == 1
+    short = board(3, devices=1)
+    ready(short)
+    assert short.next_job(0).count == 6

@@ -180,12 +180,14 @@ class StudyRun:
                 if time.monotonic() - stopped_s > _GRACE_S:
                     break  # what is under way is not committed, and will be done again
             for number, answer in pool.answers(set(busy), 0.2):
-                job = busy.pop(number)
+                job = busy[number]
                 if answer is None:
                     self._lost(pool, number, job)
                 else:
                     self._take(answer, number)
-                idle.add(number)
+                if answer is None or answer[0] != "turned" or not self.board.entries[job.trial].in_hand:
+                    del busy[number]
+                    idle.add(number)
                 self._predict()
                 self._ask()
                 self._observer.changed(self.board)
@@ -195,8 +197,8 @@ class StudyRun:
             job = self.board.next_job(number)
             if job is None:
                 continue
-            room = (self._room_bytes(),) if job.kind == "admit" else ()
-            pool.send(number, (job.kind, job.trial, *room))  # a dead worker is noticed when its answer is awaited
+            what = self._room_bytes() if job.kind == "admit" else job.count
+            pool.send(number, (job.kind, job.trial, what))  # a dead worker is noticed when its answer is awaited
             idle.discard(number)
             busy[number] = job
 

@@ -70,13 +70,17 @@ def work(settings: Settings, pipe: Connection) -> None:
             break
         if message[0] == "close":
             break
-        answer = bench.answer(message)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        try:
-            pipe.send(answer)
-        except OSError:
-            break
+        # Turns in a row are reported one by one; a message that comes meanwhile can only say to end.
+        for _ in range(message[2] if message[0] == "turn" else 1):
+            answer = bench.answer(message)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            try:
+                pipe.send(answer)
+            except OSError:
+                os._exit(1)
+            if answer[0] == "failed" or pipe.poll():
+                break
     os._exit(0)
 
 
