@@ -42,12 +42,12 @@ class Source:
             PipefitError: nothing says which layers make a stage, or they do not belong to the profile.
         """
         from pipefit.cost import from_profile, unit
+        from pipefit.planner.gpt import usual_state
         from pipefit.spec import Topology
 
         if self.profile is None:
             cost = unit(self.program.header, forward, backward, **rest)  # type: ignore[arg-type]
             return replace(cost, topology=self.topology) if self.topology else cost
-        spill = self.program.header.spill
         figures = (
             self.profile.at(self.plan.microbatch_size) if self.plan and self.plan.microbatch_size else self.profile
         )
@@ -57,8 +57,8 @@ class Source:
             self.topology or Topology.local(self.program.header.num_ranks),
             placement=self.plan.placement if self.plan else None,
             loss_s=figures.loss_s,
-            # Where states are moved their size matters; Adam's, as the planner takes it.
-            optimizer_bytes_per_weight_byte=2 if spill and spill.optim else 0,
+            # Where stages are spilled the states of the optimizer matter: Adam's, as the planner takes them.
+            optimizer_bytes_per_weight_byte=usual_state(figures) if self.program.header.spill else 0,
         )
 
     def _partition(self) -> Partition:

@@ -19,6 +19,10 @@ def command(
     /,
     *,
     capacity: Annotated[str | None, help_of("Memory of each rank, like 8GiB; needs --profile.")] = None,
+    tier_capacity: Annotated[
+        str | None,
+        help_of("Room on the tier that stages are spilled to, for all ranks; needs --profile.", "--tier-capacity"),
+    ] = None,
     profile: Annotated[Path | None, help_of("Profile of the model, for the bytes of its values.")] = None,
     layers: Annotated[str | None, help_of("Layers of each stage, like 3,3: a .pipe file does not say them.")] = None,
     topology: Annotated[str | None, help_of("Topology whose device memory is the capacity.")] = None,
@@ -39,10 +43,12 @@ def command(
         count("--max-versions", max_versions)
     source = read_source(path, steps, profile, topology, whole_numbers("--layers", layers))
     limits = _capacities(capacity, source)
+    room = _room(tier_capacity, source)
     report = verify(
         source.program,
         capacity_bytes=limits,
-        size=source.cost().size_bytes if limits is not None else None,
+        size=source.cost().size_bytes if source.profile else None,
+        tier_bytes=room,
         max_versions=max_versions,
     )
     data = {
@@ -53,6 +59,16 @@ def command(
         "violations": report.violations,
     }
     return Answer(data, str(report), FINE if report.ok else FINDING)
+
+
+def _room(tier_capacity: str | None, source: Source) -> float | None:
+    from pipefit.units import parse_quantity
+
+    if tier_capacity is None:
+        return None
+    if source.profile is None:
+        raise PipefitError("a program does not say how many bytes its values have: --tier-capacity needs --profile")
+    return parse_quantity(tier_capacity, "bytes", "--tier-capacity")
 
 
 def _capacities(capacity: str | None, source: Source) -> float | Sequence[float] | None:

@@ -17,7 +17,7 @@ from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.partition.capacity import hydra
-from pipefit.planner.gpt import ARITHMETIC
+from pipefit.planner.gpt import usual_state
 from pipefit.planner.limits import Limit, limits, traffic
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
@@ -54,6 +54,7 @@ class _Task:
     num_microbatches: int
     state: float
     clip: bool
+    ties: tuple[tuple[int, ...], ...]
     costs: dict[str, Any]
 
     def cost_of(self, partition: Partition) -> CostModel:
@@ -68,8 +69,16 @@ class _Task:
         return replace(cost, step_s=tuple(self.profile.optimizer_of(stage.layers) for stage in partition.stages))
 
     def program_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Program:
-        depth = len(partition.stages)
-        return generate("spilled", Shape(depth, num_microbatches, clip=self.clip, spill=spill))
+        shape = Shape(
+            len(partition.stages), num_microbatches, clip=self.clip, ties=self.ties_of(partition), spill=spill
+        )
+        return generate("spilled", shape)
+
+    def ties_of(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
+        """The stages that share a weight because layers of them do."""
+        owner = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
+        groups = {tuple(sorted({owner[layer] for layer in tie})) for tie in self.ties}
+        return tuple(sorted(group for group in groups if len(group) > 1))
 
 
 def plan_spilling(
@@ -83,6 +92,7 @@ def plan_spilling(
     host_bytes: float | None = None,
     state_per_weight: float | None = None,
     clip: bool = False,
+    ties: Sequence[Sequence[int]] = (),
     host_memory_bytes_per_s: float = 0.0,
     costs: Mapping[str, float] | None = None,
 ) -> Plan:
@@ -102,6 +112,7 @@ def plan_spilling(
         state_per_weight: optimizer bytes per weight byte: 2 for Adam, 1 for momentum, 0 for plain SGD; None: 6 for
             2-byte weights with Adam and a master copy (a profile by GPT arithmetic), else 2.
         clip: gradients are clipped by their global norm, which costs another visit of the stages that could not stay.
+        ties: groups of layers that share a weight; their stages need a slot each, and come again for their step.
         host_memory_bytes_per_s: of a fused step on the host, to compare with; 0: not known.
         costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
 
@@ -113,16 +124,26 @@ def plan_spilling(
     if not device_bytes > 0:
         raise PlanError(f"device_bytes: expected more than 0, got {device_bytes}")
     if state_per_weight is None:
-        state_per_weight = 6.0 if profile.source.startswith(ARITHMETIC) else 2.0
+        state_per_weight = usual_state(profile)
     size = microbatch_size or profile.microbatch_size
     chosen = _tier(topology, tier)
     room = chosen.capacity_bytes if host_bytes is None else host_bytes
     figures = profile.at(size)
     task = _Task(
-        figures, topology, chosen, device_bytes, room, num_microbatches, state_per_weight, clip, dict(costs or {})
+        figures,
+        topology,
+        chosen,
+        device_bytes,
+        room,
+        num_microbatches,
+        state_per_weight,
+        clip,
+        tuple(map(tuple, ties)),
+        dict(costs or {}),
     )
-    whole = _resident(task, size)
-    if whole is not None:
+    whole, whole_bytes = _resident(task, size)
+    assert whole.prediction is not None
+    if whole_bytes <= device_bytes:
         return msgspec.structs.replace(whole, plan_seconds=time.perf_counter() - started)
     cuts = list(_cuts(task))
     choices = sorted(_fitting(task, cuts), key=lambda choice: choice.limit.limit_s)
@@ -130,7 +151,10 @@ def plan_spilling(
         raise InfeasibleError(_nothing_fits(task, cuts))
     best, period_s, makespan_s = _fastest(task, choices[:_NUM_SIMULATED])
     other = limits(traffic(best.program, 0, best.cost), chosen, host_memory_bytes_per_s)[1:]
-    return _plan_of(task, best, period_s, makespan_s, size, other, time.perf_counter() - started)
+    made = _plan_of(task, best, period_s, makespan_s, size, other)
+    assert made.spill is not None
+    told = msgspec.structs.replace(made.spill, resident_s=whole.prediction.step_s)
+    return msgspec.structs.replace(made, spill=told, plan_seconds=time.perf_counter() - started)
 
 
 def _tier(topology: Topology, name: str | None) -> Tier:
@@ -143,16 +167,14 @@ def _tier(topology: Topology, name: str | None) -> Tier:
     return found[0]
 
 
-def _resident(task: _Task, size: int) -> Plan | None:
-    """The plan of a model that needs no spilling."""
+def _resident(task: _Task, size: int) -> tuple[Plan, float]:
+    """The plan of a device that holds the whole model, and how much it then holds."""
     partition = Partition.from_counts([len(task.profile)], len(task.profile))
     cost, program = task.cost_of(partition), generate("1f1b", Shape(1, task.num_microbatches, clip=task.clip))
     peak, _ = device_peak_bytes(program, 0, cost.size_bytes, cost.resident_bytes((0,)))
-    if peak > task.device_bytes:
-        return None
     step_s = simulate(program, cost, memory=False).makespan_s
     samples = size * task.num_microbatches
-    return Plan(
+    plan = Plan(
         partition,
         Placement(((0,),)),
         "1f1b",
@@ -162,6 +184,7 @@ def _resident(task: _Task, size: int) -> Plan | None:
         method="spilled",
         prediction=Prediction(step_s, step_s, step_s, samples / step_s, (peak,)),
     )
+    return plan, peak
 
 
 # ----------------------------------------------------------------------------------------------------------------- cuts
@@ -221,7 +244,10 @@ def _fitting(task: _Task, cuts: Iterable[Partition]) -> Iterator[_Choice]:
     for partition in cuts:
         cost, num_stages = task.cost_of(partition), len(partition.stages)
         beside = _beside_slots(task, partition, cost)
+        largest_tie = max(map(len, task.ties_of(partition)), default=1)
         for weights, optim in _slots(num_stages, task.state):
+            if weights < largest_tie:
+                continue
             spill = Spill.of(num_stages, weights, optim, task.tier.name)
             # What is moved does not depend on the number of micro-batches.
             small = task.program_of(partition, spill, 1)
@@ -236,7 +262,9 @@ def _fitting(task: _Task, cuts: Iterable[Partition]) -> Iterator[_Choice]:
 
 def _beside_slots(task: _Task, partition: Partition, cost: CostModel) -> float:
     """What the device holds beside its slots: activations at the cuts, and what one micro-batch saves."""
-    spill = Spill.of(len(partition.stages), min(2, len(partition.stages)), 0, task.tier.name)
+    num_stages = len(partition.stages)
+    slots = max((2, *map(len, task.ties_of(partition))))
+    spill = Spill.of(num_stages, min(slots, num_stages), 0, task.tier.name)
     program = task.program_of(partition, spill, task.num_microbatches)
     return device_peak_bytes(program, 0, cost.size_bytes)[0] - arena_bytes(program.header, 0, cost.size_bytes)
 
@@ -284,7 +312,6 @@ def _plan_of(
     makespan_s: float,
     size: int,
     others: Sequence[Limit],
-    seconds: float,
 ) -> Plan:
     num_stages, spill = len(best.partition.stages), best.program.header.spill
     assert spill is not None
@@ -315,7 +342,6 @@ def _plan_of(
         method="spilled",
         prediction=Prediction(makespan_s, period_s, period_s, samples / period_s, (peak,)),
         candidates=tuple(_candidate(other, limit, samples, peak) for other in others),
-        plan_seconds=seconds,
     )
 
 
@@ -347,4 +373,7 @@ def spill_lines(plan: Plan) -> list[str]:
         lines.append(
             f"limit: {format_seconds(told.limit_s)} per update, {told.binds} binds; {reached:.0%} of it reached"
         )
+    if told.resident_s and plan.prediction is not None:
+        pace = told.resident_s / plan.prediction.period_s
+        lines.append(f"speed: {pace:.0%} of that of a device which holds the whole model")
     return lines

@@ -133,6 +133,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         peak_bytes: predicted of the fullest device; 0: not predicted.
         limit_s: seconds per update that no order of work and copies can beat; 0: not known.
         binds: the lane that sets this limit.
+        resident_s: seconds per update of a device that holds the whole model; 0: not known.
     """
 
     tier: str
@@ -145,6 +146,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peak_bytes: float = 0.0
     limit_s: float = 0.0
     binds: str = ""
+    resident_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.tier not in ("host", "disk"):

@@ -15,7 +15,7 @@ from pipefit.planner.explain import explain
 from pipefit.planner.limits import limits, traffic
 from pipefit.planner.spilling import _even
 from pipefit.schedules import Shape, generate
-from pipefit.schedules.planned import program_of
+from pipefit.schedules.planned import program_of, shape_of
 from pipefit.simulate import simulate
 from pipefit.spec import Layer, Level, Plan, Profile, SpillSpec, Tier, Topology
 from pipefit.verify import verify
@@ -46,6 +46,22 @@ def test_a_plan_fits_its_cap_is_right_and_says_how_far_from_the_limit_it_is(tier
     assert f"{plan.spill.binds} binds" in explain(plan, PROFILE)
 
 
+def test_layers_that_share_a_weight_get_a_slot_each():
+    plan = plan_spilling(PROFILE, MACHINE, device_bytes=1.2e9, num_microbatches=2, ties=[(0, 11)])
+    assert plan.spill.weights_slots >= 2
+    last = len(plan.partition.stages) - 1
+    tied = generate(plan.schedule, shape_of(plan, ties=((0, last),)))
+    assert verify(tied, capacity_bytes=1.2e9, size=cost_of(plan).size_bytes).ok
+
+
+def test_a_plan_says_what_a_larger_device_would_do():
+    plan = plan_spilling(PROFILE, MACHINE, device_bytes=1.5e9, num_microbatches=4)
+    resident = plan_spilling(PROFILE, MACHINE, device_bytes=16e9, num_microbatches=4)
+    assert plan.spill.resident_s == resident.prediction.period_s < plan.prediction.period_s
+    share = resident.prediction.period_s / plan.prediction.period_s
+    assert f"speed: {share:.0%} of that of a device which holds the whole model" in explain(plan, PROFILE)
+
+
 def test_a_model_that_fits_is_not_spilled():
     plan = plan_spilling(PROFILE, MACHINE, device_bytes=16e9)
     assert plan.spill is None and len(plan.partition.stages) == 1
@@ -58,9 +74,7 @@ def test_a_larger_cap_never_makes_it_slower():
 
 
 def test_a_cap_too_small_is_refused_with_the_smallest_that_works():
-    with pytest.raises(
-        InfeasibleError, match=r"the smallest cap that works is .*, with .* layer0, has 95.37 MiB"
-    ) as e:
+    with pytest.raises(InfeasibleError, match=r"the smallest cap that works is .*, with .* layer0, has 95.37 MiB") as e:
         plan_spilling(PROFILE, MACHINE, device_bytes=2e8)
     from pipefit.units import parse_quantity
 
