@@ -224,6 +224,8 @@ def test_a_search_is_asked_and_told(tmp_path):
     told = {values.get("model", values["lr"]): score for values, score in search.told}
     assert told["none"] is None
     assert told[1e-2] == pytest.approx(result.trials[1].score)
+    with pytest.raises(StudyError, match="cannot be resumed"):
+        pf.Study([], define=define, search=search, output=tmp_path / "s").run(resume=True)
 
 
 def test_optuna_drives_a_study(tmp_path):

@@ -82,6 +82,8 @@ class StudyRun:
                 "this program has used the GPU already, and a fork of it cannot: run the study first, in a program of "
                 "its own, or from a study file"
             )
+        if search is not None and resume:
+            raise StudyError("trials that a search chose cannot be resumed: give what is left to a new study")
         self._forked = forked
         self.spec, self._define, self._search = spec, define, search
         self._observer: Observer = observer or _Nobody()
