@@ -72,3 +72,14 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest(tmp_path, capsys):
     code = main(["train", "--model", "gpt", "--option", "layers=3,hidden=32,context=16", "--device-memory", "10kB"])
     assert code == 1
     assert "the smallest cap that works is" in capsys.readouterr().err
+
+
+def test_a_pipeline_whose_chunks_live_on_disk_has_the_losses_of_one_that_holds_them(tmp_path, capsys):
+    words = ["--model", "gpt", "--option", "layers=4,hidden=32,context=16,dropout=0.1", "--steps", "3", "--batch", "8"]
+    words += ["--schedule", "interleaved", "--chunks", "2", "--stages", "2,1,1,2", "--data", "synthetic", "--json"]
+    found = []
+    for more in (["--disk", str(tmp_path / "tier")], []):
+        assert main(["train", *words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["losses"])
+    assert found[0] == found[1]
+    assert {file.name for file in (tmp_path / "tier").glob("*.tier")} == {"rank-0.tier", "rank-1.tier"}

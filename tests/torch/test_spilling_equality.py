@@ -10,6 +10,7 @@ from torch import nn
 from pipefit import Pipeline
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.models import build
+from pipefit.testing import check
 from pipefit.train.spilled import Spilled
 from pipefit.units import parse_quantity
 
@@ -221,3 +222,26 @@ def test_copies_are_in_the_measured_timeline():
     copies = [e for e in events if listed[e.position].op in ("fetch", "evict")]
     assert copies and all(0 <= e.start_s <= e.end_s for e in copies)
     pipe.close()
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("breadth-first", 2), ("gpipe", 1), ("1f1b", 1)])
+def test_a_pipeline_whose_stages_are_spilled_trains_as_one_that_holds_them(schedule, chunks):
+    def pipeline(spill):
+        return Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=2 * chunks, chunks=chunks,
+            microbatches=4, schedule=schedule, clip_norm=0.5, seed=3, spill=spill,
+        )  # fmt: skip
+
+    one, other = pipeline(None), pipeline(Spilled(slots=1, place=None))
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_the_check_of_equality_takes_the_spilled_schedule():
+    result = check(
+        network(), num_ranks=1, schedule="spilled", num_chunks=4, num_microbatches=3, loss=nn.functional.cross_entropy,
+        example=lambda samples, number: data(number + 1)[-1], batch_size=12,
+    )  # fmt: skip
+    assert result.equal and result.weight_diff == 0

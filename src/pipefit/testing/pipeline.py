@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.runtime.spilling import presence
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find
 from pipefit.testing.task import Outcome, Task
@@ -81,5 +82,8 @@ def _recorded(worker: Worker) -> dict[str, Tensor]:
 
 
 def _state(worker: Worker) -> dict[str, Tensor]:
-    tables = [stage.state_dict() for stage in worker.stages.values()]
-    return {name: value.detach().cpu().clone() for table in tables for name, value in table.items()}
+    found: dict[str, Tensor] = {}
+    for index, stage in worker.stages.items():
+        with presence(worker, index):
+            found |= {name: value.detach().cpu().clone() for name, value in stage.state_dict().items()}
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,14 +30,14 @@ from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import runtime_costs
 from pipefit.train.collectives import all_reduce_law
 from pipefit.train.config import RunConfig
-from pipefit.train.memory import peak_memory_bytes
+from pipefit.train.memory import held_memory_bytes, peak_memory_bytes
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sources import Source, example_of, source_of
-from pipefit.train.spilled import bundle_of, capped, tiers_of
+from pipefit.train.spilled import bundle_of, capped, rates_of, tiers_of
 from pipefit.train.traffic import Traffic, traffic
 
 __all__ = ["Observer", "RunResult", "run"]
@@ -75,6 +75,7 @@ class RunResult:
     utilisation: list[float]
     peak_memory_bytes: list[float]
     traffic: Traffic
+    held_bytes: list[float] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     text: str = ""
     paths: dict[str, str] = field(default_factory=dict)
@@ -121,6 +122,8 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     cost = cost_of(
         profile, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session), all_reduce_law(pipe.region)
     )
+    if pipe.program.header.spill is not None:
+        cost = replace(cost, tiers=topology.tiers or (rates_of(config, pipe.device),))
     forecast = _forecast(pipe, cost)
     plan = msgspec.structs.replace(plan, prediction=prediction_of(plan, forecast, config.batch))
     observer.planned(plan, profile, bundle, source)
@@ -131,6 +134,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     judged = _judge(pipe, source)
     moved = traffic(session, pipe.history.moved_bytes)
     result = _result(config, source, plan, losses, seconds, measured, judged, peak_memory_bytes(session), moved)
+    result.held_bytes = held_memory_bytes(session, pipe.held_bytes)
     _leave(
         pipe,
         config,
@@ -167,7 +171,9 @@ def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Pro
         )
     return make_plan(
         named_layers(bundle.layers),
-        num_ranks=ranks_of(session.num_ranks if session.is_distributed else config.ranks, config.tensor),
+        num_ranks=ranks_of(
+            session.num_ranks if session.is_distributed else config.ranks, config.tensor, config.data_parallel
+        ),
         schedule=config.schedule,
         num_microbatches=config.microbatches,
         num_chunks=config.chunks,

@@ -30,7 +30,17 @@ from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
 from pipefit.units import parse_quantity
 
-__all__ = ["Spilled", "bundle_of", "capped", "plan_of", "spilled_shape", "spillings", "state_per_weight", "tiers_of"]
+__all__ = [
+    "Spilled",
+    "bundle_of",
+    "capped",
+    "plan_of",
+    "rates_of",
+    "spilled_shape",
+    "spillings",
+    "state_per_weight",
+    "tiers_of",
+]
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,11 @@ def bundle_of(model: str, options: dict[str, Any], capped: bool) -> ModelBundle:
 def tiers_of(config: RunConfig) -> Spilled | None:
     """Where the stages of a run live, if it asks for a tier."""
     return Spilled(None, config.host_memory or None, config.disk or None) if config.spills else None
+
+
+def rates_of(config: RunConfig, device: torch.device) -> Tier:
+    """The tier of a run with its rates, measured now."""
+    return (tiers_of(config) or Spilled()).measured(device)
 
 
 def capped(
