@@ -25,8 +25,10 @@ from torch import Tensor, nn
 
 __all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets", "layout", "view_in"]
 
-BUCKET_BYTES = 4 << 20
-"""Small enough that the first reductions start early, large enough that their number costs nothing."""
+BUCKET_BYTES = (1 << 20, 16 << 20)
+"""The least and the most that makes a bucket full: an eighth of all gradients in between. Small, so that the first
+reductions start early; large enough that their number costs nothing."""
+_SHARE = 8
 _ALIGN = 16
 
 Launch = Callable[[int, Tensor], None]
@@ -70,14 +72,17 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return True
 
 
-def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None = None) -> list[Bucket]:
     """Buckets of parameters of one type each, the last parameters first, for their gradients come first.
 
     Args:
         parameters: of a stage.
         parts: every bucket can be divided into as many equal ones.
-        cap_bytes: a bucket takes no further parameter once it holds this much.
+        cap_bytes: a bucket takes no further parameter once it holds this much; None: by the size of all.
     """
+    if cap_bytes is None:
+        total = sum(parameter.nbytes for parameter in parameters)
+        cap_bytes = min(max(total // _SHARE, BUCKET_BYTES[0]), BUCKET_BYTES[1])
     made: list[Bucket] = []
     members: list[int] = []
     starts: list[int] = []
