@@ -109,7 +109,7 @@ def test_what_the_executor_costs_is_measured_once_for_all_ranks():
 
 def test_benchmarks_are_listed_and_an_unknown_one_is_refused(capsys):
     assert main(["bench", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["benchmarks"]) == {"lean", "prediction", "start", "partition"}
+    assert set(json.loads(capsys.readouterr().out)["benchmarks"]) >= {"lean", "prediction", "start", "partition"}
     assert main(["bench", "leen"]) == 2
     assert "did you mean lean" in capsys.readouterr().err
 

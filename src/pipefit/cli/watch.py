@@ -119,21 +119,31 @@ def report(result: Any) -> str:
         alone = len(result.peak_memory_bytes) < len(result.utilisation)
         turns = " (ranks took turns in this one process; the prediction is for a process each)" if alone else ""
         lines += ["", f"measured beside predicted{turns}", *columns(_compared(result.rows))]
+    who = "process" if len(result.peak_memory_bytes) > len(result.utilisation) else "rank"
     used = "  ".join(f"rank {rank}: {share:.0%}" for rank, share in enumerate(result.utilisation))
     lines += ["", f"busy    {used}"]
     lines += [
-        "memory  " + "  ".join(f"rank {rank}: {format_bytes(b)}" for rank, b in enumerate(result.peak_memory_bytes))
+        "memory  " + "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(result.peak_memory_bytes))
     ]
+    if result.held_bytes:
+        lines += ["tensors " + "  ".join(_held(result))]
     sent, inside = result.traffic
-    lines += ["sent    " + "  ".join(f"rank {rank}: {format_bytes(b)}" for rank, b in enumerate(sent)) + " in a pass"]
+    lines += ["sent    " + "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(sent)) + " in a pass"]
     if any(inside):
-        lines += ["inside  " + "  ".join(f"rank {rank}: {format_bytes(b)}" for rank, b in enumerate(inside))]
+        lines += ["inside  " + "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(inside))]
     if result.text:
         lines += ["", "a sample:", result.text]
     if result.paths:
         width = max(map(len, result.paths))
         lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
     return "\n".join(lines)
+
+
+def _held(result: Any) -> list[str]:
+    """What the tensors of each rank took at most, beside what the plan said."""
+    claims = result.predicted.peak_bytes if result.predicted else ()
+    said = [f" of {format_bytes(claim)} predicted" for claim in claims] + [""] * len(result.held_bytes)
+    return [f"rank {rank}: {format_bytes(held)}{said[rank]}" for rank, held in enumerate(result.held_bytes)]
 
 
 def _rates(result: Any) -> str:

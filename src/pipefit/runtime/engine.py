@@ -89,8 +89,20 @@ class Engine:
         """The processes that share this process's rank."""
         return self.workers[0].mesh
 
-    def run(self, program: Program, feed: Feed, metric: Callable[[Any, Any], float] | None = None) -> PassResult:
-        """Executes a program once on the ranks of this process; `metric` is taken of every output beside its loss.
+    def run(
+        self,
+        program: Program,
+        feed: Feed,
+        metric: Callable[[Any, Any], float] | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> PassResult:
+        """Executes a program once on the ranks of this process.
+
+        Args:
+            program: proven.
+            feed: its data.
+            metric: taken of every output beside its loss.
+            look: called after each instruction.
 
         Raises:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
@@ -105,6 +117,7 @@ class Engine:
             if worker.scale is not None:
                 worker.scale.begin()
             run = Execution(compiled, worker, transport, feed, flags, progress, metric)
+            run.look = look
             run.early = early_reductions(program, worker.rank) if worker.buckets else {}
             executions.append(run)
         self.executions = executions

@@ -63,6 +63,7 @@ class Execution:
         index: of the instruction that is running or waiting.
         copies: between tiers, with the index of their instruction.
         may_block: whether the process may wait for a copy; else the run yields until it is done.
+        look: called after each instruction, when what it made and what it needed are both there.
         starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
     """
 
@@ -82,6 +83,7 @@ class Execution:
     copies: list[tuple[int, Copy]] = field(default_factory=list)
     may_block: bool = True
     index: int = 0
+    look: Callable[[], None] | None = None
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
@@ -96,7 +98,7 @@ class Execution:
         instructions, awaits, frees = compiled.instructions, compiled.awaits, compiled.frees
         starts = self.starts = [0.0] * len(instructions)
         ends = self.ends = [0.0] * len(instructions)
-        values, handles = self.values, self.handles
+        values, handles, look = self.values, self.handles, self.look
         for index, instruction in enumerate(instructions):
             self.index = index
             progress.at(index)
@@ -109,6 +111,8 @@ class Execution:
             starts[index] = clock()
             handlers[instruction.op](self, instruction)
             ends[index] = clock()
+            if look is not None:
+                look()
             for value in frees[index]:
                 values.pop(value, None)
         for awaited in list(handles):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
+import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from pipefit.runtime.session import Session
+from pipefit.runtime.worker import Worker
 
-__all__ = ["peak_memory_bytes"]
+__all__ = ["HeldMemory", "held_memory_bytes", "peak_memory_bytes"]
+
+_PATIENCE_S = 0.5
 
 
 def peak_memory_bytes(session: Session) -> list[float]:
@@ -24,3 +30,83 @@ def peak_memory_bytes(session: Session) -> list[float]:
     table[session.rank] = own
     dist.all_reduce(table)
     return table.tolist()
+
+
+class HeldMemory:
+    """The most bytes of tensors that a rank holds in one pass, seen after each of its instructions.
+
+    What it holds before is counted, weights and gradients and the optimizer's states; what is added in the pass is
+    the growth of the memory in use, which the allocator tells exactly. What comes and goes inside an instruction is
+    not seen.
+
+    Args:
+        worker: whose pass it is.
+        in_use: bytes in use now.
+    """
+
+    def __init__(self, worker: Worker, in_use: Callable[[], float]) -> None:
+        self._in_use = in_use
+        self._kept = _kept_bytes(worker)
+        self._begin = self._highest = in_use()
+        self._left_s = _PATIENCE_S
+
+    @classmethod
+    def watching(cls, worker: Worker) -> HeldMemory | None:
+        """One for a worker; None where the system does not tell."""
+        if worker.device.type == "cuda":
+            return cls(worker, lambda: float(torch.cuda.memory_allocated(worker.device)))
+        allocator = _allocator()
+        return None if allocator is None else cls(worker, allocator)
+
+    def look(self) -> None:
+        """Looks, until looking has taken half a second."""
+        if self._left_s > 0:
+            began = time.perf_counter()
+            self._highest = max(self._highest, self._in_use())
+            self._left_s -= time.perf_counter() - began
+
+    @property
+    def held_bytes(self) -> float:
+        """The most so far."""
+        return self._kept + self._highest - self._begin
+
+
+def _kept_bytes(worker: Worker) -> float:
+    """Of weights, their gradients and the optimizers' states, as far as they are on the worker's device."""
+    tensors = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
+    tensors += [p.grad for p in tensors if p.grad is not None]
+    for optimizer in worker.optimizers.values():
+        tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return float(sum(storages.values()))
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _allocator() -> Callable[[], float] | None:
+    """Bytes in use as glibc's allocator counts them; None where there is another."""
+    try:
+        tell = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    tell.restype = _Mallinfo
+
+    def in_use() -> float:
+        info = tell()
+        return float(info.uordblks + info.hblkhd)
+
+    return in_use
+
+
+def held_memory_bytes(session: Session, own: float | None) -> list[float]:
+    """What every rank has held at most; [] when one does not know. Every rank must ask."""
+    table = torch.zeros(session.num_ranks, dtype=torch.float64)
+    table[session.rank] = float("nan") if own is None else own
+    if session.is_distributed:
+        dist.all_reduce(table)
+    return [] if table.isnan().any() else table.tolist()

@@ -32,7 +32,7 @@ from pipefit.train.divided import Divided
 from pipefit.train.gather import forget_others, full_state
 from pipefit.train.losses import PendingLosses
 from pipefit.train.measured import PassHistory
-from pipefit.train.memory import peak_memory_bytes
+from pipefit.train.memory import HeldMemory, held_memory_bytes, peak_memory_bytes
 from pipefit.train.planned import Planned
 from pipefit.train.report import PipelineReport
 from pipefit.train.setup import make_plan, ranks_of
@@ -165,6 +165,7 @@ class Pipeline:
         self.num_updates = 0
         self._next_ordinal = 0
         self.history = PassHistory()
+        self.held_bytes: float | None = None
         self._agreement = Agreement(self._session)
 
     # ---- making it -------------------------------------------------------------------------------------------------
@@ -280,9 +281,18 @@ class Pipeline:
     def _run(self, program: Program, feed: Any) -> PassResult:
         for worker in self._engine.workers:
             worker.train(True)
-        result = self._engine.run(program, feed)
+        watch = self._memory_watch()
+        result = self._engine.run(program, feed, look=watch.look if watch else None)
+        if watch is not None:
+            self.held_bytes = watch.held_bytes
         self.history.add(program, result)
         return result
+
+    def _memory_watch(self) -> HeldMemory | None:
+        """Looks at the memory in one pass: the second of a synchronous schedule, when the optimizers have states."""
+        workers = self._engine.workers
+        due = self.held_bytes is None and (self.num_updates > 0 or not self.schedule.is_synchronous)
+        return HeldMemory.watching(workers[0]) if due and len(workers) == 1 else None
 
     def _advance(self, num_steps: int) -> None:
         self.num_updates += num_steps
@@ -455,7 +465,8 @@ class Pipeline:
     def report(self, last: int = 8) -> PipelineReport:
         """Where the time of the last passes went: print it. Every rank of a run must ask together."""
         moved = traffic(self._session, self.history.moved_bytes)
-        return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session), moved)
+        held = held_memory_bytes(self._session, self.held_bytes)
+        return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session), moved, held)
 
     def draw(self) -> Drawing:
         """The picture of the schedule under unit costs; it shows itself in a notebook."""

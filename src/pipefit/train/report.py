@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ class PipelineReport:
         timeline: what ran when.
         plan: what was meant to run.
         peak_memory_bytes: the most each process has held: of its GPU, or resident.
+        held_bytes: the most of tensors that each process held at a time in one pass; (): not measured.
         traffic: bytes that each process has moved in the last pass.
     """
 
@@ -31,6 +33,7 @@ class PipelineReport:
     plan: Plan
     peak_memory_bytes: list[float]
     traffic: Traffic | None = None
+    held_bytes: Sequence[float] = ()
 
     def __str__(self) -> str:
         measured = self.timeline
@@ -40,6 +43,7 @@ class PipelineReport:
             f"{self.plan.schedule} on {len(ranks)} ranks, {self.plan.num_microbatches} micro-batches: "
             f"{format_seconds(measured.period_s)} per step, bubble {measured.bubble_fraction:.1%}, busy {busy}",
             f"peak memory per process: {', '.join(map(format_bytes, self.peak_memory_bytes))}",
+            *([f"tensors at most: {', '.join(map(format_bytes, self.held_bytes))}"] if self.held_bytes else []),
             *self._moved(),
             f"{'what':<14}{'median':>10}{'total':>10}{'count':>8}",
         ]
