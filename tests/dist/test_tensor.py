@@ -133,7 +133,7 @@ def test_what_cannot_be_divided_is_refused_alike_on_every_process() -> None:
     first, second = launch(jobs.all_refused, 2, threads=1, quiet=True)
     assert first == second
     words = [
-        "2 processes cannot be divided into ranks of tensor=3",
+        "2 processes cannot be a mesh of tensor=3 × a pipeline; start a multiple of 3",
         "layer 0 (Linear) has no tensor rule",
         "heads=1 cannot be divided by tensor=2",
         "vocab=13 cannot be divided by tensor=2",

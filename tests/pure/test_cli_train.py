@@ -172,6 +172,8 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         bubble=0.25,
         utilisation=[0.8, 0.7],
         peak_memory_bytes=[2**20, 2**21],
+        held_bytes=(),
+        traffic=([2**16, 2**15], [0.0, 0.0]),
         rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
         text="Once upon",
         paths={"trace": "runs/a/measured.trace.json"},
@@ -182,6 +184,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
     assert ["period", "900", "ms", "1", "s", "+11.1%"] in [line.split() for line in text.splitlines()]
     assert ["bubble", "20.0%", "25.0%", "+5.0", "points"] in [line.split() for line in text.splitlines()]
     assert "rank 1: 70%" in text and "rank 1: 2 MiB" in text
+    assert "sent    rank 0: 64 KiB  rank 1: 32 KiB in a pass" in text and "inside" not in text
     assert "Once upon" in text and "runs/a/measured.trace.json" in text
 
 

@@ -13,17 +13,18 @@ from pipefit.stage.split import NamedLayer
 __all__ = ["make_plan", "ranks_of", "stage_count"]
 
 
-def ranks_of(num_processes: int, tensor: int) -> int:
-    """How many ranks some processes make when `tensor` of them share each.
+def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
+    """How many ranks some processes make when `tensor` of them share each, in `data` copies of a pipeline.
 
     Raises:
         PlanError: they cannot be divided so.
     """
-    if tensor < 1:
-        raise PlanError(f"tensor: expected at least 1, got {tensor}")
-    if num_processes % tensor:
+    if tensor < 1 or data < 1:
+        raise PlanError(f"tensor and data: expected at least 1, got {tensor} and {data}")
+    if num_processes % (tensor * data):
+        widths = f"tensor={tensor}" + (f" × data={data}" if data > 1 else "")
         raise PlanError(
-            f"{num_processes} processes cannot be divided into ranks of tensor={tensor}; start a multiple of {tensor}"
+            f"{num_processes} processes cannot be a mesh of {widths} × a pipeline; start a multiple of {tensor * data}"
         )
     return num_processes // tensor
 
