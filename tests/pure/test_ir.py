@@ -32,8 +32,8 @@ def instructions(draw):
     return Instruction(op, **{field: draw(OPERANDS[field]) for field in OP_SPEC[op].fields})
 
 
-def _spill(tier, weights_slots, optim_slots):
-    return Spill(tier, weights_slots, optim_slots, optim_slots > 0, (0,))
+def _spill(tier, weights_slots, optim_slots, activations):
+    return Spill(tier, weights_slots, optim_slots, optim_slots > 0, (0,), activations)
 
 
 @st.composite
@@ -58,7 +58,8 @@ def programs(draw):
         ties=((0, stages - 1),) if stages > 1 and draw(st.booleans()) else (),
         clip=draw(st.booleans()),
         spill=draw(
-            st.none() | st.builds(_spill, st.sampled_from(["host", "disk"]), st.integers(1, 9), st.integers(0, 9))
+            st.none()
+            | st.builds(_spill, st.sampled_from(["host", "disk"]), st.integers(1, 9), st.integers(0, 9), st.booleans())
         ),
     )
     ranks = draw(st.lists(st.lists(instructions(), max_size=6).map(tuple), max_size=3))

@@ -41,7 +41,9 @@ def spilling(draw):
         ties=ties,
         clip=draw(st.booleans()),
         recompute=draw(st.sampled_from([(), None])),
-        spill=Spill(draw(st.sampled_from(["host", "disk"])), slots, optim, optim > 0, tuple(sorted(stages))),
+        spill=Spill(
+            draw(st.sampled_from(["host", "disk"])), slots, optim, optim > 0, tuple(sorted(stages)), draw(st.booleans())
+        ),
         prefetch=draw(st.sampled_from([None, 0, 1, 2])),
     )
     return name, shape
@@ -111,9 +113,7 @@ def test_a_stage_may_not_leave_while_autograd_keeps_a_view_of_its_slot():
     forward = own.index(parse_instruction("fwd s0 m1 w0"))
     own[forward + 1 : forward + 1] = map(parse_instruction, ["drop s0 w0", "fetch s0 weights w0 host @0"])
     (message,) = told(program.with_ranks([own, list(program.ranks[1])]))
-    assert (
-        message == "what autograd keeps of m0, m1 is in this slot and goes too: replay stage 0 before its backward"
-    )
+    assert message == "what autograd keeps of m0, m1 is in this slot and goes too: replay stage 0 before its backward"
 
 
 def test_a_header_that_spills_nothing_has_no_copies():
@@ -127,6 +127,8 @@ CASES = [
     ("spilled", Shape(3, 1, num_steps=2, spill=Spill("disk", 1, 1, True, (0, 1, 2)))),
     ("spilled", Shape(3, 1, clip=True, ties=((0, 2),))),
     ("gpipe", Shape(2, 2, spill=Spill("host", 1, 0, False, (0, 1)))),
+    ("spilled", Shape(3, 2, spill=Spill("host", 1, 0, False, (0, 1, 2), True))),
+    ("breadth-first", Shape(2, 2, num_chunks=2, spill=Spill("host", 1, 1, True, (0, 1, 2, 3), True))),
     ("interleaved", Shape(2, 2, num_chunks=2, clip=True, spill=Spill("host", 1, 1, True, (0, 2, 3)))),
 ]
 

@@ -34,6 +34,7 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         optim_slots: as many again for the states of the optimizer; 0 when they are not moved.
         optim: whether the optimizer's states are moved too.
         stages: the spilled stages, in increasing order; all others stay on their device.
+        activations: whether what enters a spilled stage waits on the tier too, from its forward to its replay.
     """
 
     tier: str
@@ -41,6 +42,7 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optim_slots: int
     optim: bool
     stages: tuple[int, ...]
+    activations: bool = False
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:

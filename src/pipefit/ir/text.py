@@ -100,14 +100,17 @@ def _header(fields: dict[str, list[str]], ties: tuple[tuple[int, ...], ...], whe
 def _spill_line(spill: Spill) -> str:
     """How a header says what is spilled: "spill host weights 2 optim 2 stages 0 1 2"."""
     stages = " ".join(map(str, spill.stages))
-    return f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}"
+    parked = " activations" if spill.activations else ""
+    return f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}{parked}"
 
 
 def _spill(words: list[str]) -> Spill:
     if words[1:6:2] != ["weights", "optim", "stages"]:
         raise ValueError(f"expected 'spill TIER weights N optim N stages S …', got {' '.join(words)!r}")
     optim = int(words[4])
-    return Spill(words[0], int(words[2]), optim, optim > 0, tuple(map(int, words[6:])))
+    activations = words[-1] == "activations"
+    stages = tuple(map(int, words[6:-1] if activations else words[6:]))
+    return Spill(words[0], int(words[2]), optim, optim > 0, stages, activations)
 
 
 def parse_instruction(text: str) -> Instruction:

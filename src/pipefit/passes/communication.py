@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, Kind, Op
 from pipefit.ir.program import Program
 
-__all__ = ["with_communication"]
+__all__ = ["computes_back", "with_communication"]
 
 
 def with_communication(program: Program, ahead: int = 1) -> Program:
@@ -32,7 +34,7 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
         limit = len(program.ranks[target])
         for message in reversed(messages):
             at = needed[target].get((message.kind, message.stage, message.mb), limit)
-            limit = min(limit, _computes_back(program.ranks[target], at, ahead))
+            limit = min(limit, computes_back(program.ranks[target], at, ahead))
             receive = Instruction(Op.RECV, message.stage, message.mb, kind=message.kind, peer=source)
             posts[target].setdefault(limit, []).insert(0, receive)
     ranks = []
@@ -107,7 +109,7 @@ def _first_needs(instructions: tuple[Instruction, ...]) -> dict[tuple[str, int, 
     return first
 
 
-def _computes_back(instructions: tuple[Instruction, ...], index: int, count: int) -> int:
+def computes_back(instructions: Sequence[Instruction], index: int, count: int) -> int:
     """The index of the compute instruction that lies `count` compute instructions before `index`."""
     while index > 0 and count > 0:
         index -= 1

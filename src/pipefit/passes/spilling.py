@@ -21,6 +21,7 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import tied_stages
+from pipefit.passes.communication import computes_back
 from pipefit.passes.stays import Stay, stays
 
 __all__ = ["with_spilling"]
@@ -29,6 +30,7 @@ _USES = frozenset({Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT, Op
 _ADDS = frozenset({Op.BWD, Op.BWD_WEIGHT})
 _ON_GRADIENTS = frozenset({*_ADDS, Op.STEP, Op.REDUCE})
 _MESSAGES = frozenset({Op.SEND, Op.RECV})
+_AHEAD = 4
 
 
 def with_spilling(program: Program, spill: Spill, prefetch: int | None = None) -> Program:
@@ -168,11 +170,38 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
             end = _past_messages(listed, stay.last + 1)
             needed, start = after.get(id(stay), (len(listed), end))
             placed += [(start if prefetch == 0 else end, 0, needed, i) for i in _freeing(header.spill, kind, stay)]
+    if header.spill.activations:
+        placed += _parked(header, listed, weights, prefetch)
     placed.sort(key=lambda item: item[:3])
     at: dict[int, list[Instruction]] = defaultdict(list)
     for place, _, _, instruction in placed:
         at[place].append(instruction)
     return [i for index in range(len(listed) + 1) for i in (*at.get(index, ()), *listed[index : index + 1])]
+
+
+def _parked(
+    header: Header, listed: list[Instruction], found: list[Stay], prefetch: int | None
+) -> list[tuple[int, int, int, Instruction]]:
+    """Sends what entered a stage to the tier until its replay, where that is in another stay of the stage.
+
+    It comes back a few computations before: two micro-batches' replays and backwards.
+    """
+    assert header.spill is not None
+    stay_of = {(index, stay.stage): number for number, stay in enumerate(found) for index in stay.visits}
+    forward: dict[tuple[int, int], int] = {}
+    placed: list[tuple[int, int, int, Instruction]] = []
+    for index, i in enumerate(listed):
+        if i.op is Op.FWD:
+            forward[i.stage, i.mb] = index
+        before = forward.get((i.stage, i.mb), -1)
+        left = stay_of.get((before, i.stage)) != stay_of.get((index, i.stage))
+        if i.op is Op.RECOMPUTE and i.stage > 0 and before >= 0 and left:
+            act = {"kind": Kind.ACT.value, "version": i.mb, "tier": header.spill.tier}
+            out = _past_messages(listed, before + 1)
+            back = index if prefetch == 0 else max(computes_back(listed, index, _AHEAD), out)
+            placed.append((out, 0, index, Instruction(Op.EVICT, i.stage - 1, **act)))  # type: ignore[arg-type]
+            placed.append((back, 1, index, Instruction(Op.FETCH, i.stage - 1, **act)))  # type: ignore[arg-type]
+    return placed
 
 
 def _starts(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipefit.ir.op import Op
+from pipefit.ir.op import Kind, Op
 from pipefit.verify.subject import Finding, Subject
 
 __all__ = ["complete", "ownership"]
 
 _OWNED = (Op.LOAD, Op.FWD, Op.LOSS, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
+_TRAVELS = Kind.ACT.value
 _HELD = (Op.STEP, Op.DROP, Op.FETCH, Op.EVICT)
 
 
@@ -25,7 +26,9 @@ def ownership(s: Subject) -> Iterator[Finding]:
     for op in _HELD:
         for (stage, _), numbers in s.by_version[op].items():
             for number in numbers:
-                if ranks[number] not in placement[stage]:
+                # An activation is on the rank that made it, or on one that it was sent to.
+                sent = s.graph.instructions[number].kind == _TRAVELS and stage < s.header.last_stage
+                if ranks[number] not in placement[stage] + (placement[stage + 1] if sent else ()):
                     holders = ", ".join(map(str, placement[stage]))
                     yield s.at("ownership", number, f"the weights of stage {stage} are on rank {holders}")
 
