@@ -188,6 +188,29 @@ def test_a_folder_is_never_taken_for_another_study(tmp_path):
     assert [row.status for row in again.trials] == ["finished"] * 2 and not again.interrupted
 
 
+def test_a_full_tier_ends_the_study_in_one_message_and_loses_nothing(tmp_path, monkeypatch):
+    from pipefit.errors import TierError
+    from pipefit.study.execute import live
+
+    given = trials(3, steps=6)
+    real = live.write_record
+    full = tmp_path / "full"
+
+    def write(path, *rest):
+        if path.name == "shard-0.a" and rest[0] == 4:  # in the fourth step of whichever trial comes there
+            full.touch()
+        if full.exists():
+            raise TierError(f"{path.parent}: the tier is full")
+        return real(path, *rest)
+
+    monkeypatch.setattr(live, "write_record", write)
+    with pytest.raises(TierError, match="the tier is full; what was committed is kept"):
+        study(given, tmp_path / "s").run()
+    monkeypatch.setattr(live, "write_record", real)
+    result = study(given, tmp_path / "s").run(resume=True)
+    assert [row.losses for row in result.trials] == [alone(trial)[0] for trial in given]
+
+
 def test_the_host_tier_leaves_nothing_in_shared_memory(tmp_path):
     result = study(trials(2), tmp_path / "s", tier="host").run()
     place = Path(json.loads((tmp_path / "s/study.json").read_text())["state"])

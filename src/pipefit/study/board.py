@@ -289,6 +289,11 @@ class Board:
         """A trial has failed; the others go on."""
         self._end(self.entries[number], "failed", reason)
 
+    def set_back(self, number: int) -> None:
+        """A turn did not come about, through nobody's fault: the trial stands before it."""
+        entry = self.entries[number]
+        entry.status, entry.in_hand, entry.device = "ready" if entry.admitted else "waiting", 0, -1
+
     def lost(self, number: int, what: str, step: int, turn: int, losses: Sequence[float]) -> None:
         """The worker that had a trial died; the trial stands where its last commit left it."""
         entry = self.entries[number]

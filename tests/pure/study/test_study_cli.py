@@ -45,3 +45,26 @@ def test_an_output_that_is_a_file_is_refused(tmp_path, capsys):
     (tmp_path / "out").write_text("")
     assert main(["study", str(path), "-o", str(tmp_path / "out")]) == 2
     assert "expected a folder" in capsys.readouterr().err
+
+
+def test_the_table_that_moves_has_a_row_for_every_trial():
+    from io import StringIO
+
+    from rich.console import Console
+
+    from pipefit.cli.study import _Table
+    from pipefit.study.board import Board, Entry
+    from pipefit.study.trial import Trial
+
+    entries = [Entry(n, Trial(steps=9), f"trial-{n}", losses=[0.5] * n) for n in range(3)]
+    entries[1].status, entries[1].device = "running", 1
+    entries[2].status = "failed"
+    shown = []
+    live = type("Live", (), {"update": lambda self, table: shown.append(table)})()
+    table = _Table(live)
+    table.predicted(12.0, 11.0)
+    table.changed(Board(entries, 2, "lrtf"))
+    text = StringIO()
+    Console(file=text, width=100).print(shown[0])
+    assert "predicted 12 s, lower bound 11 s" in text.getvalue()
+    assert all(words in text.getvalue() for words in ("trial-0", "trial-1", "2/9", "FAILED", "0.5000"))

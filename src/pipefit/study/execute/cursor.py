@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, TierError
 
 __all__ = ["Cursor", "commit", "read_cursor", "read_losses", "write_loss"]
 
@@ -43,10 +43,17 @@ class Cursor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def commit(folder: Path, cursor: Cursor) -> None:
-    """Puts a cursor in place. It survives the death of any process; a power cut may take the last ones."""
+    """Puts a cursor in place. It survives the death of any process; a power cut may take the last ones.
+
+    Raises:
+        TierError: it cannot be written.
+    """
     temporary = folder / f".{_CURSOR}"
-    temporary.write_bytes(msgspec.json.encode(cursor))
-    os.replace(temporary, folder / _CURSOR)  # noqa: PTH105  (the same as rename, and says what it does)
+    try:
+        temporary.write_bytes(msgspec.json.encode(cursor))
+        temporary.replace(folder / _CURSOR)
+    except OSError as problem:
+        raise TierError(f"{folder}: cannot be written: {problem.strerror}") from None
 
 
 def read_cursor(folder: Path) -> Cursor | None:
@@ -65,11 +72,14 @@ def read_cursor(folder: Path) -> Cursor | None:
 
 def write_loss(folder: Path, step: int, loss: float) -> None:
     """Keeps the loss of a step; writing it again changes nothing."""
-    handle = os.open(folder / _LOSSES, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
-        os.pwrite(handle, _DOUBLE.pack(loss), step * _DOUBLE.size)
-    finally:
-        os.close(handle)
+        handle = os.open(folder / _LOSSES, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(handle, _DOUBLE.pack(loss), step * _DOUBLE.size)
+        finally:
+            os.close(handle)
+    except OSError as problem:
+        raise TierError(f"{folder}: cannot be written: {problem.strerror}") from None
 
 
 def read_losses(folder: Path, num_steps: int) -> Sequence[float]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, TierError
 from pipefit.memory.layout import Field, Layout
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
 from pipefit.memory.tiers import padded
@@ -40,7 +40,7 @@ def write_record(path: Path, version: int, tensors: Mapping[str, Tensor], extra:
     """Writes a record over whatever the file held; its size in bytes.
 
     Raises:
-        PipefitError: there is no room, or the folder is gone.
+        TierError: there is no room, or the folder is gone.
     """
     layout = Layout(tensors.values())
     rows = [
@@ -66,8 +66,8 @@ def write_record(path: Path, version: int, tensors: Mapping[str, Tensor], extra:
             os.close(handle)
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise PipefitError(f"{path.parent}: no room for {len(data)} bytes of the trial's state") from None
-        raise PipefitError(f"{path}: cannot be written: {problem.strerror}") from None
+            raise TierError(f"{path.parent}: the tier is full: no room for {len(data)} bytes") from None
+        raise TierError(f"{path}: cannot be written: {problem.strerror}") from None
     return HEADER_BYTES + len(data)
 
 
@@ -81,7 +81,8 @@ def read_record(path: Path, version: int) -> Record:
     """Reads a record.
 
     Raises:
-        PipefitError: it is missing, torn, or holds another version.
+        PipefitError: it is torn, or holds another version.
+        TierError: it cannot be read.
     """
     try:
         with path.open("rb", buffering=0) as file:
@@ -95,7 +96,7 @@ def read_record(path: Path, version: int) -> Record:
             while at < len(data) and (count := file.readinto(data[at:])):
                 at += count
     except OSError as problem:
-        raise PipefitError(f"{path}: cannot be read: {problem.strerror}") from None
+        raise TierError(f"{path}: cannot be read: {problem.strerror}") from None
     if at < len(data) or chunk_sum(data) != header.checksum:
         raise PipefitError(f"{path}: does not fit its checksum: the tier did not keep what was written")
     length = int.from_bytes(data[:8], "little")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, TierError
 from pipefit.spec.files import read_json, write_json
 from pipefit.study.board import Admitted, Board, Entry, Job
 from pipefit.study.execute.cursor import read_cursor, read_losses
@@ -95,6 +95,7 @@ class StudyRun:
         self.board.admits_singly = spec.tier_bytes > 0
         self._predicted_s: float | None = None
         self._stop: int | None = None
+        self._trouble: str | None = None
         self._restarts = 0
         self._chosen: dict[int, Mapping[str, Any]] = {}
         self._kept: Entry | None = self.board.best
@@ -139,12 +140,18 @@ class StudyRun:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> StudyResult:
-        """To the end, or to the first signal; everything that was committed is kept either way."""
+        """To the end, or to the first signal; everything that was committed is kept either way.
+
+        Raises:
+            TierError: the tier is full or gone; the study can be resumed when that is mended.
+        """
         with self._listening():
             self._ask()
             pool = Pool([self._settings(number) for number in range(self.spec.workers)], self._forked)
             try:
                 self._loop(pool)
+                if self._trouble is not None:
+                    raise TierError(f"{self._trouble}; what was committed is kept: mend that, and resume the study")
                 result = self._finish(pool)
             finally:
                 pool.close(grace_s=0.5)
@@ -173,7 +180,7 @@ class StudyRun:
         idle, busy = set(range(self.spec.workers)), dict[int, Job]()
         stopped_s = 0.0
         while True:
-            if self._stop is None:
+            if self._stop is None and self._trouble is None:
                 self._deal(pool, idle, busy)
             if not busy:
                 break
@@ -220,6 +227,10 @@ class StudyRun:
             self.board.admitted(number, found, device, start_s, end_s)
         elif kind == "no-room":
             self.board.sent_back(number)
+        elif kind == "tier":
+            # Not the trial's fault, and perhaps mended soon: nothing ends, nothing more begins.
+            self._trouble = what
+            self.board.set_back(number)
         elif kind == "failed":
             self.board.failed(number, what)
 

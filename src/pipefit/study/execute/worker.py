@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, TierError
 from pipefit.study.trial import Trial, file_name
 
 __all__ = ["Settings", "work"]
@@ -79,7 +79,7 @@ def work(settings: Settings, pipe: Connection) -> None:
                 pipe.send(answer)
             except OSError:
                 os._exit(1)
-            if answer[0] == "failed" or pipe.poll():
+            if answer[0] != "turned" or pipe.poll():
                 break
     os._exit(0)
 
@@ -129,8 +129,9 @@ class _Bench:
         kind, number, *rest = message
         try:
             return (*self._done(kind, number, *rest),)
-        except KeyboardInterrupt:
-            raise
+        except TierError as problem:
+            self._drop(number)
+            return "tier", number, str(problem)
         except BaseException as problem:
             traceback.print_exc()
             self._drop(number)
