@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import msgspec
@@ -69,11 +68,13 @@ def test_a_link_has_the_bandwidth_it_was_asked_for_and_its_device_counts_what_wa
     before = devices_here()
     with laboratory(2) as lab:
         assert devices_here() == before  # nothing appears beside the machine's own network
-        for asked, num_bytes in ((4e6, 3_000_000), (16e6, 12_000_000)):
+        for asked, num_bytes in ((4e6, 2_000_000), (16e6, 8_000_000)):
             lab.shape(asked)
             sent = int(run(lab, 0, COUNT))
-            assert received_bytes_per_s(lab, num_bytes) == pytest.approx(asked * PAYLOAD, rel=0.2)
-            assert num_bytes <= int(run(lab, 0, COUNT)) - sent <= 1.1 * num_bytes
+            rates = [received_bytes_per_s(lab, num_bytes) for _ in range(3)]
+            # A machine that has no time for the two processes makes a link slower, never faster.
+            assert max(rates) == pytest.approx(asked * PAYLOAD, rel=0.2), rates
+            assert 3 * num_bytes <= int(run(lab, 0, COUNT)) - sent <= 1.1 * 3 * num_bytes
     assert not namespaces(lab.name) and devices_here() == before
 
 
@@ -119,6 +120,14 @@ def test_a_laboratory_that_is_in_use_is_no_leftover() -> None:
         assert len(namespaces(lab.name)) == 2
 
 
+def require_quota(num_ranks: int) -> None:
+    try:
+        with capped(devices_for(num_ranks, sorted(os.sched_getaffinity(0)))):
+            pass
+    except PipefitError as problem:
+        pytest.skip(str(problem))
+
+
 SMALL = {
     "small": Scaled("convnet", "layers=4,channels=8,classes=2000", 16, "vgg16", "15-1", 5.28),
 }
@@ -126,6 +135,7 @@ SMALL = {
 
 @pytest.mark.timeout(180)
 def test_every_strategy_trains_on_the_links_and_both_counts_of_its_bytes_agree() -> None:
+    require_quota(3)
     lines: list[str] = []
     config = NetworkConfig(ranks=3, models=("small",), steps=1, repeats=1)
     result = network(config, lines.append, SMALL).models[0]
@@ -142,23 +152,29 @@ def test_every_strategy_trains_on_the_links_and_both_counts_of_its_bytes_agree()
 
 
 def test_a_rank_that_fails_is_named_with_its_last_words_and_all_is_taken_away() -> None:
+    require_quota(2)
     broken = {"broken": msgspec.structs.replace(SMALL["small"], options="layers=1")}
     with pytest.raises(PipefitError, match=r"(?s)rank \d of the laboratory failed.*expected at least 2 layers"):
         network(NetworkConfig(ranks=2, models=("broken",)), scaled=broken)
     assert not namespaces(f"pipefit-{os.getpid()}-")
 
 
+def test_ranks_with_a_core_each_run_whether_or_not_there_are_control_groups() -> None:
+    devices = devices_for(1, [0])
+    with capped(devices) as groups:
+        process = subprocess.Popen([sys.executable, "-S", "-c", "pass"])
+        put(process.pid, groups[0])
+        assert process.wait(20) == 0
+    assert not [group for group in groups if group and Path(group).exists()]
+
+
 def test_a_device_gets_its_share_of_a_core_and_no_more() -> None:
+    require_quota(1 + len(os.sched_getaffinity(0)))
     devices = devices_for(2, sorted(os.sched_getaffinity(0))[:1])
     code = "import time; t = time.monotonic()\nwhile time.monotonic() - t < 1.5: pass\nprint(time.process_time())"
-    try:
-        with capped(devices) as groups:
-            began = time.process_time()
-            process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
-            put(process.pid, groups[0])
-            used = float(process.communicate(timeout=20)[0])
-            assert time.process_time() - began < 1
-    except PipefitError as problem:
-        pytest.skip(str(problem))
+    with capped(devices) as groups:
+        process = subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+        put(process.pid, groups[0])
+        used = float(process.communicate(timeout=20)[0])
     assert used <= 1.5 * devices.share * 1.25
     assert not [group for group in groups if Path(group).exists()]

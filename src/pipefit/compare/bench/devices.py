@@ -72,16 +72,21 @@ def put(process: int, group: str) -> None:
 
 @contextlib.contextmanager
 def capped(devices: Devices) -> Iterator[tuple[str, ...]]:
-    """Control groups of the ranks for the length of a `with`, "" where there is no cap.
+    """Control groups of the ranks for the length of a `with`; "" where none is needed and none can be had.
 
     Raises:
         PipefitError: ranks must share cores, and this system has no quota for them.
     """
-    num = len(devices.cores)
-    if devices.share == 1:
-        yield ("",) * num
-        return
-    made: list[Path] = []
+    groups = _groups(devices)
+    try:
+        yield tuple(map(str, groups)) or ("",) * len(devices.cores)
+    finally:
+        _delete(groups)
+
+
+def _groups(devices: Devices) -> list[Path]:
+    """A group per rank; none where there need be none."""
+    num, made = len(devices.cores), list[Path]()
     try:
         parent = _parent()
         _forget_dead(parent)
@@ -89,17 +94,17 @@ def capped(devices: Devices) -> Iterator[tuple[str, ...]]:
             group = parent / f"pipefit-{os.getpid()}-{rank}"
             group.mkdir()
             made.append(group)
-            _set_quota(group, devices.share)
+            _limit(group, devices.share)
     except OSError as problem:
         _delete(made)
+        if devices.share == 1:
+            return []
+        num_cores = len(set(devices.cores))
         raise PipefitError(
-            f"{num} ranks would share {len(set(devices.cores))} cores, and this system cannot hold each to its part "
-            f"({problem}); use --ranks {len(set(devices.cores))}"
+            f"{num} ranks would share {num_cores} cores, and this system cannot hold each to its part ({problem}); "
+            f"use --ranks {num_cores}"
         ) from None
-    try:
-        yield tuple(map(str, made))
-    finally:
-        _delete(made)
+    return made
 
 
 def _parent() -> Path:
@@ -114,15 +119,17 @@ def _parent() -> Path:
     raise OSError("no control group of processors")
 
 
-def _set_quota(group: Path, share: float) -> None:
+def _limit(group: Path, share: float) -> None:
+    """Weight for all, and a quota for those that share a core."""
     quota = round(share * _PERIOD_US)
-    if (group / "cpu.max").exists():
-        (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+    if (group / "cpu.weight").exists():
         (group / "cpu.weight").write_text(str(100 * _WEIGHT))
-    else:
+        (group / "cpu.max").write_text(f"{quota if share < 1 else 'max'} {_PERIOD_US}")
+        return
+    (group / "cpu.shares").write_text(str(1024 * _WEIGHT))
+    if share < 1:
         (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(quota))
-        (group / "cpu.shares").write_text(str(1024 * _WEIGHT))
 
 
 def _forget_dead(parent: Path) -> None:
