@@ -18,6 +18,7 @@ from pipefit.simulate import simulate
 from pipefit.timeline import from_chrome_trace
 from pipefit.verify import verify
 
+WO = ("weights", "optim")
 SIZES = {"weights": 100.0, "wgrad": 100.0, "optim": 200.0, "act": 7.0, "grad": 7.0, "saved": 30.0}
 
 
@@ -125,6 +126,19 @@ def test_slots_are_counted_whole_and_everything_else_while_it_is_held():
     assert tier_peak_bytes(program, 0, size) == (400 + 800, -1)
     clipped = generate("spilled", Shape(3, 2, clip=True))
     assert tier_peak_bytes(clipped, 0, size)[0] == 1200 + 100
+
+
+def test_activations_on_the_tier_leave_room_for_one_cut_and_a_few_micro_batches():
+    def held(activations):
+        program = generate("spilled", Shape(8, 6, spill=Spill.of(8, activations=activations)))
+        return device_peak_bytes(program, 0, lambda value: value.kind in ("act", "grad"))[0], program
+
+    (kept, _), (parked, program) = held(False), held(True)
+    assert kept >= 7 * 6 and parked <= 2 * 6 + 2
+    # All but what enters the stages that stay at the turn, and the first, whose input is no activation.
+    assert copies(program, Op.EVICT, "act") == [stage for stage in range(5) for _ in range(6)]
+    assert sorted(copies(program, Op.FETCH, "act")) == copies(program, Op.EVICT, "act")
+    assert tier_peak_bytes(program, 0, size)[0] == sum(size(Value(k, s, 0)) for s in range(8) for k in WO) + 30 * 7
 
 
 def test_capacities_of_device_and_tier_are_held():

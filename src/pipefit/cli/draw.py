@@ -66,6 +66,7 @@ def command(
         int | None,
         help_of("Fetch a stage so many visits ahead; 0: when it is needed. Default: as soon as a slot is free."),
     ] = None,
+    activations: Annotated[bool, flag("What enters a spilled stage waits on the tier too, until its replay.")] = False,
     copy: Copy = 2,
     option: Annotated[list[str] | None, help_of("An option of the schedule as NAME=INTEGER; may be repeated.")] = None,
     warmup: Annotated[int | None, help_of("Short for --option warmup=…")] = None,
@@ -109,6 +110,7 @@ def command(
         optim_slots=optim_slots,
         tier=tier,
         prefetch=prefetch,
+        activations=activations,
         copy=copy,
         **options,
     )

@@ -164,6 +164,7 @@ def draw(
     optim_slots: int = 1,
     tier: str = "host",
     prefetch: int | None = None,
+    activations: bool = False,
     copy: float = 2,
     **options: int,
 ) -> Drawing:
@@ -192,6 +193,7 @@ def draw(
         optim_slots: likewise for the states of the optimizer; 0: those stay.
         tier: where they live: "host" or "disk".
         prefetch: stages ahead that the next is fetched; None: as soon as a slot is free; 0: when it is needed.
+        activations: what enters a stage waits on the tier too, from its forward to its replay.
         copy: time of moving all stages of a rank to or from the tier.
         options: integers of the schedule, such as `warmup=2`.
 
@@ -214,7 +216,7 @@ def draw(
         num_stages = made(shape).header.num_stages
         several = 2 if slots is None else slots
         shape = msgspec.structs.replace(
-            shape, spill=Spill.of(num_stages, several, optim_slots, tier), prefetch=prefetch
+            shape, spill=Spill.of(num_stages, several, optim_slots, tier, activations), prefetch=prefetch
         )
 
     def pricing(header: Header) -> CostModel:

@@ -170,9 +170,9 @@ def _legend_items(scene: Scene, lanes: bool, versions: bool, numbers: bool) -> I
         if kind in used:
             yield Item((kind,), name, thin=True)
     moved = {bar.short[0] for bar in scene.copies}
-    words = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
+    full = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
     if moved:
-        yield Item((), "copies: " + ", ".join(f"{letter} {name}" for letter, name in words.items() if letter in moved))
+        yield Item((), "copies: " + ", ".join(f"{letter} {name}" for letter, name in full.items() if letter in moved))
     if numbers:
         yield Item((), "number: micro-batch" + (", w: weight version" if versions else ""))
 

@@ -58,9 +58,11 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ScheduleError(f"spill: expected distinct stages in increasing order, got {self.stages}")
 
     @classmethod
-    def of(cls, num_stages: int, slots: int = 2, optim_slots: int = 1, tier: str = "host") -> Spill:
+    def of(
+        cls, num_stages: int, slots: int = 2, optim_slots: int = 1, tier: str = "host", activations: bool = False
+    ) -> Spill:
         """All stages of a model on a tier, with as many slots for weights and for the optimizer's states."""
-        return cls(tier, slots, optim_slots, optim_slots > 0, tuple(range(num_stages)))
+        return cls(tier, slots, optim_slots, optim_slots > 0, tuple(range(num_stages)), activations)
 
     def slots(self, kind: str) -> int:
         """How many slots a rank has for a kind; 0 for what lies in none."""

@@ -55,6 +55,7 @@ class _Task:
     state: float
     clip: bool
     ties: tuple[tuple[int, ...], ...]
+    activations: bool
     costs: dict[str, Any]
 
     def cost_of(self, partition: Partition) -> CostModel:
@@ -93,6 +94,7 @@ def plan_spilling(
     state_per_weight: float | None = None,
     clip: bool = False,
     ties: Sequence[Sequence[int]] = (),
+    activations: bool = False,
     host_memory_bytes_per_s: float = 0.0,
     costs: Mapping[str, float] | None = None,
 ) -> Plan:
@@ -113,6 +115,8 @@ def plan_spilling(
             2-byte weights with Adam and a master copy (a profile by GPT arithmetic), else 2.
         clip: gradients are clipped by their global norm, which costs another visit of the stages that could not stay.
         ties: groups of layers that share a weight; their stages need a slot each, and come again for their step.
+        activations: what enters a stage waits on the tier too, from its forward to its replay: room for more
+            micro-batches, and more to move.
         host_memory_bytes_per_s: of a fused step on the host, to compare with; 0: not known.
         costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
 
@@ -139,6 +143,7 @@ def plan_spilling(
         state_per_weight,
         clip,
         tuple(map(tuple, ties)),
+        activations,
         dict(costs or {}),
     )
     whole, whole_bytes = _resident(task, size)
@@ -248,15 +253,16 @@ def _fitting(task: _Task, cuts: Iterable[Partition]) -> Iterator[_Choice]:
         for weights, optim in _slots(num_stages, task.state):
             if weights < largest_tie:
                 continue
-            spill = Spill.of(num_stages, weights, optim, task.tier.name)
-            # What is moved does not depend on the number of micro-batches.
-            small = task.program_of(partition, spill, 1)
+            spill = Spill.of(num_stages, weights, optim, task.tier.name, task.activations)
+            # What is moved does not depend on the number of micro-batches, unless activations are moved too.
+            counted = task.num_microbatches if task.activations else 1
+            small = task.program_of(partition, spill, counted)
             resident = 0.0 if optim else cost.resident_bytes(range(num_stages))
             peak = beside + arena_bytes(small.header, 0, cost.size_bytes) + resident
             if peak > task.device_bytes or tier_peak_bytes(small, 0, cost.size_bytes)[0] > task.host_bytes:
                 continue
             moved = traffic(small, 0, cost)
-            moved = replace(moved, compute_s=moved.compute_s * task.num_microbatches)
+            moved = replace(moved, compute_s=moved.compute_s * task.num_microbatches / counted)
             yield _Choice(partition, spill, small, cost, peak, limits(moved, task.tier)[0])
 
 
@@ -264,7 +270,7 @@ def _beside_slots(task: _Task, partition: Partition, cost: CostModel) -> float:
     """What the device holds beside its slots: activations at the cuts, and what one micro-batch saves."""
     num_stages = len(partition.stages)
     slots = max((2, *map(len, task.ties_of(partition))))
-    spill = Spill.of(num_stages, min(slots, num_stages), 0, task.tier.name)
+    spill = Spill.of(num_stages, min(slots, num_stages), 0, task.tier.name, task.activations)
     program = task.program_of(partition, spill, task.num_microbatches)
     return device_peak_bytes(program, 0, cost.size_bytes)[0] - arena_bytes(program.header, 0, cost.size_bytes)
 
@@ -325,6 +331,7 @@ def _plan_of(
         host_bytes=None if math.isinf(task.host_bytes) else task.host_bytes,
         weights_slots=spill.weights_slots,
         optim_slots=spill.optim_slots,
+        activations=spill.activations,
         peak_bytes=peak,
         limit_s=limit.limit_s,
         binds=limit.binds,

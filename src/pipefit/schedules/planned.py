@@ -44,7 +44,8 @@ def _spill(plan: Plan) -> Spill | None:
         return None
     told = plan.spill
     stages = told.stages or tuple(range(len(plan.partition.stages)))
-    return Spill(told.tier, told.weights_slots, told.optim_slots, told.optim_slots > 0, stages)
+    optim = told.optim_slots > 0
+    return Spill(told.tier, told.weights_slots, told.optim_slots, optim, stages, told.activations)
 
 
 def program_of(plan: Plan, *, num_steps: int = 1) -> Program:

@@ -130,6 +130,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         optim_slots: for the states of their optimizers; 0: these stay on the device.
         stages: that are spilled; (): all.
         prefetch: stages ahead that are loaded; None: as soon as a slot is free.
+        activations: whether what enters a stage waits on the tier too, from its forward to its replay.
         peak_bytes: predicted of the fullest device; 0: not predicted.
         limit_s: seconds per update that no order of work and copies can beat; 0: not known.
         binds: the lane that sets this limit.
@@ -143,6 +144,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optim_slots: int = 1
     stages: tuple[int, ...] = ()
     prefetch: int | None = None
+    activations: bool = False
     peak_bytes: float = 0.0
     limit_s: float = 0.0
     binds: str = ""

@@ -54,6 +54,18 @@ def test_layers_that_share_a_weight_get_a_slot_each():
     assert verify(tied, capacity_bytes=1.2e9, size=cost_of(plan).size_bytes).ok
 
 
+def test_activations_on_the_tier_make_room_for_more_micro_batches():
+    wish = {"device_bytes": 0.9e9, "num_microbatches": 64}
+    with pytest.raises(InfeasibleError):
+        plan_spilling(PROFILE, MACHINE, **wish)
+    plan = plan_spilling(PROFILE, MACHINE, activations=True, **wish)
+    program, cost = program_of(plan), cost_of(plan)
+    assert any(i.kind == "act" for i in program.ranks[0])
+    resident = 0.0 if plan.spill.optim_slots else cost.resident_bytes(range(len(plan.partition.stages)))
+    assert device_peak_bytes(program, 0, cost.size_bytes, resident)[0] == plan.spill.peak_bytes <= 0.9e9
+    assert verify(program, capacity_bytes=0.9e9, size=cost.size_bytes).ok
+
+
 def test_a_plan_says_what_a_larger_device_would_do():
     plan = plan_spilling(PROFILE, MACHINE, device_bytes=1.5e9, num_microbatches=4)
     resident = plan_spilling(PROFILE, MACHINE, device_bytes=16e9, num_microbatches=4)
