@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipefit.timeline import Timeline
     from pipefit.train.pipeline import Pipeline
     from pipefit.train.planned import plan
+    from pipefit.train.spilled import Spilled
     from pipefit.verify import Report
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOMES = {
     "Program": "ir",
     "Report": "verify",
     "Shape": "schedules",
+    "Spilled": "train.spilled",
     "Study": "study.api",
     "Timeline": "timeline",
     "Topology": "spec",
@@ -59,6 +61,7 @@ __all__ = [
     "Program",
     "Report",
     "Shape",
+    "Spilled",
     "Study",
     "Timeline",
     "Topology",

@@ -245,3 +245,19 @@ def test_the_check_of_equality_takes_the_spilled_schedule():
         example=lambda samples, number: data(number + 1)[-1], batch_size=12,
     )  # fmt: skip
     assert result.equal and result.weight_diff == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_spills_with_its_weights_in_full(precision):
+    def pipeline(stages, spill):
+        return Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=stages, chunks=stages, microbatches=3,
+            precision=precision, seed=3, spill=spill,
+            schedule="spilled" if spill else "breadth-first", recompute=True,
+        )  # fmt: skip
+
+    one, other = pipeline(4, None), pipeline(4, Spilled())
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
