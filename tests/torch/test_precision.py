@@ -226,6 +226,7 @@ def test_many_updates_of_one_segment_know_their_scales(schedule: str) -> None:
     small.fit(batches)
     huge = pipeline(copy.deepcopy(model), precision="fp16", loss_scale=2.0**22, schedule=schedule, stages=[3, 3])
     huge.fit(batches)
+    assert huge.loss_scale is huge._engine.workers[0].scale
     scales = [worker.scale for worker in huge._engine.workers]
     assert all(scale == scales[0] for scale in scales)
     assert scales[0] is not None

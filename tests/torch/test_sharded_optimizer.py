@@ -148,3 +148,12 @@ def test_checkpoints_are_whole_whoever_writes_and_reads_them(change: str, optimi
     other.fit([example(9, 2), example(9, 3)])
     for key, tensor in pipe.state_dict().items():
         assert torch.allclose(other.state_dict()[key], tensor, rtol=1e-12, atol=1e-14), key
+
+
+def test_closed_the_weights_are_memory_of_their_own_again() -> None:
+    _, before, pipe = train("plain", shard_optimizer=True)
+    pipe.close()
+    parameters = [p for layer in pipe.layers for p in layer.module.parameters()]
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(tensor, before[name])

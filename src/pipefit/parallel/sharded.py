@@ -175,6 +175,11 @@ class ShardedStore:
         for parameter in (*self.masters, *self._parameters, *(piece.master for piece in self.pieces)):
             parameter.grad = None
 
+    def release(self) -> None:
+        """Gives every weight memory of its own; the store is of no use afterwards."""
+        for index in self._own:
+            self._parameters[index].data = self._parameters[index].data.clone()
+
     def drop(self, version: int) -> None:
         """Forgets a version."""
         del self._versions[version], self._flats[version]

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import DataError
 from pipefit.runtime.executor import Feed
 
-__all__ = ["Weigh", "cut", "feed_of", "largest_part"]
+__all__ = ["Weigh", "cut", "feed_of", "largest_part", "pair_of"]
 
 Weigh = Callable[[Any], float]
 """How much a micro-batch counts in the mean of its batch, from its target: by default its number of samples."""
@@ -90,3 +90,14 @@ def _shapes(payload: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     if isinstance(payload, Tensor):
         return ((payload.shape, payload.dtype),)
     return tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(payload))
+
+
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """A batch as (input, target).
+
+    Raises:
+        DataError: it is something else.
+    """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise DataError(f"a batch must be a pair (input, target), got {type(batch).__name__}")
+    return batch[0], batch[1]

@@ -23,11 +23,11 @@ from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Training, Worke
 from pipefit.schedules import find, shape_of
 from pipefit.schedules.forward import forward_only
 from pipefit.spec import Plan, Profile
-from pipefit.stage.precision import first_scale, half_of
+from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
 from pipefit.timeline import Timeline
 from pipefit.train.agreement import Agreement
-from pipefit.train.batch import Weigh, feed_of, largest_part
+from pipefit.train.batch import Weigh, feed_of, largest_part, pair_of
 from pipefit.train.divided import Divided
 from pipefit.train.gather import forget_others, full_state
 from pipefit.train.losses import PendingLosses
@@ -35,8 +35,8 @@ from pipefit.train.measured import PassHistory
 from pipefit.train.memory import HeldMemory, held_memory_bytes, peak_memory_bytes
 from pipefit.train.planned import Planned
 from pipefit.train.report import PipelineReport
-from pipefit.train.setup import make_plan, ranks_of
-from pipefit.train.sharding import check_sharding, shard_optimizers
+from pipefit.train.setup import default_device, make_plan, ranks_of
+from pipefit.train.sharding import check_sharding, release_flat, shard_optimizers
 from pipefit.train.spilled import Spilled, plan_of, spilled_shape, spillings
 from pipefit.train.stream import stream_feed
 from pipefit.train.ties import tied_parameters
@@ -118,7 +118,7 @@ class Pipeline:
         self._session = current()
         self.model = model
         self.layers: list[NamedLayer] = named_layers(model)
-        self.device = torch.device(device) if device is not None else _default_device()
+        self.device = torch.device(device) if device is not None else default_device()
         self._weigh = weigh
         self.spill = spill
         if spill is not None and plan is None:
@@ -246,6 +246,11 @@ class Pipeline:
         """The processes that share this one's rank by tensor parallelism; None without it."""
         return self._divided.mesh.region
 
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of the loss and how many updates were skipped, the same on every rank; None: it is not scaled."""
+        return self._engine.workers[0].scale
+
     def step(self, x: Any, y: Any) -> float:
         """Trains on one batch and gives its mean loss, the same number on every rank.
 
@@ -349,7 +354,7 @@ class Pipeline:
         while steps is None or self.num_updates - first < steps:
             if self.stop_requested or (batch := next(iterator, None)) is None:
                 break
-            started = self._start_step(*_pair(batch))
+            started = self._start_step(*pair_of(batch))
             settle()
             pending = started
         settle()
@@ -369,7 +374,7 @@ class Pipeline:
                 ) from None
             if not steps:
                 return []
-        feed = stream_feed(map(_pair, iterator), steps, self.plan.num_microbatches, self._next_ordinal, self._weigh)
+        feed = stream_feed(map(pair_of, iterator), steps, self.plan.num_microbatches, self._next_ordinal, self._weigh)
         first = self.num_updates
         result = self._run(self._program(steps), feed)
         self._advance(steps)
@@ -390,7 +395,7 @@ class Pipeline:
         total = loss = measured = 0.0
         measure = self._divided.metric(metric)
         for batch in batches:
-            x, y = _pair(batch)
+            x, y = pair_of(batch)
             self._divided.check(x)
             count = len(y) if isinstance(y, Tensor) else len(torch.utils._pytree.tree_leaves(y)[0])
             num = min(self.plan.num_microbatches, count)
@@ -481,18 +486,5 @@ class Pipeline:
                 worker.spilling.close()
             for stage in worker.stages.values():
                 stage.release()
+            release_flat(worker)
         self._divided.release()
-
-
-def _default_device() -> torch.device:
-    import os
-
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise DataError(f"a batch must be a pair (input, target), got {type(batch).__name__}")
-    return batch[0], batch[1]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+
+import torch
 
 from pipefit.errors import PlanError
 from pipefit.partition import minmax
@@ -10,7 +13,7 @@ from pipefit.schedules import find, placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["make_plan", "ranks_of", "stage_count"]
+__all__ = ["default_device", "make_plan", "ranks_of", "stage_count"]
 
 
 def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
@@ -115,3 +118,10 @@ def make_plan(
 def _even(num_layers: int, count: int) -> Partition:
     size, more = divmod(num_layers, count)
     return Partition.from_counts([size + (stage < more) for stage in range(count)])
+
+
+def default_device() -> torch.device:
+    """The process's GPU when there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")

@@ -9,7 +9,7 @@ from pipefit.parallel.sharded import ShardedStore, shard
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
 
-__all__ = ["check_sharding", "shard_optimizers"]
+__all__ = ["check_sharding", "release_flat", "shard_optimizers"]
 
 
 def check_sharding(plan: Plan) -> None:
@@ -47,3 +47,10 @@ def shard_optimizers(workers: Sequence[Worker], plan: Plan) -> None:
                 if stage in worker.optimizers:
                     shard(worker.optimizers[stage], store, before.masters)
                 worker.stores[stage] = store  # type: ignore[assignment]
+
+
+def release_flat(worker: Worker) -> None:
+    """Gives the weights of sharded stages memory of their own again."""
+    for store in worker.stores.values():
+        if isinstance(store, ShardedStore):
+            store.release()
