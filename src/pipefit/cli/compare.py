@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from pipefit.compare import CompareConfig, Comparison, Row
 
 __all__ = ["command", "compare_rank", "told"]
+
+_PATIENCE_S = 30.0
 
 
 def command(
@@ -38,6 +43,7 @@ def command(
     batch: Annotated[int, help_of("Samples per update.")] = 32,
     steps: Annotated[int, help_of("Updates in a row of one repetition.")] = 4,
     repeats: Annotated[int, help_of("Repetitions of everything, in turns; medians are shown.")] = 3,
+    limit: Annotated[float, help_of("Minutes after which no further repetition begins; 0: no limit.")] = 10,
     stages: Annotated[str | None, help_of("Layers of each stage, like 3,3; default: balanced by a profile.")] = None,
     chunks: Annotated[int, help_of("Stages per rank of the looped schedules.", "--chunks", "-v")] = 2,
     optimizer: Annotated[Literal["adamw", "adam", "sgd"], help_of("Of every strategy.")] = "adamw",
@@ -60,6 +66,8 @@ def command(
         count(name, value)
     if count("--ranks", ranks) < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
+    if not limit >= 0:
+        raise PipefitError(f"--limit: expected 0 or more minutes, got {limit:g}")
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder, got a file")
     settings = CompareConfig(
@@ -71,6 +79,7 @@ def command(
         batch=batch,
         steps=steps,
         repeats=repeats,
+        limit_s=60 * limit,
         stages=whole_numbers("--stages", stages),
         chunks=chunks,
         optimizer=optimizer,
@@ -94,15 +103,25 @@ def compare_rank(settings: CompareConfig, quiet: bool) -> Comparison:
     from pipefit.compare import compare_on_ranks
     from pipefit.runtime.session import current
 
-    return compare_on_ranks(settings, _say if current().rank == 0 and not quiet else lambda line: None)
+    return compare_on_ranks(settings, _teller() if current().rank == 0 and not quiet else lambda line: None)
 
 
-def _say(line: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{line}")
-        sys.stderr.flush()
-    elif not line.startswith("building"):
-        print(line, file=sys.stderr, flush=True)
+def _teller() -> Callable[[str], None]:
+    """One line that changes, on a terminal; elsewhere a line for each part, and of its cells one every half minute."""
+    told_s = time.monotonic()
+
+    def say(line: str) -> None:
+        nonlocal told_s
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.flush()
+            return
+        is_detail = line.startswith(("building", "measuring"))
+        if not is_detail or time.monotonic() - told_s > _PATIENCE_S:
+            told_s = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+    return say
 
 
 def told(found: Comparison, paths: dict[str, str]) -> str:
@@ -121,7 +140,7 @@ def told(found: Comparison, paths: dict[str, str]) -> str:
     console.print(f"{found.model}; data: {found.data}", highlight=False)
     console.print(
         f"{found.num_ranks} ranks of one thread, stages of {' + '.join(map(str, found.layer_counts))} layers, "
-        f"{found.batch} samples per update; losses after {found.samples} samples",
+        f"{found.batch} samples per update; medians of {found.repeats}; losses after {found.samples} samples",
         highlight=False,
     )
     console.print(_table(found))

@@ -20,6 +20,7 @@ class CompareConfig:
         batch: samples per update.
         steps: updates of one repetition, one after the other; a schedule without a flush drains only at their end.
         repeats: repetitions of every cell, in turns; medians are taken.
+        limit_s: no further repetition begins that would end later than this, after the first; 0: no limit.
         stages: layer counts of one stage per rank; (): balanced by a profile.
         chunks: stages per rank of the looped schedules.
         segment: micro-batches that a schedule without a flush runs in a repetition, at least: it fills and drains once.
@@ -36,6 +37,7 @@ class CompareConfig:
     batch: int = 32
     steps: int = 4
     repeats: int = 3
+    limit_s: float = 600.0
     stages: tuple[int, ...] = ()
     chunks: int = 2
     segment: int = 32

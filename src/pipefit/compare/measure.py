@@ -48,6 +48,7 @@ from pipefit.train.predicted import cost_of, links_of, predict
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan
 from pipefit.train.sources import source_of
+from pipefit.units import format_seconds
 
 __all__ = ["compare_on_ranks"]
 
@@ -109,10 +110,19 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     # What is there now stays: looking through all of it again at every turn would take longer than the turn.
     gc.collect()
     gc.freeze()
+    started = time.monotonic()
     for turn in range(config.repeats + 1):
-        say("warming up" if not turn else f"repetition {turn} of {config.repeats}, {len(cells)} cells in turns")
-        for cell in cells:
+        name = f"repetition {turn} of {config.repeats}" if turn else "warming up"
+        say(f"{name}, {len(cells)} cells in turns")
+        for index, cell in enumerate(cells):
+            where = f"{index + 1} of {len(cells)}, {cell.strategy.name} m={cell.num_microbatches}"
+            share = (turn + index / len(cells)) / (config.repeats + 1)
+            say(f"measuring: {name}, {where}{_left(time.monotonic() - started, share) if turn else ''}")
             _measure(cell, batches, session, keep=turn > 0)
+        spent_s = max(_shared(time.monotonic() - started, session))
+        if config.limit_s and 0 < turn < config.repeats and spent_s * (turn + 2) / (turn + 1) > config.limit_s:
+            say(f"another repetition would take more than {format_seconds(config.limit_s)}: {turn} must do")
+            break
     say("memory of every cell")
     for cell in cells:
         cell.rise = rise_bytes(lambda cell=cell: cell.trainer.train(batches[: cell.steps]))  # type: ignore[misc]
@@ -125,6 +135,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
         num_ranks=session.num_ranks,
         batch=config.batch,
         samples=samples,
+        repeats=len(cells[0].seconds),
         layer_counts=tuple(len(stage.layers) for stage in partition.stages),
         rows=[_row(cell, config, session) for cell in cells],
         refused=refused,
@@ -220,6 +231,11 @@ def _cells(
             except PipefitError as problem:
                 refused.append(Refusal(strategy.name, num, str(problem)))
     return cells, refused
+
+
+def _left(spent_s: float, share: float) -> str:
+    """The time that is left when this share is done, as people say it."""
+    return f", about {format_seconds(float(f'{spent_s * (1 / share - 1):.2g}'))} left"
 
 
 def _steps(trainer: Trainer, num: int, config: CompareConfig) -> int:

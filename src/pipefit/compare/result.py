@@ -77,6 +77,7 @@ class Comparison:
         num_ranks: of the run.
         batch: samples per update.
         samples: after which the final losses are taken.
+        repeats: of every cell; figures are their medians.
         layer_counts: of the stages, one per rank.
         rows: measured.
         refused: not measured.
@@ -88,6 +89,7 @@ class Comparison:
     batch: int
     samples: int
     layer_counts: tuple[int, ...]
+    repeats: int = 1
     rows: list[Row] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
 
