@@ -251,6 +251,11 @@ def losses_of(options: dict[str, Any], **more: Any) -> list[float]:
     return pipeline(layers, **settings).fit([batch(4, step) for step in range(5)])
 
 
-def losses_together() -> dict[str, list[float]]:
+def losses_together(place: str) -> dict[str, Any]:
     """Four processes, t = 2, with what else a run can have."""
-    return {name: losses_of(options, tensor=2) for name, options in TOGETHER.items()}
+    found: dict[str, Any] = {name: losses_of(options, tensor=2) for name, options in TOGETHER.items()}
+    pipe = pipeline(model(), tensor=2, replicas=2, shard_optimizer=True)
+    pipe.step(*batch(4, 0))
+    pipe.save(f"{place}/adam")
+    found["next"] = pipe.step(*batch(4, 1))
+    return found

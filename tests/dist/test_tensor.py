@@ -155,8 +155,9 @@ def test_a_process_that_stands_still_is_named_by_those_that_wait_for_it() -> Non
     assert "of rank 3" in str(told.value) and "'fwd s1 m0 w0'" in str(told.value)
 
 
-def test_mixed_precision_and_divided_optimizers_go_with_tensor_parallelism() -> None:
-    found = launch(jobs.losses_together, 4, threads=1, quiet=True)
+def test_mixed_precision_and_divided_optimizers_go_with_tensor_parallelism(tmp_path: Path) -> None:
+    found = launch(jobs.losses_together, 4, str(tmp_path), threads=1, quiet=True)
+    assert jobs.load_with_one(str(tmp_path))[0] == pytest.approx(found[0]["next"], rel=1e-12)
     for name, options in jobs.TOGETHER.items():
         plain = {key: value for key, value in options.items() if key not in ("sequence_parallel", "shard_optimizer")}
         wanted = jobs.losses_of(plain)

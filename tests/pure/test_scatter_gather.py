@@ -1,6 +1,7 @@
 """Scatter/gather: messages in pieces of 1/t, gathered before use, over every schedule; and what is refused of it."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from pipefit.passes import with_scatter_gather
 from pipefit.schedules import Shape, generate, program_of
 from pipefit.schedules.forward import forward_only
 from pipefit.simulate import simulate
-from pipefit.spec import Partition, Placement, Plan, StageSpec
+from pipefit.spec import Partition, Placement, Plan, SpillSpec, StageSpec
 from pipefit.verify import verify
 
 SHAPES = [
@@ -26,7 +27,7 @@ SHAPES = [
 ]
 
 
-def plan_of(*tensors: int, **more: bool) -> Plan:
+def plan_of(*tensors: int, **more: Any) -> Plan:
     stages = tuple(StageSpec((index,), tensor=tensor) for index, tensor in enumerate(tensors))
     placement = Placement(tuple((index,) for index in range(len(tensors))))
     return Plan(Partition(stages), placement, "1f1b", 4, **more)
@@ -110,6 +111,8 @@ def test_a_plan_says_how_wide_its_ranks_are() -> None:
         plan_of(2, 1)
     with pytest.raises(PlanError, match="at least 2"):
         plan_of(1, 1, sequence_parallel=True)
+    with pytest.raises(PlanError, match="cannot be divided by tensor parallelism too"):
+        plan_of(2, 2, spill=SpillSpec("host", 2))
 
 
 def test_a_cost_model_of_another_width_is_refused() -> None:

@@ -229,6 +229,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PlanError(f"tensor: expected one width for all stages, got {sorted(widths)}")
         if self.sequence_parallel and widths == {1}:
             raise PlanError("sequence_parallel: expected a tensor width of at least 2, got 1")
+        if self.spill is not None and widths != {1}:
+            raise PlanError("spill: stages that live on another tier cannot be divided by tensor parallelism too")
 
     @property
     def tensor(self) -> int:
