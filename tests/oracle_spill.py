@@ -40,6 +40,8 @@ class Seat:
 
 
 class SpillingMachine(Machine):
+    pace = 0.4  # how readily a copy happens by itself
+
     def __init__(self, program: Program, seed: int = 0, tags: bool = True, eager: bool = False):
         super().__init__(program, seed, tags, eager)
         self.spill = self.header.spill
@@ -119,7 +121,7 @@ class SpillingMachine(Machine):
     # --------------------------------------------------------------------------------------------------- instructions
 
     def _try(self, rank):
-        while self.copies[rank] and self.random.random() < 0.4:
+        while self.copies[rank] and self.random.random() < self.pace:
             self._safely(rank, self.random.choice(self.copies[rank]))
         going = super()._try(rank)
         if self.at[rank] == len(self.lists[rank]):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.mutants import mutants
 from tests.oracle import BrokenProgramError, outcome
+from tests.oracle_spill import SpillingMachine
 
 from pipefit.ir import Spill
 from pipefit.ir.text import parse_instruction
@@ -143,3 +144,51 @@ def test_every_mutant_of_a_spilling_program_is_refused_or_trains_the_same_model(
         if verify(mutant).ok:
             assert not (difference := same(p, mutant)), f"{how} is accepted: {difference}"
     assert count > 300
+
+
+class Hasty(SpillingMachine):
+    """A machine whose copies do not wait for one of the things that they must wait for."""
+
+    forgets, pace = "", 0.05
+
+    def _fetch(self, rank, i):
+        super()._fetch(rank, i)
+        for copy in self.copies[rank][-1:]:
+            if copy.i is i:
+                copy.waits = [other for other in copy.waits if self._kept(other, i)]
+
+    def _kept(self, other, i):
+        record = (other.i.kind, other.i.stage) == (i.kind, i.stage)
+        if self.forgets == "write-back":
+            return not (other.i.op == "evict" and record)
+        if self.forgets == "slot":
+            return record or other.i.op != "evict"
+        return other.i.op != "fetch"
+
+
+@pytest.mark.parametrize(
+    ("forgets", "shape"),
+    [
+        ("write-back", Shape(2, 1)),
+        ("slot", Shape(3, 1, spill=Spill.of(3, slots=1))),
+        ("weights before gradients", Shape(3, 1, clip=True)),
+    ],
+)
+def test_every_wait_of_a_copy_is_one_without_which_training_goes_wrong(forgets, shape):
+    program = generate("spilled", shape)
+    if forgets == "write-back":
+        # Another look at a stage just evicted, in the other slot: what makes room for it has nothing to do with it.
+        again = map(parse_instruction, ["fetch s0 weights w1 host @1", "drop s0 w1"])
+        program = program.with_ranks([[*program.ranks[0], *again]])
+        assert verify(program).ok
+    wanted = outcome(program)
+    hasty = type("Hasty", (Hasty,), {"forgets": forgets})
+
+    def goes_wrong(seed):
+        try:
+            return hasty(program, seed).run() != wanted
+        except (BrokenProgramError, KeyError):
+            return True
+
+    assert any(goes_wrong(seed) for seed in range(60))
+    assert all(SpillingMachine(program, seed).run() == wanted for seed in range(10))
