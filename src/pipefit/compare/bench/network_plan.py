@@ -112,6 +112,7 @@ def best_of_form(profile: Profile, topology: Topology, replicas: Sequence[int]) 
         return 2 * layers[end - 1].output_bytes / (bandwidth * min(left, right))
 
     # best[end]: the slowest stage or cut of the layers before `end`, and where the stages end.
+    best: dict[int, tuple[float, tuple[int, ...]]]
     best = {end: (stage(0, end, replicas[0]), (end,)) for end in range(1, len(layers) + 1)}
     for left, right in pairwise(replicas):
         best = {
