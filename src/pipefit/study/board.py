@@ -50,14 +50,14 @@ class Job(NamedTuple):
         trial: its number.
         step: from 0.
         turn: within the step.
-        count: turns of the trial in a row; each is committed and reported by itself.
+        num_turns: turns of the trial in a row; each is committed and reported by itself.
     """
 
     kind: str
     trial: int
     step: int = -1
     turn: int = 0
-    count: int = 1
+    num_turns: int = 1
 
 
 class Report(NamedTuple):

@@ -25,7 +25,7 @@ def play(game, loss=lambda trial, step: 1.0, turns=2, seconds=1.0, limit=500):
         for device, job in jobs:
             if job.kind == "admit":
                 game.admitted(job.trial, Admitted(turns, 1, 10, 100), device, now, now + seconds)
-            for _ in range(job.count if job.kind == "turn" else 0):
+            for _ in range(job.num_turns if job.kind == "turn" else 0):
                 entry = game.entries[job.trial]
                 done = loss(job.trial, entry.step) if entry.turn == turns - 1 else math.nan
                 game.turned(Report(job.trial, entry.step, entry.turn, now, now + seconds, done), device)
@@ -156,7 +156,7 @@ def test_a_device_is_told_short_turns_ahead_and_long_ones_one_by_one():
         game = board(1000, 10, devices=1)
         ready(game, seconds)
         job = game.next_job(0)
-        assert (job.trial, job.count) == (0, count)
+        assert (job.trial, job.num_turns) == (0, count)
         for turn in range(count):
             assert game.entries[0].status == "running"
             game.turned(Report(0, turn // 2, turn % 2, turn, turn + seconds, 1.0), 0)
@@ -166,13 +166,13 @@ def test_a_device_is_told_short_turns_ahead_and_long_ones_one_by_one():
 def test_no_more_turns_are_told_than_the_policy_would_choose_or_the_rule_would_let_pass():
     equal = board(100, 100, devices=1)
     ready(equal)
-    assert equal.next_job(0).count == 8  # the slack: 2 % of all 400 turns
+    assert equal.next_job(0).num_turns == 8  # the slack: 2 % of all 400 turns
     judged = board(1000, 10, devices=1, stop=Halving(first=100))
     ready(judged)
-    assert judged.next_job(0).count == 2
+    assert judged.next_job(0).num_turns == 2
     turns = board(1000, 10, devices=1, policy="round-robin")
     ready(turns)
-    assert turns.next_job(0).count == 1
+    assert turns.next_job(0).num_turns == 1
     short = board(3, devices=1)
     ready(short)
-    assert short.next_job(0).count == 6
+    assert short.next_job(0).num_turns == 6

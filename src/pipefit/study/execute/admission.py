@@ -52,13 +52,30 @@ def build_trial(trial: Trial, capacity_bytes: float) -> Built:
     """
     recipe = recipe_of(trial)
     batch = check_batch(recipe.batch_at(0), 0)
-    counts, device_bytes = _cut(trial, recipe, batch, capacity_bytes)
+    counts, device_bytes = _known_cut(trial, recipe, batch, capacity_bytes)
     structure = Structure(recipe.layers, Partition.from_counts(counts, len(recipe.layers)))
     weights = sum(record_bytes(structure.tensors(shard)) for shard in range(structure.num_shards))
     leaves = [leaf for leaf in pytree.tree_leaves(batch[0]) if isinstance(leaf, Tensor)]
     boundaries = 4 * structure.num_shards * sum(leaf.nbytes for leaf in leaves)
     needed = int(2 * (1 + recipe.state_per_weight) * weights + boundaries)
     return Built(recipe, structure, counts, needed, device_bytes)
+
+
+def _known_cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_bytes: float) -> tuple[list[int], float]:
+    """As `_cut`; trials that differ in numbers of the training alone are measured once per process."""
+    if not isinstance(trial.model, str) or not capacity_bytes:
+        return _cut(trial, recipe, batch, capacity_bytes)
+    shapes = [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    options = sorted((key, repr(value)) for key, value in trial.options.items())
+    key = repr(
+        (trial.model, options, shapes, trial.microbatches, trial.shards, recipe.state_per_weight, capacity_bytes)
+    )
+    if key not in _CUTS:
+        _CUTS[key] = _cut(trial, recipe, batch, capacity_bytes)
+    return _CUTS[key]
+
+
+_CUTS: dict[str, tuple[list[int], float]] = {}
 
 
 def cut_evenly(num_layers: int, num_shards: int) -> list[int]:

@@ -206,7 +206,7 @@ class StudyRun:
             job = self.board.next_job(number)
             if job is None:
                 continue
-            what = self._room_bytes() if job.kind == "admit" else job.count
+            what = self._room_bytes() if job.kind == "admit" else job.num_turns
             pool.send(number, (job.kind, job.trial, what))  # a dead worker is noticed when its answer is awaited
             idle.discard(number)
             busy[number] = job
