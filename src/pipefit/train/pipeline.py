@@ -30,6 +30,7 @@ from pipefit.train.agreement import Agreement
 from pipefit.train.batch import Weigh, feed_of, largest_part, pair_of
 from pipefit.train.divided import Divided
 from pipefit.train.gather import forget_others, full_state
+from pipefit.train.live import Live, own_figures
 from pipefit.train.losses import PendingLosses
 from pipefit.train.measured import PassHistory
 from pipefit.train.memory import HeldMemory, held_memory_bytes, peak_memory_bytes
@@ -166,6 +167,9 @@ class Pipeline:
         self._next_ordinal = 0
         self.history = PassHistory()
         self.held_bytes: float | None = None
+        # Whether every step also tells all ranks of each other's bubble and memory, and the last it told.
+        self.tells_live = False
+        self.live: Live | None = None
         self._agreement = Agreement(self._session)
 
     # ---- making it -------------------------------------------------------------------------------------------------
@@ -281,7 +285,8 @@ class Pipeline:
         feed = feed_of([(x, y)], self.plan.num_microbatches, self._next_ordinal, "train", self._weigh)
         result = self._run(self.program, feed)
         self._advance(1)
-        return PendingLosses(self._engine, result, self.plan.num_microbatches, 1)
+        told = own_figures(self._session, result) if self.tells_live else ()
+        return PendingLosses(self._engine, result, self.plan.num_microbatches, 1, *told)
 
     def _run(self, program: Program, feed: Any) -> PassResult:
         for worker in self._engine.workers:
@@ -349,6 +354,8 @@ class Pipeline:
         def settle() -> None:
             if pending is not None:
                 losses.append(self._check(pending.wait()[0], first + len(losses) + 1))
+                if self.tells_live:
+                    self.live = Live.of(pending.extra[:-1])
                 on_step(len(losses), losses[-1])
 
         while steps is None or self.num_updates - first < steps:

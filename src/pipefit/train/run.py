@@ -30,6 +30,7 @@ from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import runtime_costs
 from pipefit.train.collectives import all_reduce_law
 from pipefit.train.config import RunConfig
+from pipefit.train.live import Live, Rated, rated
 from pipefit.train.memory import held_memory_bytes, peak_memory_bytes
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.pipeline import Pipeline
@@ -37,7 +38,7 @@ from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sources import Source, example_of, source_of
-from pipefit.train.spilled import bundle_of, capped, rates_of, tiers_of
+from pipefit.train.spilled import bundle_of, capped, discard, rates_of, tiers_of
 from pipefit.train.traffic import Traffic, traffic
 
 __all__ = ["Observer", "RunResult", "run"]
@@ -54,8 +55,11 @@ class Observer(Protocol):
     def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
         """The plan stands; training begins."""
 
-    def stepped(self, step: int, loss: float, seconds: float) -> None:
-        """A step's loss is known, `seconds` after training began."""
+    def stepped(self, step: int, loss: float, seconds: float, live: Live | None = None) -> None:
+        """A step's loss is known, `seconds` after training began; `live` tells of the ranks in its pass."""
+
+    def rated(self, rated: Rated | None) -> None:
+        """What the model needs and the devices can; None: it is not known."""
 
 
 @dataclass
@@ -104,6 +108,8 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
             layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer, clips=bool(config.clip)
         )
         topology = links_of(session, plan.num_processes if plan else config.ranks)
+        if session.rank == 0:
+            observer.rated(rated(layers, example, bundle.loss, config.ranks, device=config.device))
     plan = plan or _plan(config, session, bundle, profile, topology)
     profile = profile.at(largest_part(example[0], plan.num_microbatches))
     pipe = Pipeline(
@@ -129,6 +135,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     observer.planned(plan, profile, bundle, source)
     if config.resume:
         _resume(pipe, config, source)
+    pipe.tells_live = True
     losses, seconds = _train(pipe, config, source, observer)
     measured = pipe.timeline(last=8 if pipe.schedule.is_synchronous else 1)
     judged = _judge(pipe, source)
@@ -146,6 +153,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         predict(measured.program, cost, measured.num_repeats),
         measured,
     )
+    discard(pipe._engine.workers)
     return result
 
 
@@ -242,7 +250,7 @@ def _train(pipe: Pipeline, config: RunConfig, source: Source, observer: Observer
         before = len(losses)
 
         def shown(step: int, loss: float, before: int = before) -> None:
-            observer.stepped(before + step, loss, time.perf_counter() - began)
+            observer.stepped(before + step, loss, time.perf_counter() - began, pipe.live)
 
         losses += pipe.fit(batches, steps=count, on_step=shown)
         done += count

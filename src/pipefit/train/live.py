@@ -1,0 +1,118 @@
+"""What a running training tells of itself: bubble and memory of every rank, and how well the devices are used."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import PipefitError
+from pipefit.ir.op import COMPUTE_OPS
+from pipefit.profiling import analytic_profile, measure_device
+from pipefit.runtime.engine import PassResult
+from pipefit.runtime.session import Session
+from pipefit.spec.topology import Device
+from pipefit.stage.split import NamedLayer
+
+__all__ = ["Live", "Rated", "own_figures", "rated"]
+
+
+class Live(NamedTuple):
+    """The last pass, by rank; by process where each is one.
+
+    Attributes:
+        bubble: share of the pass without forward or backward.
+        memory_bytes: the most the process has held so far: of its GPU, or resident.
+    """
+
+    bubble: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Live:
+        """From the sums of what every process told by `own_figures`."""
+        half = len(figures) // 2
+        return cls(tuple(figures[:half]), tuple(figures[half:]))
+
+
+def own_figures(session: Session, result: PassResult) -> list[float]:
+    """What this process adds to `Live`, zeros where others stand."""
+    bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in result.executions]
+    if not session.is_distributed:
+        return [*bubbles, *([_memory_bytes()] + [0.0] * (len(bubbles) - 1))]
+    figures = [0.0] * (2 * session.num_ranks)
+    figures[session.rank] = bubbles[0]
+    figures[session.num_ranks + session.rank] = _memory_bytes()
+    return figures
+
+
+def _bubble(instructions: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -> float:
+    busy = sum(end - start for i, start, end in zip(instructions, starts, ends, strict=True) if i.op in COMPUTE_OPS)
+    whole = max(ends, default=0.0) - min(starts, default=0.0)
+    return 1 - busy / whole if whole > 0 else 0.0
+
+
+def _memory_bytes() -> float:
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+class Rated(NamedTuple):
+    """What MFU is reckoned from: model FLOP, forward and backward once, over what the devices can.
+
+    Attributes:
+        flop_per_sample: of forward and backward of the model, a replay not counted.
+        flops: FLOP per second that all ranks together reach.
+        convention: how the two were found, in words.
+    """
+
+    flop_per_sample: float
+    flops: float
+    convention: str
+
+    def mfu(self, samples_per_s: float) -> float:
+        """The share of the devices' FLOP that goes into the model."""
+        return samples_per_s * self.flop_per_sample / self.flops
+
+
+def rated(
+    layers: Sequence[NamedLayer],
+    example: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor],
+    num_ranks: int,
+    known: Device | None = None,
+    device: str = "",
+) -> Rated | None:
+    """Counts the model's FLOP on tensors without data, and takes the device's from its data sheet or measures them.
+
+    Args:
+        layers: of the whole model.
+        example: (input, target).
+        loss: as in training.
+        num_ranks: of the run.
+        known: with its peak FLOP per second, where a topology gives them.
+        device: where ranks compute, "" for the best there is.
+
+    Returns:
+        None where the model's FLOP cannot be counted.
+    """
+    x, y = example
+    # On a device of one FLOP per second, seconds are FLOP.
+    one = Device(flops=1.0, efficiency=1.0)
+    try:
+        count = analytic_profile([(layer.prefix, layer.module) for layer in layers], x, one, loss, y)
+    except (PipefitError, RuntimeError, NotImplementedError, TypeError):
+        return None
+    total = sum(layer.total_s for layer in count.layers) + count.loss_s
+    if not total:
+        return None
+    flops, how = (known.flops, "the data sheet's") if known is not None and known.flops else (0.0, "")
+    if not flops:
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        flops, how = measure_device(place, threads=None, repeats=3).flops, "those that a large matrix product reaches"
+    convention = f"model FLOP, forward and backward once, over {how}, {flops / 1e9:.0f} GFLOP/s per rank"
+    return Rated(total / count.microbatch_size, flops * num_ranks, convention)
