@@ -65,7 +65,7 @@ def test_a_cap_on_the_device_trains_from_disk_with_the_same_losses(tmp_path, cap
         assert code == 0
         found.append(answer["losses"])
     assert found[0] == found[1]
-    assert (tmp_path / "tier" / "rank-0.tier").stat().st_size > 3 * 12 * 32**2 * 4
+    assert not list((tmp_path / "tier").iterdir())  # the run has ended well: its records are not needed any more
 
 
 def test_a_cap_that_is_too_small_is_refused_with_the_smallest(tmp_path, capsys):
@@ -82,4 +82,4 @@ def test_a_pipeline_whose_chunks_live_on_disk_has_the_losses_of_one_that_holds_t
         assert main(["train", *words, *more]) == 0
         found.append(json.loads(capsys.readouterr().out)["losses"])
     assert found[0] == found[1]
-    assert {file.name for file in (tmp_path / "tier").glob("*.tier")} == {"rank-0.tier", "rank-1.tier"}
+    assert not list((tmp_path / "tier").iterdir())

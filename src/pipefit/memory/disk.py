@@ -203,6 +203,11 @@ class DiskTier:
         self._writers.shutdown()
         self._file.close()
 
+    def discard(self) -> None:
+        """Closes the file and removes it: the run has ended well, and what it leaves is a checkpoint."""
+        self.close()
+        self._file.remove()
+
     def _load(self, key: Key, record: _Record, copy: int, data: memoryview, wanted: int | None = None) -> int | None:
         """Reads one copy of a record; its version, None if it is no whole copy or not the one that is wanted."""
         start = record.position(copy)

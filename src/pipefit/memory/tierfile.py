@@ -156,6 +156,12 @@ class TierFile:
         """Closes it; it stays."""
         os.close(self._fd)
 
+    def remove(self) -> None:
+        """Removes it and what stands beside it."""
+        for path in (self._commit, self._table, self.path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
 
 def _open(path: Path, direct: bool) -> tuple[int, bool]:
     """Opens or makes a file, past the page cache if that is wanted and possible."""

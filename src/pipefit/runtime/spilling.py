@@ -87,6 +87,7 @@ class Spilling:
     committed: Copy | None = None
     writes: list[Copy] = field(default_factory=list)
     parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    _owns_lanes: bool = True
 
     @classmethod
     def create(
@@ -135,7 +136,7 @@ class Spilling:
             store.attach(arena, tier, lanes)
             fill = _filling(layers[stage], training.seed, own) if is_new(layers[stage]) else None
             store.store_first(number % spill.weights_slots, fill)
-        return cls(stores, arena, tier, lanes)
+        return cls(stores, arena, tier, lanes, _owns_lanes=place.lanes is None)
 
     @property
     def host_bytes(self) -> int:
@@ -165,9 +166,18 @@ class Spilling:
             committed, self.committed = self.committed, None
             committed.wait()
 
-    def close(self) -> None:
-        """Ends the copies under way and lets go of the tier."""
-        self.tier.close()
+    def close(self, discard: bool = False) -> None:
+        """Ends the copies under way and lets go of the tier.
+
+        Args:
+            discard: the records are not needed any more; else a disk keeps its file.
+        """
+        if self._owns_lanes:
+            self.lanes.close()
+        if discard and isinstance(self.tier, DiskTier):
+            self.tier.discard()
+        else:
+            self.tier.close()
 
 
 def is_new(layers: Iterable[NamedLayer]) -> bool:

@@ -20,7 +20,7 @@ from pipefit.models import ModelBundle, build
 from pipefit.planner.spilling import plan_spilling
 from pipefit.profiling import analytic_profile, measure_device, measure_tier
 from pipefit.runtime.spilling import Spilling, SpillPlace
-from pipefit.runtime.worker import MakeOptimizer, Tie, Training
+from pipefit.runtime.worker import MakeOptimizer, Tie, Training, Worker
 from pipefit.schedules.shape import Shape
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.topology import Tier
@@ -34,6 +34,7 @@ __all__ = [
     "Spilled",
     "bundle_of",
     "capped",
+    "discard",
     "plan_of",
     "rates_of",
     "spilled_shape",
@@ -182,6 +183,14 @@ def tiers_of(config: RunConfig) -> Spilled | None:
 def rates_of(config: RunConfig, device: torch.device) -> Tier:
     """The tier of a run with its rates, measured now."""
     return (tiers_of(config) or Spilled()).measured(device)
+
+
+def discard(workers: Sequence[Worker]) -> None:
+    """A run has ended well and saved what it wanted: its records go."""
+    for worker in workers:
+        if worker.spilling is not None:
+            worker.spilling.settle()
+            worker.spilling.close(discard=True)
 
 
 def capped(
