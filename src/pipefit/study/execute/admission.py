@@ -67,9 +67,8 @@ def _known_cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_by
         return _cut(trial, recipe, batch, capacity_bytes)
     shapes = [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     options = sorted((key, repr(value)) for key, value in trial.options.items())
-    key = repr(
-        (trial.model, options, shapes, trial.microbatches, trial.shards, recipe.state_per_weight, capacity_bytes)
-    )
+    training = (trial.microbatches, trial.shards, recipe.state_per_weight, capacity_bytes)
+    key = repr((trial.model, options, shapes, training))
     if key not in _CUTS:
         _CUTS[key] = _cut(trial, recipe, batch, capacity_bytes)
     return _CUTS[key]
