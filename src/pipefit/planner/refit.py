@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from pipefit.errors import PlanError
@@ -39,10 +41,13 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
     owner = {layer: index for index, stage in enumerate(stages) for layer in stage.layers}
     loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
     loss_factor = loss[0] / figures.loss_s if loss and figures.loss_s else 1.0
-    steps = [seconds for (op, _), seconds in times.items() if op == Op.STEP.value]
+    steps = {stage: seconds for (op, stage), seconds in times.items() if op == Op.STEP.value}
+    own_steps = _steps(figures, [stage.layers for stage in stages], steps) if steps else None
 
     def corrected(one: Profile) -> Profile:
         layers = tuple(_scaled(layer, factors[owner[index]]) for index, layer in enumerate(one.layers))
+        if own_steps is not None:
+            layers = tuple(msgspec.structs.replace(layer, step_s=own_steps[i]) for i, layer in enumerate(layers))
         source = f"{one.source}; refitted to a measured run".lstrip("; ")
         return msgspec.structs.replace(
             one,
@@ -50,10 +55,22 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
             source=source,
             step_s=None,
             loss_s=one.loss_s * loss_factor if figures.loss_s else (loss[0] if loss else 0.0),
-            optimizer_s=sum(steps) if steps else one.optimizer_s,
+            optimizer_s=sum(steps.values()) if steps else one.optimizer_s,
         )
 
     return msgspec.structs.replace(corrected(profile), others=tuple(corrected(other) for other in profile.others))
+
+
+def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[int, float]) -> dict[int, float]:
+    """Each stage's measured step, dealt out to its layers as their own steps are, else as their weights are."""
+    found = dict.fromkeys(range(len(profile)), 0.0)
+    for stage, layers in enumerate(stages):
+        shares = [profile.layers[index].step_s for index in layers]
+        if not any(shares):
+            shares = [profile.layers[index].weight_bytes for index in layers]
+        for index, share in zip(layers, shares, strict=True):
+            found[index] = steps.get(stage, 0.0) * share / sum(shares) if share else 0.0
+    return found
 
 
 def _factors(

@@ -131,6 +131,9 @@ def test_refit_finds_the_times_of_a_run_that_was_slower():
             found, wanted = (sum(getattr(one.layers[i], field) for i in stage.layers) for one in (fitted, truth))
             assert found == pytest.approx(wanted)
     assert (fitted.loss_s, fitted.optimizer_s) == pytest.approx((5e-4, 3e-3))
+    steps = {stage: item.median_s for (op, stage), item in measured.by_kind().items() if op == "step"}
+    for index, stage in enumerate(made.partition.stages):
+        assert fitted.optimizer_of(stage.layers) == pytest.approx(steps[index])
     assert again.makespan_s == pytest.approx(measured.makespan_s, rel=1e-6)
 
 
