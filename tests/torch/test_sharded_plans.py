@@ -68,6 +68,14 @@ def test_such_a_plan_runs_as_it_is() -> None:
         assert held(worker) == LAYERS * WEIGHTS  # two states of half the weights
 
 
+def test_who_asks_for_it_gets_it_with_any_plan() -> None:
+    made = found(1e9, sharded=False)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.Adam, "plan": made}
+    assert not Pipeline(model, **settings).program.header.sharded
+    assert Pipeline(model, shard_optimizer=True, **settings).program.header.sharded
+
+
 def held(worker: Worker) -> int:
     """Bytes of the states of a rank's optimizers, beside step counters."""
     states = [state for optimizer in worker.optimizers.values() for state in optimizer.state.values()]

@@ -37,7 +37,7 @@ from pipefit.train.memory import HeldMemory, held_memory_bytes, peak_memory_byte
 from pipefit.train.planned import Planned
 from pipefit.train.report import PipelineReport
 from pipefit.train.setup import default_device, make_plan, ranks_of
-from pipefit.train.sharding import check_sharding, release_flat, shard_optimizers
+from pipefit.train.sharding import release_flat, shard_optimizers, with_sharding
 from pipefit.train.spilled import Spilled, plan_of, spilled_shape, spillings
 from pipefit.train.stream import stream_feed
 from pipefit.train.ties import tied_parameters
@@ -72,7 +72,7 @@ class Pipeline:
         plan: a plan, what `pipefit.plan` gave, or a path; then stages, schedule, microbatches, chunks, replicas,
             recompute and the tensor width are its.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
-        shard_optimizer: divide the optimizer's states over the replicas of each stage.
+        shard_optimizer: divide the optimizer's states over the replicas of each stage, also of those of a plan.
         precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32.
         loss_scale: first scale of the loss, which then follows the gradients; None: 65536 for fp16, else no scaling.
         clip_norm: largest global norm of an update's gradients, over all stages.
@@ -149,7 +149,7 @@ class Pipeline:
         else:
             self.plan = plan.plan if isinstance(plan, Planned) else plan if isinstance(plan, Plan) else Plan.load(plan)
             self._check_ranks(self.plan)
-        check_sharding(self.plan)
+        self.plan = with_sharding(self.plan, shard_optimizer)
         self.schedule = find(self.plan.schedule)
         self._divided = Divided.of(self.layers, self.plan, self._session, self.device)
         loss = self._divided.loss(loss)

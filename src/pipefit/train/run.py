@@ -37,6 +37,7 @@ from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan, ranks_of
+from pipefit.train.sharding import with_sharding
 from pipefit.train.sources import Source, example_of, source_of
 from pipefit.train.spilled import bundle_of, capped, discard, rates_of, tiers_of
 from pipefit.train.traffic import Traffic, traffic
@@ -110,7 +111,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         topology = links_of(session, plan.num_processes if plan else config.ranks)
         if session.rank == 0:
             observer.rated(rated(layers, example, bundle.loss, config.ranks, device=config.device))
-    plan = plan or _plan(config, session, bundle, profile, topology)
+    plan = with_sharding(plan or _plan(config, session, bundle, profile, topology), config.shard_optimizer)
     profile = profile.at(largest_part(example[0], plan.num_microbatches))
     pipe = Pipeline(
         bundle.layers,

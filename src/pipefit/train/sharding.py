@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from pipefit.errors import PlanError
 from pipefit.parallel.sharded import ShardedStore, shard
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
 
-__all__ = ["check_sharding", "release_flat", "shard_optimizers"]
+__all__ = ["release_flat", "shard_optimizers", "with_sharding"]
 
 
-def check_sharding(plan: Plan) -> None:
-    """Refuses a sharded optimizer where there is nothing to divide it over.
+def with_sharding(plan: Plan, asked: bool) -> Plan:
+    """The plan with a sharded optimizer where one is asked for, by the user or by the plan itself.
 
     Raises:
-        PlanError: no stage has a second replica.
+        PlanError: no stage has a second replica, so there is nothing to divide it over.
     """
-    if plan.sharded_optimizer and all(len(ranks) == 1 for ranks in plan.placement.ranks):
+    sharded = asked or plan.sharded_optimizer
+    if sharded and all(len(ranks) == 1 for ranks in plan.placement.ranks):
         raise PlanError(
             "a sharded optimizer is divided over the replicas of a stage, but every stage is on one rank only (d = 1); "
             "replicate the stages (replicas=2, or schedule data-parallel), or do not shard the optimizer"
         )
+    return msgspec.structs.replace(plan, sharded_optimizer=sharded)
 
 
 def shard_optimizers(workers: Sequence[Worker], plan: Plan) -> None:
