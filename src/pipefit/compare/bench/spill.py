@@ -38,8 +38,8 @@ __all__ = ["LargeResult", "SpeedRow", "large", "speed"]
 GIB = 2**30
 _CONTEXT = 128
 _PART_TOKENS = 256
-_MALLOC_BYTES = 96 << 20
-"""What malloc keeps of memory that was let go, and torch's threads take."""
+_KEPT_BYTES, _NUM_KEPT = 32 << 20, 8
+"""malloc keeps blocks of up to 32 MiB that were let go; about so many of them."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ def _train_large(folder: str, layers: int, hidden: int, tokens: int, steps: int,
     base = _resident_bytes("VmRSS")
     bundle, batches = _gpt(layers, hidden), _batches(tokens)
     # What torch takes for a moment: a weight's new gradient, and two temporaries of the optimizer's step.
-    moment = 3 * max(p.nbytes for p in bundle.layers.parameters()) + _MALLOC_BYTES
+    largest = max(p.nbytes for p in bundle.layers.parameters())
+    moment = 3 * largest + _NUM_KEPT * min(largest, _KEPT_BYTES)
     spill = Spilled(cap_bytes - base - moment, disk=folder)
     pipe = _pipeline(bundle, tokens, spill, example=next(batches))
     if pipe.plan.spill is None:
@@ -273,10 +274,14 @@ def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats
             _gpt(layers, hidden), tokens, None, stages=shards, chunks=shards, schedule="breadth-first", recompute=True
         ),
         "synchronous": _pipeline(
-            _gpt(layers, hidden), tokens, Spilled(disk=place / "synchronous", prefetch=0), stages=shards, chunks=shards
+            _gpt(layers, hidden),
+            tokens,
+            Spilled(disk=place / "synchronous", optim_slots=2, prefetch=0),
+            stages=shards,
+            chunks=shards,
         ),
         "buffered": _pipeline(
-            _gpt(layers, hidden), tokens, Spilled(disk=place / "buffered"), stages=shards, chunks=shards
+            _gpt(layers, hidden), tokens, Spilled(disk=place / "buffered", optim_slots=2), stages=shards, chunks=shards
         ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
@@ -333,7 +338,7 @@ def _pipeline(bundle: ModelBundle, tokens: int, spill: Spilled | None, **more: A
     return Pipeline(
         bundle.layers,
         loss=bundle.loss,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-4),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 2e-5),
         microbatches=max(tokens // _PART_TOKENS, 1),
         spill=spill,
         device="cpu",

@@ -1,0 +1,145 @@
+"""The parts of spilling: optimizer states found out beforehand, weights drawn layer by layer, rates, the benchmark."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit import Pipeline, Spilled
+from pipefit.compare.bench import spill as bench
+from pipefit.errors import ModelError, PlanError
+from pipefit.memory.arena import Slot, aligned
+from pipefit.memory.lanes import Copy, Lanes
+from pipefit.memory.layout import Layout, absent
+from pipefit.memory.states import is_zero_at_first, probe_states
+from pipefit.profiling import measure_tier
+from pipefit.stage.materialise import can_be_drawn, materialise
+from pipefit.stage.split import named_layers
+
+
+def keys(optimizer):
+    shapes = [torch.empty(6, 4, device="meta"), torch.empty(4, device="meta")]
+    return {(s.parameter, s.key, tuple(s.like.shape)) for s in probe_states(optimizer, shapes, torch.device("cpu"))}
+
+
+def test_states_are_found_out_without_memory():
+    assert keys(lambda p: torch.optim.SGD(p, 0.1)) == set()
+    assert keys(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)) == {
+        (0, "momentum_buffer", (6, 4)),
+        (1, "momentum_buffer", (4,)),
+    }
+    adam = keys(lambda p: torch.optim.Adam(p))
+    assert {(0, "exp_avg", (6, 4)), (1, "exp_avg_sq", (4,)), (1, "step", ())} < adam and len(adam) == 6
+    assert (0, "row_var", (6, 1)) in keys(lambda p: torch.optim.Adafactor(p))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero"),
+    [
+        (lambda p: torch.optim.Adam(p, 0.01), True),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), True),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.5), False),
+        (lambda p: torch.optim.Adagrad(p, 0.1, initial_accumulator_value=0.1), False),
+    ],
+)
+def test_whether_zeros_are_as_good_as_no_state_is_found_by_trying(optimizer, zero):
+    assert is_zero_at_first(optimizer) is zero
+
+
+def test_a_record_holds_tensors_of_any_type_without_overlap():
+    tensors = [torch.randn(3, 5), torch.tensor(7), torch.randn(2, dtype=torch.float64), torch.randn(4).bfloat16()]
+    layout = Layout(tensors)
+    record = aligned(layout.num_bytes)
+    for view, tensor in zip(layout.views(record), tensors, strict=True):
+        view.copy_(tensor)
+    assert all(torch.equal(view, tensor) for view, tensor in zip(layout.views(record), tensors, strict=True))
+    assert layout.num_bytes % 4096 == 0 and record.data_ptr() % 4096 == 0
+
+
+def test_what_stands_for_an_absent_tensor_takes_no_memory_and_is_nan():
+    stand_in = absent(Layout([torch.randn(1000, 1000)]).fields[0], torch.device("cpu"))
+    assert stand_in.shape == (1000, 1000) and stand_in.untyped_storage().nbytes() == 4 and stand_in.isnan().all()
+
+
+def test_a_copy_fails_with_the_copy_that_it_waits_for():
+    lanes = Lanes()
+    first = lanes.write.submit(lambda: 1 / 0, 0)
+    second = lanes.read.submit(lambda: None, 0, [first])
+    with pytest.raises(ZeroDivisionError):
+        second.wait()
+    lanes.close()
+
+
+def test_a_slot_is_waited_for_until_its_copies_have_ended():
+    slot, copy = Slot(4096, torch.device("cpu")), Copy(0)
+    slot.busy.append(copy)
+    assert slot.taken() == (copy,) and slot.taken() == ()
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+
+def test_a_layer_that_cannot_draw_its_weights_is_named():
+    with torch.device("meta"):
+        layers = named_layers([nn.Linear(2, 2), Own()])
+    assert not can_be_drawn(layers)
+    with pytest.raises(ModelError, match=r"1 \(Own\) was built on the meta device and has no reset_parameters"):
+        materialise(layers, 0, torch.device("cpu"))
+
+
+def test_weights_depend_on_the_seed_and_the_place_of_their_layer():
+    def drawn(seed, count=3):
+        with torch.device("meta"):
+            layers = named_layers([nn.Linear(2, 2) for _ in range(count)])
+        materialise(layers, seed, torch.device("cpu"))
+        return [layer.module.weight.detach() for layer in layers]
+
+    assert all(map(torch.equal, drawn(1), drawn(1, count=5)))
+    assert not torch.equal(drawn(1)[0], drawn(2)[0])
+    assert not torch.equal(drawn(1)[0], drawn(1)[1])
+
+
+def test_ties_of_a_model_without_memory_are_refused():
+    with torch.device("meta"):
+        first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+        last.weight = first.weight
+    with pytest.raises(ModelError, match="untie them"):
+        Pipeline(
+            [first, last], loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, 0.1), stages=2, chunks=2,
+            spill=Spilled(),
+        )  # fmt: skip
+
+
+def test_a_plan_that_spills_to_disk_asks_for_a_folder():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    x = torch.zeros(8, 64)
+    more = {"loss": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.Adam(p), "microbatches": 2}
+    host = Pipeline(model, example=(x, x), spill=Spilled("300 KiB"), **more)
+    plan = host.plan
+    told = plan.spill.__class__(tier="disk", device_bytes=plan.spill.device_bytes)
+    host.close()
+    with pytest.raises(PlanError, match="say where, with --disk FOLDER"):
+        Pipeline(
+            nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), plan=plan.__class__(**_fields(plan, told)), **more
+        )
+
+
+def _fields(plan, spill):
+    return {name: getattr(plan, name) for name in plan.__struct_fields__} | {"spill": spill}
+
+
+def test_a_tier_is_measured_with_the_copies_of_spilling(tmp_path):
+    for folder in (None, tmp_path):
+        tier = measure_tier(folder, num_bytes=1 << 20, repeats=2)
+        assert tier.read_bytes_per_s > 1e6 and tier.write_bytes_per_s > 1e6
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_benchmark_compares_four_ways_of_one_model(tmp_path):
+    _, rows = bench.speed(tmp_path, layers=1, hidden=64, tokens=(32,), repeats=1, steps=1)
+    row = rows[0]
+    assert row.tokens == 32 and row.limit_s >= row.replayed_s and row.of_resident == row.replayed_s / row.buffered_s
+    assert row.read_s > row.write_s > 0
+    assert not list(tmp_path.iterdir())
