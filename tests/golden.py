@@ -7,6 +7,7 @@ from pipefit.draw.drawing import draw, gallery
 from pipefit.draw.encode import Entry
 from pipefit.draw.scene import scene_of
 from pipefit.draw.shelf import CHUNKS, FILE, MICROBATCHES, STAGES, pack
+from pipefit.ir import Spill
 from pipefit.ir.text import save
 from pipefit.schedules import Shape, generate
 
@@ -28,6 +29,12 @@ SHAPES = {
     "pipedream-2-1": ("pipedream", Shape(depth=2, num_microbatches=1, num_steps=4, replicas=(2, 1))),
     "pipedream-vertical-sync": ("pipedream-vertical-sync", Shape(depth=2, num_microbatches=1, num_steps=4)),
     "pipedream-2bw": ("pipedream-2bw", Shape(depth=2, num_microbatches=2, num_steps=3)),
+    "spilled": ("spilled", Shape(depth=3, num_microbatches=2)),
+    "spilled-tied-clipped": ("spilled", Shape(depth=3, num_microbatches=1, num_steps=2, ties=((0, 2),), clip=True)),
+    "breadth-first-spilled": (
+        "breadth-first",
+        Shape(depth=2, num_microbatches=2, num_chunks=2, spill=Spill("disk", 1, 0, False, (0, 1, 2, 3), True)),
+    ),
 }
 
 SHELF = Path(pipefit.draw.shelf.__file__).with_name(FILE)

@@ -95,7 +95,21 @@ def test_the_docstring_draws_the_same_grid(name):
 
 
 def test_every_schedule_of_the_house_is_drawn_and_has_a_golden_program():
-    assert set(names()[:9]) == set(GRIDS) == {schedule for schedule, _ in SHAPES.values()}
+    assert set(names()[:10]) == {*GRIDS, "spilled"} == {schedule for schedule, _ in SHAPES.values()}
+
+
+def test_the_docstring_of_spilled_draws_its_work_and_its_lanes_of_copies():
+    (instructions,) = generate("spilled", Shape(3, 2)).ranks
+    letters = {Op.FETCH: "f", Op.EVICT: "e", Op.STEP: "S"}
+    moved = [i for i in instructions if i.kind == "weights"]
+    work = [i for i in instructions if i.op in (Op.FWD, Op.BWD, Op.STEP)]
+    expected = [
+        [".", *(f"{letters[i.op]}{i.stage}" if i.op is Op.STEP else i.short for i in work), "."],
+        *([f"{letters[op]}{i.stage}" for i in moved if i.op is op] for op in (Op.FETCH, Op.EVICT)),
+    ]
+    lines = [line for line in inspect.getdoc(find("spilled").order).splitlines() if line.startswith("    ")]
+    ends = ("compute", "to the device", "back")
+    assert [line.removesuffix(end).split() for line, end in zip(lines, ends, strict=True)] == expected
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -14,13 +14,13 @@ __all__: list[str] = []
 def _spilled(task: Task) -> Iterator[list[Instruction]]:
     """Spilled execution (Hydra): stages fetched in turn to one device, all micro-batches at each visit.
 
-        F0.0 F0.1 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 S2  B1.0 B1.1 S1  B0.0 B0.1 S0   compute
-        f1        f2                                f0                           host → device
-                                                    e2             e1         e0 device → host
+        .    F0.0 F0.1 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 S2   B1.0 B1.1 S1   B0.0 B0.1 S0   .    compute
+        f0   f1        f2                                 f0                                 to the device
+                                                          e2             e1             e0   back
 
     F forward, B backward with its replay, S step, f fetch, e evict, each with its stage, digits after the point
-    micro-batches; drawn for two slots. A stage comes once for the forwards of all micro-batches and once for their
-    backwards, so what is moved does not grow with their number; where the order turns it just stays.
+    micro-batches; drawn for two slots, and weights only. A stage comes once for the forwards of all micro-batches and
+    once for their backwards, so what is moved does not grow with their number; where the order turns it just stays.
     Source: Nagrecha and Kumar, Hydra (VLDB 2022) §4.
     """
     for rank in range(task.num_ranks):
