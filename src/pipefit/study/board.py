@@ -380,5 +380,12 @@ class Board:
             costs.append(entry.cost._replace(num_steps=steps, admission_s=self._admission_s(entry)))
         return simulate_study(costs, self.num_devices, policy or self.policy) if costs else None
 
+    def in_hindsight(self, policy: str) -> Outcome:
+        """The same turns on paper, each as long as it was, under a policy."""
+        spent: list[list[float]] = [[] for _ in self.entries]
+        for turn in sorted(self.turns, key=lambda turn: (turn.trial, turn.start_s)):
+            spent[turn.trial].append(turn.end_s - turn.start_s)
+        return simulate_study([TrialCost(tuple(own), 1) for own in spent if own], self.num_devices, policy)
+
     def _admission_s(self, entry: Entry) -> float:
         return sum(t.end_s - t.start_s for t in self.turns if t.trial == entry.number and t.step < 0)

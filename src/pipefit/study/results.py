@@ -69,7 +69,7 @@ class StudyResult:
         bound_s: no policy is faster for the same turns: max(longest trial, total / devices).
         gap: makespan over bound, minus one.
         predicted_s: the makespan on paper, from the first turns of each trial; None: trials came too late for that.
-        policies: for every policy the makespan and gap on paper, from what turns have cost in the end.
+        policies: for every policy the makespan and gap on paper, with every turn as long as it was.
         interrupted: it was stopped before its end and can be resumed.
         paths: of what it left.
     """
@@ -107,10 +107,9 @@ def result_of(board: Board, name: str, predicted_s: float | None, interrupted: b
     """The result as the board stands."""
     measured = board.measured()
     policies: dict[str, tuple[float, float]] = {}
-    for policy in POLICIES:
-        found = board.predicted(policy)
-        if found is not None:
-            policies[policy] = (found.makespan_s, found.gap)
+    for policy in POLICIES if board.turns else ():
+        found = board.in_hindsight(policy)
+        policies[policy] = (found.makespan_s, found.gap)
     best = board.best
     return StudyResult(
         name,

@@ -176,3 +176,13 @@ def test_no_more_turns_are_told_than_the_policy_would_choose_or_the_rule_would_l
     short = board(3, devices=1)
     ready(short)
     assert short.next_job(0).num_turns == 6
+
+
+def test_in_hindsight_every_policy_has_the_same_turns_and_the_same_bound():
+    game = board(3, 1, 5, policy="fifo")
+    play(game)
+    measured = game.measured()
+    for policy in ("lrtf", "fifo", "whole-task"):
+        found = game.in_hindsight(policy)
+        assert len(found.turns) == len(measured.turns) and math.isclose(found.bound_s, measured.bound_s)
+        assert found.makespan_s >= found.bound_s
