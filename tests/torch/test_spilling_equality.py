@@ -94,6 +94,16 @@ def test_slots_and_prefetching_change_nothing(how):
     other.close()
 
 
+def test_what_the_host_has_no_room_for_lies_on_disk(tmp_path):
+    one, other = resident(adamw, 0.5), spilled(adamw, 0.5, disk=tmp_path / "tier", host_memory=5 * 4096)
+    tier = other._engine.workers[0].spilling.tier
+    assert tier.host.num_bytes == 5 * 4096 and tier.disk.num_bytes > 0
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
 def test_weights_that_two_shards_share_stay_on_the_device_and_train_alike():
     """Their gradient is summed shard by shard, not micro-batch by micro-batch: equal to rounding."""
     torch.manual_seed(0)

@@ -11,14 +11,28 @@ from torch import Tensor
 from pipefit.memory.lanes import Copy
 from pipefit.memory.tiers import ALIGNMENT, padded
 
-__all__ = ["Arena", "Slot", "aligned"]
+__all__ = ["Arena", "Slot", "aligned", "pin", "unpin"]
 
 
-def aligned(num_bytes: int, device: torch.device | None = None, pinned: bool = False) -> Tensor:
+def aligned(num_bytes: int, device: torch.device | None = None) -> Tensor:
     """A flat uint8 tensor whose first byte lies on a multiple of `ALIGNMENT`, as direct I/O asks for."""
-    whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
+    whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -whole.data_ptr() % ALIGNMENT
     return whole[start : start + num_bytes]
+
+
+def pin(memory: Tensor) -> None:
+    """Pins host memory where it lies, to the byte: torch's own pinned memory comes in powers of two.
+
+    Raises:
+        RuntimeError: the system does not allow so much.
+    """
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+
+
+def unpin(memory: Tensor) -> None:
+    """Takes the pins out, before the memory is let go."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
 class Slot:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import TierError
-from pipefit.memory.arena import aligned
+from pipefit.memory.arena import aligned, pin, unpin
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
 from pipefit.memory.tierfile import TierFile
@@ -99,7 +99,9 @@ class DiskTier:
         self._place(sizes, scratch)
         if self._device.type == "cuda":
             largest = max(sizes.values(), default=0)
-            self._pinned = {lane: aligned(largest, pinned=True) for lane in ("read", "write")}
+            self._pinned = {lane: aligned(largest) for lane in ("read", "write")}
+            for buffer in self._pinned.values():
+                pin(buffer)
         self._file.allocate(self.num_bytes)
         self._file.write_table(
             [[*key, record.num_bytes, record.copies] for key, record in self._records.items()]  # type: ignore[misc]
@@ -199,6 +201,9 @@ class DiskTier:
         """Waits for what is under way and closes the file, which stays."""
         if self._own_lanes:
             self._lanes.close()
+        for buffer in self._pinned.values():
+            unpin(buffer)
+        self._pinned.clear()
         self._readers.shutdown()
         self._writers.shutdown()
         self._file.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import TierError
-from pipefit.memory.arena import aligned
+from pipefit.memory.arena import aligned, pin, unpin
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.tiers import Key
 from pipefit.units import format_bytes
@@ -57,7 +57,9 @@ class HostTier:
             self._places[key] = (position, size)
             position += size
         try:
-            self._buffer = aligned(total, pinned=self._device.type == "cuda")
+            self._buffer = aligned(total)
+            if self._device.type == "cuda" and total:
+                pin(self._buffer)
         except RuntimeError as problem:
             raise TierError(f"the host has no room for {format_bytes(total)} of spilled records: {problem}") from None
 
@@ -97,6 +99,8 @@ class HostTier:
         """Lets the buffer go."""
         if self._own_lanes:
             self._lanes.close()
+        if self._device.type == "cuda" and self._buffer.numel():
+            unpin(self._buffer)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._places.clear()
 

@@ -20,6 +20,7 @@ from pipefit.memory.disk import DiskTier
 from pipefit.memory.host import HostTier
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.spilled import SpilledStore
+from pipefit.memory.split import SplitTier
 from pipefit.memory.states import is_zero_at_first, probe_states
 from pipefit.memory.tiers import Key, TierStore
 from pipefit.runtime.executor import Execution
@@ -40,7 +41,7 @@ class SpillPlace:
 
     Attributes:
         folder: of the disk tier; None: the host's memory.
-        host_bytes: most that the host tier may take; None: no limit.
+        host_bytes: most that the host tier may take; with a folder, the rest lies there. None: no limit, or no host.
         direct: whether the disk is read and written past the page cache.
         arena, lanes: slots and copy lanes that several runs take turns with; None: its own.
         name: of the files of the disk tier, before the rank.
@@ -64,7 +65,10 @@ class SpillPlace:
             return HostTier(self.host_bytes, lanes, device)
         if self.folder is None:
             raise PlanError("the plan spills to disk: say where, with --disk FOLDER or Pipeline(…, disk=FOLDER)")
-        return DiskTier(self.folder, f"{self.name}-{rank}", lanes, self.direct, device)
+        disk = DiskTier(self.folder, f"{self.name}-{rank}", lanes, self.direct, device)
+        if self.host_bytes is None:
+            return disk
+        return SplitTier(HostTier(None, lanes, device), disk, self.host_bytes)
 
 
 @dataclass
@@ -138,11 +142,6 @@ class Spilling:
             store.store_first(number % spill.weights_slots, fill)
         return cls(stores, arena, tier, lanes, _owns_lanes=place.lanes is None)
 
-    @property
-    def host_bytes(self) -> int:
-        """What the tier takes of the host's memory."""
-        return self.tier.num_bytes if isinstance(self.tier, HostTier) else 0
-
     def end_pass(self, state: bytes = b"") -> None:
         """A program has ended: what it wrote becomes the committed step, once it is written.
 
@@ -174,7 +173,7 @@ class Spilling:
         """
         if self._owns_lanes:
             self.lanes.close()
-        if discard and isinstance(self.tier, DiskTier):
+        if discard and isinstance(self.tier, DiskTier | SplitTier):
             self.tier.discard()
         else:
             self.tier.close()

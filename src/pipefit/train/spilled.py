@@ -52,7 +52,7 @@ class Spilled:
         device_memory: most that training may take on the device, bytes or text like "1.5 GiB"; None: the stages are
             cut as the pipeline's other arguments say, all of them spilled.
         host_memory: most that the host tier may take; None: no limit.
-        disk: folder of the disk tier; None: stages live in the host's memory.
+        disk: folder of the disk tier, for what `host_memory` leaves, or all; None: stages live in the host's memory.
         slots: stages whose weights and gradients are on the device at once: one computes, the others load.
         optim_slots: the same for the optimizer's states; 0: these stay on the device.
         prefetch: stages ahead that the next is loaded; None: as soon as a slot is free; 0: when it is needed.
