@@ -16,6 +16,8 @@ from pipefit.runtime.launch import LaunchError, launch
 from pipefit.testing import Outcome, compare, expected, tolerance_of
 
 ALL = {2: jobs.TWO, 4: jobs.FOUR, 8: jobs.EIGHT}
+# Eight processes on two cores take their time.
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,6 @@ def outcomes() -> dict[str, Outcome]:
     return found
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("count", "name"), [(count, name) for count, tasks in ALL.items() for name in tasks])
 def test_tensor_parallel_processes_compute_what_one_process_computes(
     count: int, name: str, outcomes: dict[str, Outcome]

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from pipefit.cost import CostModel
+from pipefit.draw.drawing import drawing_of
+from pipefit.draw.scene import scene_of
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.ir import Op, Program, text
 from pipefit.passes import with_scatter_gather
@@ -121,3 +123,12 @@ def test_a_cost_model_of_another_width_is_refused() -> None:
     assert simulate(program, cost).makespan_s == 4
     with pytest.raises(PlanError, match="tensor"):
         simulate(program, dataclasses.replace(cost, tensor=1))
+
+
+def test_pieces_are_drawn_under_unit_costs_as_whole_messages_are() -> None:
+    wide, narrow = two_ranks(tensor=2, pieces=True), two_ranks()
+    assert simulate(wide, CostModel.unit(wide.header)).makespan_s == 6
+    assert str(drawing_of(wide)) == str(drawing_of(narrow))
+    cost = CostModel((1, 1), (1, 1), (0, 0), act_bytes=(8, 8), bandwidth_bytes_per_s=8, tensor=2)
+    bars = {bar.label: bar.end_s - bar.start_s for bar in scene_of(simulate(wide, cost)).thin}
+    assert (bars["recv s0 m0 act-piece <0"], bars["gather s0 m0 act"]) == (0.5, 0.5)

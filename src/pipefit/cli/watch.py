@@ -160,10 +160,14 @@ def report(result: Any) -> str:
 
 
 def _held(result: Any) -> list[str]:
-    """What the tensors of each rank took at most, beside what the plan said."""
+    """What the tensors of each process took at most, beside what the plan said of its rank."""
     claims = result.predicted.peak_bytes if result.predicted else ()
-    said = [f" of {format_bytes(claim)} predicted" for claim in claims] + [""] * len(result.held_bytes)
-    return [f"rank {rank}: {format_bytes(held)}{said[rank]}" for rank, held in enumerate(result.held_bytes)]
+    ranks = len(result.utilisation)
+    wide = max(len(result.held_bytes) // ranks, 1) if ranks else 1  # tensor-parallel processes share a rank
+    said = [f" of {format_bytes(claim)} predicted" for claim in claims for _ in range(wide)]
+    said += [""] * len(result.held_bytes)
+    who = "process" if wide > 1 else "rank"
+    return [f"{who} {rank}: {format_bytes(held)}{said[rank]}" for rank, held in enumerate(result.held_bytes)]
 
 
 def _rates(result: Any) -> str:

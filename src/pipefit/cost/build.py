@@ -55,6 +55,7 @@ def unit(
         saved_bytes=tuple(1 / len(header.stages_of(ranks[0])) for ranks in header.placement),
         latency_s=latency,
         tiers=_unit_tiers(header, _divide(copy * header.num_ranks, num_stages)),
+        tensor=header.tensor,
     )
 
 

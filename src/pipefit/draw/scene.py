@@ -245,6 +245,10 @@ def _thin_of(event: Event, i: Instruction, graph: Graph, at: Mapping[tuple[int, 
         number = graph.starts[event.rank] + event.position
         sent = at.get((graph.partner.get(number, -1), event.repeat))
         start = sent.start_s if sent else start
+    elif i.op is Op.GATHER:
+        # Likewise: it moves once the piece of this process is there.
+        pieces = (at.get((pred, event.repeat)) for pred in graph.preds[graph.starts[event.rank] + event.position])
+        start = max([start, *(piece.end_s for piece in pieces if piece)])
     names = {Op.REDUCE: "reduce", Op.FETCH: "fetch", Op.EVICT: "evict"}
     kind = names.get(i.op) or ("grad" if i.kind.startswith("grad") else "act")
     moved = (i.stage, i.kind) if i.op in (Op.FETCH, Op.EVICT) else (-1, "")
