@@ -1,4 +1,4 @@
-"""An optimizer divided over replicas: the same numbers, a part of the states, checkpoints in the ordinary whole form."""
+"""An optimizer divided over replicas: the same numbers, a part of the states, checkpoints in the ordinary form."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -127,8 +127,8 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         ("stage", "version", "kind"),
         Lane.COMM,
         "",
-        "wgrad[s,w] summed over replicas (scatter: to each its part), or over the stages that share a weight; the norm of "
-        "all; or (shards) weights[s,w+1] from the parts that replicas have stepped",
+        "wgrad[s,w] summed over replicas (scatter: to each its part), or over the stages that share a weight; the norm "
+        "of all; or (shards) weights[s,w+1] from the parts that replicas have stepped",
         "a collective: same order on all members",
     ),
     Op.STEP: OpSpec(

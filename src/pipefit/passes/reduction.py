@@ -1,5 +1,7 @@
-"""Collectives on gradients: over replicas, over stages that share a weight, and the norm of all for clipping; and those
-that put weights together which replicas have stepped in parts."""
+"""Collectives on gradients: over replicas, over stages that share a weight, and the norm of all for clipping.
+
+And those that put weights together which replicas have stepped in parts.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ def with_reductions(program: Program) -> Program:
     Weights that stages share are summed over all stages and ranks that hold them (replicas included), the rest over the
     replicas of a stage. The ranks of a tie come to its reduction at different times, so it waits until all backwards of
     the update on the rank are done: no other rank then needs anything from one that waits there. The norm for clipping
-    needs all reductions, so it comes just before the first step of its update. Where replicas step a part of the weights
-    each, the new weights are put together right after the step, while the rank goes on.
+    needs all reductions, so it comes just before the first step of its update. Where replicas step a part of the
+    weights each, the new weights are put together right after the step, while the rank goes on.
     """
     header = program.header
     ranks = []

@@ -9,7 +9,13 @@ from pipefit.ir.op import OP_SPEC, Kind, Op
 
 __all__ = ["cell", "excerpt"]
 
-_ABBREVIATED = {Kind.REPLICAS.value: "sum", Kind.SCATTER.value: "sums", Kind.SHARDS.value: "join", Kind.TIED.value: "tied", Kind.NORM.value: "norm"}
+_ABBREVIATED = {
+    Kind.REPLICAS.value: "sum",
+    Kind.SCATTER.value: "sums",
+    Kind.SHARDS.value: "join",
+    Kind.TIED.value: "tied",
+    Kind.NORM.value: "norm",
+}
 
 
 def cell(i: Instruction) -> str:

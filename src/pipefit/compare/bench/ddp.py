@@ -1,4 +1,4 @@
-"""Data parallelism as a program beside torch's `DistributedDataParallel`: two ranks, the same model, data and optimizer.
+"""Data parallelism as a program beside torch's `DistributedDataParallel`: two ranks, one model, data and optimizer.
 
 Both live in the same two processes and take turns, a few updates each, so that whatever slows the machine down slows
 both; the ratio of each turn is taken, and the median of the ratios is the answer.
