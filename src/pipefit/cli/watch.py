@@ -45,6 +45,10 @@ class Watcher:
             f"{bundle.name}: {len(bundle.layers)} layers, {bundle.num_parameters:,} parameters; data: {source.name}"
         )
         self._print(plan_table(plan, profile))
+        if plan.spill is not None:
+            from pipefit.planner.spilling import spill_lines
+
+            self._print("\n".join(spill_lines(plan)))
 
     def rated(self, rated: Any) -> None:
         """Takes what MFU is reckoned from, and names its convention."""
