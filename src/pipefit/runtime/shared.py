@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import mmap
 import os
 import struct
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import CommunicationError
+from pipefit.runtime.launch import rings_of
 
 __all__ = ["SMALL_BYTES", "SharedLinks"]
 
@@ -35,7 +35,6 @@ _READ = 128 * _RECORD.size
 _COUNT = struct.Struct("<q")
 _HEAD = _ALIGN = 64
 _SLOTS, _LEAST_RING = 8, 1 << 20
-_FAST = Path("/dev/shm")
 _NAP_S = 5e-5
 # Of the parts of sums: messages of programs have tags from 0.
 _SUM = -1
@@ -55,7 +54,7 @@ class SharedLinks:
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
         self._folder = folder
-        self._name = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
+        self._memory, self._name = rings_of(folder)
         self._path = _inbox(folder, rank)
         self._path.unlink(missing_ok=True)
         os.mkfifo(self._path, 0o600)
@@ -156,8 +155,8 @@ class SharedLinks:
 
     def _places(self, source: int, target: int, generation: int) -> list[Path]:
         """Where a ring's file may be: in memory, or where that has no room, in the folder of the run."""
-        name = f"pipefit-{self._name}-{source}-{target}-{generation}.ring"
-        return [_FAST / name, self._folder / name]
+        name = f"{self._name}-{source}-{target}-{generation}.ring"
+        return [self._memory / name, self._folder / name]
 
     def _ring_file(self, source: int, target: int, generation: int) -> Path:
         return next(path for path in self._places(source, target, generation) if path.exists())

@@ -65,6 +65,9 @@ def cost_of(
     """
     if plan.tensor > 1:
         return _of_parts(profile, plan, topology, state_per_weight, runtime, all_reduce_s or (lambda size: 0.0))
+    if plan.tensor > 1:
+        # Ranks of several processes pass messages over the network.
+        runtime = runtime._replace(latency_s=None, take_s_per_byte=0.0, copy_s_per_byte=USUAL.copy_s_per_byte)
     cost = CostModel.from_profile(
         profile,
         plan.partition,
