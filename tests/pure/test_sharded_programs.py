@@ -98,3 +98,12 @@ def test_parts_and_joining_cost_together_what_a_sum_for_everyone_costs(copies: i
     }
     assert seconds[Kind.SCATTER] == seconds[Kind.SHARDS] > 0
     assert float(seconds[Kind.SCATTER] + seconds[Kind.SHARDS]) == pytest.approx(float(seconds[Kind.REPLICAS]))
+
+
+def test_the_next_pass_begins_with_the_weights_put_together() -> None:
+    made = generate("data-parallel", Shape(2, 2, sharded=True))
+    run = simulate(made, CostModel.unit(made.header), repeats=3)
+    join = max(n for n, i in enumerate(made.ranks[0]) if i.kind == Kind.SHARDS)
+    ends = {event.repeat: event.end_s for event in run.events if event.rank == 0 and event.position == join}
+    starts = {event.repeat: event.start_s for event in run.events if event.rank == 0 and event.position == 0}
+    assert all(starts[lap + 1] >= ends[lap] for lap in range(2))

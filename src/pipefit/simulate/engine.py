@@ -31,6 +31,7 @@ class Prices:
         lanes: for copies, the lane of their rank they queue on; for messages under contention, their link.
         groups: the members of the collective it belongs to.
         copies: each fetch and evict, with the evictions of the pass before that it must wait for.
+        closing: of each rank, the reductions that nothing in the pass waits for; the next pass does.
         between: seconds a rank spends before each pass.
     """
 
@@ -40,6 +41,7 @@ class Prices:
     lanes: dict[int, tuple[object, ...]]
     groups: dict[int, tuple[int, ...]]
     copies: dict[int, tuple[int, ...]]
+    closing: list[list[int]]
     between: float = 0
 
 
@@ -100,6 +102,13 @@ class Engine:
         plain = not self.contention and blocks is None
         for lap in range(begin, self.repeats):
             base = lap * size
+            if lap and i == first:
+                for q in prices.closing[rank]:
+                    arrival = end[base - size + q]
+                    if arrival < 0:
+                        blocked_on[rank], self.clock[rank], self.at[rank] = base - size + q, now, base + first
+                        return
+                    now = max(now, arrival + prices.between)
             while i < stop:
                 code = codes[i]
                 n = base + i

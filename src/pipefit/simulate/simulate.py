@@ -155,7 +155,19 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
                 lanes[number] = lanes[layout.partners[number]] = link
         elif i.op is Op.FETCH or i.op is Op.EVICT:
             lanes[number] = (graph.ranks[number], i.op, i.tier)
-    return Prices([hold_of[index] for index in layout.costs], travel, blocks, lanes, groups, _copies(graph), cost.pass_s)
+    hold = [hold_of[index] for index in layout.costs]
+    return Prices(hold, travel, blocks, lanes, groups, _copies(graph), _closing(layout), cost.pass_s)
+
+
+def _closing(layout: Layout) -> list[list[int]]:
+    """Of each rank, the reductions whose end no instruction waits for, such as those that put weights together."""
+    awaited = {number for needed in layout.waits for number in needed}
+    result: list[list[int]] = [[] for _ in layout.graph.starts[1:]]
+    for group in layout.graph.collectives:
+        for number in group:
+            if number not in awaited:
+                result[layout.graph.ranks[number]].append(number)
+    return result
 
 
 def _copies(graph: Graph) -> dict[int, tuple[int, ...]]:

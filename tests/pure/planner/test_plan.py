@@ -65,14 +65,14 @@ def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunk
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
 def test_memory_limits_hold_for_the_winner_by_liveness(share):
     profile = model(8, weights=1e6, cut=1e6)
-    free = plan(profile, Topology.local(4), global_batch=32)
+    free = plan(profile, Topology.local(4), global_batch=32, sharded=False)
     limit = share * max(free.prediction.peak_bytes)
     topology = limited(4, limit)
-    made = plan(profile, topology, global_batch=32)
+    made = plan(profile, topology, global_batch=32, sharded=False)
     ground = ground_of(profile, topology, 32)
     program = program_of(made)
     depth = len(made.partition.stages) // made.num_chunks
-    config = Config(made.schedule, made.data, depth, 1, made.num_chunks, 2, 16, sharded=made.sharded_optimizer)
+    config = Config(made.schedule, made.data, depth, 1, made.num_chunks, 2, 16)
     _, cost = costs_of(ground, dataclasses.replace(config), made.partition)
     for rank in range(4):
         resident = cost.resident_bytes(program.header.stages_of(rank))
@@ -111,7 +111,7 @@ def test_a_faster_device_gets_more_layers():
 
 
 def test_unequal_replicas_win_where_weights_sit_at_the_end():
-    made = plan(load_profile("vgg16"), Topology.local(4, 1e9), global_batch=1024, sharded=False)
+    made = plan(load_profile("vgg16"), Topology.local(4, 1e9), global_batch=1024)
     assert [stage.replicas for stage in made.partition.stages] == [3, 1]
     assert made.data == 1 and made.placement.ranks == ((0, 1, 2), (3,))
     assert made.prediction.speedup_over_data_parallel > 1
