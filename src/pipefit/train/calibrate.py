@@ -117,12 +117,14 @@ def _told(alone: Profile, few: _Passes, many: _Passes, cut_s: float) -> RuntimeC
     step = kinds[Op.STEP.value, 0]
     loss = next((seconds for (op, _), seconds in kinds.items() if op == Op.LOSS.value), 0.0)
     first, final = alone.layers[0], alone.layers[last]
+    # Beyond the first stage a forward takes a message, whose gradient goes back.
+    beyond = (forward - first.forward_s + kinds[Op.FWD.value, last] - final.forward_s) / 2
     growth = (many.used_s - few.used_s) / (_MANY - _FEW)
     receive = growth - forward - backward - load - send - cut_s
     pass_s = many.used_s - _MANY * growth - step
     host = {
-        Op.FWD: forward - first.forward_s,
-        Op.RECOMPUTE: forward - first.forward_s,
+        Op.FWD: beyond,
+        Op.RECOMPUTE: beyond,
         Op.BWD: (backward - first.backward_s + kinds[Op.BWD.value, last] - final.backward_s) / 2,
         Op.LOSS: loss - alone.loss_s,
         Op.LOAD: load,
