@@ -203,14 +203,3 @@ def environment(name: str) -> tuple[int, str | None]:
 
 def nothing() -> int:
     return current().rank
-
-
-def send_to_the_dead() -> None:
-    """Rank 1 dies with a message on its way to it."""
-    links = current().links
-    assert links is not None
-    if current().rank == 0:
-        links.send([torch.ones(4)], 1, 0)
-        time.sleep(60)
-    time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)

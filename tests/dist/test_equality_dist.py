@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.dist import jobs
 from tests.torch.equality_models import make
 
 from pipefit.runtime.launch import launch
@@ -105,15 +104,3 @@ def test_a_check_over_processes_finds_them_equal_and_a_wrong_loss_unequal() -> N
 
 def double(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return 2 * torch.nn.functional.cross_entropy(output, target)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "pipedream-2bw"])
-def test_messages_through_memory_and_over_the_network_train_the_same_to_the_bit(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (here, weights), _ = launch(jobs.train, 2, {"schedule": schedule}, threads=1, quiet=True)
-    monkeypatch.setenv("PIPEFIT_LINKS", "gloo")
-    (there, others), _ = launch(jobs.train, 2, {"schedule": schedule}, threads=1, quiet=True)
-    assert here == there
-    assert weights.keys() == others.keys()
-    assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -1,5 +1,4 @@
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from tests.dist import jobs
 
 from pipefit.errors import InvalidProgramError, ModelError
 from pipefit.ir.op import Op
-from pipefit.runtime.launch import LaunchError, launch, rings_of
+from pipefit.runtime.launch import LaunchError, launch
 from pipefit.runtime.progress import LOSS, OUTSIDE, Position
 from pipefit.runtime.waits import hang_report, waits_for
 from pipefit.schedules import Shape, find
@@ -161,10 +160,3 @@ def test_a_rank_outside_the_program_waits_for_nobody():
     positions = {0: Position(1, OUTSIDE, 0, 1, 0.0), 1: _at(program, 1, Op.FWD, 0, passes=2)}
     assert waits_for(program, 0, positions) == {}
     assert list(waits_for(program, 1, positions)) == [0]
-
-
-def test_a_rank_that_dies_before_it_takes_a_message_leaves_nothing_in_memory(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError):
-        launch(jobs.send_to_the_dead, 2, threads=1, quiet=True, folder=tmp_path)
-    memory, name = rings_of(tmp_path)
-    assert not list(memory.glob(f"{name}*"))

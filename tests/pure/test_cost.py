@@ -106,16 +106,11 @@ def test_issuing_costs_the_rank_posts_copies_and_overhead():
 
 def test_what_the_runtime_needs_for_an_operation_takes_the_place_of_the_usual_overhead():
     host = {"fwd": 7, "recv": 11}
-    cost = CostModel((1,), (1,), (1,), act_bytes=(10,), post_s=2, overhead_s=4, host_s=host, take_s_per_byte=3)
+    cost = CostModel((1,), (1,), (1,), act_bytes=(10,), post_s=2, overhead_s=4, host_s=host)
     assert cost.duration_s(fwd(0, 0), 0) == 1 + 7
     assert cost.duration_s(bwd(0, 0), 0) == 2 + 4
-    assert cost.duration_s(Instruction(Op.RECV, 0, 0, kind="act", peer=1), 0) == 11 + 3 * 10
+    assert cost.duration_s(Instruction(Op.RECV, 0, 0, kind="act", peer=1), 0) == 11
     assert cost.duration_s(Instruction(Op.SEND, 0, 0, kind="act", peer=1), 0) == 2
-
-
-def test_between_ranks_that_share_memory_a_message_takes_a_latency_whatever_its_size():
-    cost = CostModel((1, 1), (1, 1), (1, 1), act_bytes=(10, 0), bandwidth_bytes_per_s=2, memory_latency_s=3)
-    assert cost.message_s(Instruction(Op.SEND, 0, 0, kind="act", peer=1), 0) == 3
 
 
 @pytest.mark.parametrize(

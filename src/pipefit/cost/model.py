@@ -62,11 +62,8 @@ class CostModel:
         topology: links between ranks; None: all alike, by the next two.
         bandwidth_bytes_per_s: of every link.
         latency_s: of every link.
-        memory_latency_s: of every message where ranks share memory: the rest is their own copying, see the next ones;
-            None: messages take a link.
         post_s: seconds the rank itself spends on issuing a send, receive or reduction.
         copy_s_per_byte: further seconds per byte the rank spends inside a send: Gloo copies on the caller's core.
-        take_s_per_byte: further seconds per byte the rank spends on a receive, where it copies messages out itself.
         host_s: seconds the rank itself spends on an instruction beyond its work, by the name of its operation; for
             those it does not name, `overhead_s` or `post_s`.
         pass_s: seconds a rank spends before each pass over the program: cutting the next batch, and the like.
@@ -95,10 +92,8 @@ class CostModel:
     topology: Topology | None = None
     bandwidth_bytes_per_s: float = math.inf
     latency_s: float = 0
-    memory_latency_s: float | None = None
     post_s: float = 0
     copy_s_per_byte: float = 0
-    take_s_per_byte: float = 0
     host_s: Mapping[str, float] = field(default_factory=dict)
     pass_s: float = 0
     overhead_s: float = 0
@@ -141,8 +136,8 @@ class CostModel:
             own = 0 if instruction.op is Op.DROP else self.overhead_s
             return work + self.host_s.get(instruction.op, own)
         own = self.host_s.get(instruction.op, 0 if instruction.op is Op.BARRIER else self.post_s)
-        per_byte = _COPIES[instruction.op](self) if instruction.op in _COPIES else 0
-        return own + per_byte * self._message_bytes(instruction) if per_byte else own
+        copies = instruction.op is Op.SEND and self.copy_s_per_byte
+        return own + self.copy_s_per_byte * self._message_bytes(instruction) if copies else own
 
     def link(self, source: int, target: int) -> tuple[float, float]:
         """Bandwidth (bytes per second) and latency (seconds) from one rank to another."""
@@ -161,8 +156,6 @@ class CostModel:
             send: the message, as its sender issues it.
             rank: the sender.
         """
-        if self.memory_latency_s is not None:
-            return self.memory_latency_s
         bandwidth, latency = self.link(rank, send.peer)
         return latency + _over(self._message_bytes(send), bandwidth)
 
@@ -258,11 +251,6 @@ _WORK_S: Final[dict[Op, _Work]] = {
     Op.BWD_WEIGHT: lambda cost, i: cost.backward_weight_s[i.stage],
     Op.STEP: lambda cost, i: cost.step_s[i.stage],
     Op.DROP: lambda cost, i: 0,
-}
-
-_COPIES: Final[dict[Op, Callable[[CostModel], float]]] = {
-    Op.SEND: lambda cost: cost.copy_s_per_byte,
-    Op.RECV: lambda cost: cost.take_s_per_byte,
 }
 
 _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {

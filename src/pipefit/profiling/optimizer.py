@@ -45,7 +45,8 @@ def step_seconds(
     """Measures steps as a stage makes them, on copies of the weights, which would otherwise change.
 
     Before each step of the whole, `before` does what else a training does, so that the step finds the processor's
-    caches as it will find them. How the layers share in it is measured without. A weight that several layers share is stepped with the first of them.
+    caches as it will find them. How the layers share in it is measured without. A weight that several layers share is
+    stepped with the first of them.
     """
     seen: set[int] = set()
     owned: list[list[nn.Parameter]] = []

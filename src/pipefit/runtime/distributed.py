@@ -18,7 +18,6 @@ from torch import Tensor
 from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind
-from pipefit.runtime.shared import SMALL_BYTES, SharedLinks
 from pipefit.runtime.transport import Message
 from pipefit.stage.payload import Contract
 
@@ -31,8 +30,6 @@ _MAX_OPEN_SENDS = 4
 class DistributedTransport:
     """This rank's messages and reductions.
 
-    Messages between ranks that share memory go through it (`shared`), all others through the process group.
-
     Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
     later messages to it are under way. The verifier has proven that no order of waiting on sends can block a program.
 
@@ -40,9 +37,8 @@ class DistributedTransport:
         bytes_sent: of all activations and gradients so far.
     """
 
-    def __init__(self, rank: int, num_stages: int, device: torch.device, shared: SharedLinks | None = None) -> None:
+    def __init__(self, rank: int, num_stages: int, device: torch.device) -> None:
         self.rank = rank
-        self._shared = shared if device.type == "cpu" else None
         self.device = device
         self.bytes_sent = 0
         self._stages = num_stages
@@ -56,18 +52,21 @@ class DistributedTransport:
         self._signatures: Sequence[object] = ()
         self._open: dict[tuple[int, str], deque[_Sent]] = {}
         self._deferred: dict[int, deque[_Receive]] = {}
-        self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._parity = 0
 
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
         """Makes the process groups of a program's reductions and links; every rank must call it with the same ones.
 
-        NCCL runs what two ranks exchange in one stream, in order, where a send waits for its receive: the two
-        directions of a pair would block each other, so each gets a group of its own. Gloo needs none, it has tags.
+        Each direction of a pair has a group of its own. NCCL runs what two ranks exchange in one stream, in order,
+        where a send waits for its receive: the directions would block each other. With Gloo they would share a
+        connection and its lock, which a rank that sends and the thread that receives then turn for.
         """
-        if self.device.type == "cuda":
-            for link in sorted(set(links) - set(self._links)):
-                self._links[link] = dist.new_group(sorted(link))
+        for link in sorted(set(links) - set(self._links)):
+            group = dist.new_group(sorted(link))
+            if self.rank in link:
+                peer = link[0] if link[1] == self.rank else link[1]
+                self._links[link] = group, dist.get_group_rank(group, peer)
         for members in sorted(set(member_sets)):
             if members not in self._groups:
                 whole = len(members) == dist.get_world_size()
@@ -87,14 +86,10 @@ class DistributedTransport:
         if i.kind == Kind.ACT:
             self._agree(i, message, sent)
         first = self._tag(i)
-        group, peer = self._channel(self.rank, i.peer, i.peer)
+        group, peer = self._links[self.rank, i.peer]
         for offset, leaf in enumerate(leaves):
-            work = group.send([leaf], peer, first + offset)
-            if work is not None:
-                sent.works.append(work)
+            sent.works.append(group.send([leaf], peer, first + offset))
             self.bytes_sent += leaf.nbytes
-        if not sent.works:
-            return
         queue = self._open.setdefault((i.peer, i.kind), deque())
         queue.append(sent)
         # A receiver that has not learnt a contract yet posts later than its program says: until an answer shows that it
@@ -177,7 +172,7 @@ class DistributedTransport:
         wanted = contract.leaves if i.kind == Kind.ACT else [leaf for leaf in contract.leaves if leaf[2]]
         buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in wanted]
         first = self._tag(i)
-        group, peer = self._channel(i.peer, self.rank, i.peer)
+        group, peer = self._links[i.peer, self.rank]
         return buffers, [group.recv([buffer], peer, first + k) for k, buffer in enumerate(buffers)]
 
     def delivered(self, kind: str, stage: int, mb: int) -> None:
@@ -197,13 +192,8 @@ class DistributedTransport:
         for index, tensor in enumerate(tensors):
             buckets.setdefault(tensor.dtype, []).append(index)
         flats = [torch.cat([tensors[index].reshape(-1) for index in indices]) for indices in buckets.values()]
-        works = [self._summed(members, flat) for flat in flats]
+        works = [dist.all_reduce(flat, group=self._groups[members], async_op=True) for flat in flats]
         return _Reduction(tensors, list(buckets.values()), flats, works)
-
-    def _summed(self, members: tuple[int, ...], flat: Tensor) -> Any:
-        if self._shared is not None and flat.nbytes <= SMALL_BYTES:
-            return self._shared.all_reduce(flat, members)
-        return dist.all_reduce(flat, group=self._groups[members], async_op=True)
 
     def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> InPlace:
         """Starts to sum a tensor over some ranks, where it is."""
@@ -231,13 +221,6 @@ class DistributedTransport:
         for queue in self._open.values():
             while queue:
                 queue.popleft().finish()
-
-    def _channel(self, source: int, target: int, peer: int) -> tuple[Any, int]:
-        """What carries a link, and the peer's number in it."""
-        if self._shared is not None:
-            return self._shared, peer
-        group = self._links.get((source, target))
-        return (self._world, peer) if group is None else (group, dist.get_group_rank(group, peer))
 
     def _tag(self, i: Instruction) -> int:
         message = ((i.mb % 4096) * self._stages + i.stage) * 2 + self._parity

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import multiprocessing as mp
 import os
 import pickle
@@ -24,23 +23,17 @@ from pipefit.ir import text
 from pipefit.runtime.progress import PLACES, Progress
 from pipefit.runtime.signals import ENDING, die_with, die_with_parent
 
-__all__ = ["LaunchError", "launch", "program_file", "rings_of", "run_script"]
+__all__ = ["LaunchError", "launch", "program_file", "run_script"]
 
 _GRACE_S = 2.0
 _TERMINATED = 128 + signal.SIGTERM
-_LEFT = ("rank-*.hang", "rank-*.progress", "rank-*.inbox")
+_LEFT = ("rank-*.hang", "rank-*.progress")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
 def program_file(folder: Path, number: int) -> Path:
     """Where rank 0 leaves the program of a number, so that a position in it can be named."""
     return folder / f"program-{number}.pipe"
-
-
-def rings_of(folder: Path) -> tuple[Path, str]:
-    """Where the ranks of a run keep the memory that they share, and how its files' names begin."""
-    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()
-    return Path("/dev/shm"), f"pipefit-{digest}"
 
 
 class LaunchError(PipefitError):
@@ -103,10 +96,6 @@ def launch(
             outcomes = _collect(processes, pipes, place, asked)
         finally:
             _end(processes, place)
-            # A ring has a name only until its receiver has it open: what is left is of ranks that did not live so long.
-            shared, name = rings_of(place)
-            for left in (*shared.glob(f"{name}-*.ring"), *place.glob(f"{name}-*.ring")):
-                left.unlink(missing_ok=True)
     if folder is None:
         _remove(place)
     if asked.is_set() or any(kind == "stopped" for kind, _ in outcomes):

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.progress import LOSS, OUTSIDE, SAVING, Progress
-from pipefit.runtime.shared import SharedLinks
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
@@ -39,7 +38,6 @@ class Session:
         programs: those that this rank has run, by digest, numbered in order.
         watchdog: ends this rank when it hangs; None in a run of one process.
         stop: whether this process was asked to stop.
-        links: to the other ranks, where all share this machine's memory; None: they may be on other machines.
     """
 
     rank: int
@@ -50,7 +48,6 @@ class Session:
     programs: dict[str, int] = field(default_factory=dict)
     watchdog: Watchdog | None = None
     stop: Stop = field(default_factory=Stop)
-    links: SharedLinks | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -105,7 +102,6 @@ def join() -> Session:
     deadline = deadline_from_environment()
     folder = Path(os.environ["PIPEFIT_RUN"]) if "PIPEFIT_RUN" in os.environ else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    links = _shared_links(folder, rank)
     if not dist.is_initialized():
         if folder is not None:
             # Gloo would otherwise look the host's name up, which may resolve to an address of the outside.
@@ -127,20 +123,7 @@ def join() -> Session:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     watchdog = Watchdog(rank, num_ranks, progress, folder, deadline) if num_ranks > 1 else None
-    return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop, links=links)
-
-
-def _shared_links(folder: Path | None, rank: int) -> SharedLinks | None:
-    """Memory between ranks that pipefit itself has started here, unless the user wants the network.
-
-    PIPEFIT_LINKS=gloo turns it off, and so does a network interface of the user's choice.
-    """
-    if folder is None or not hasattr(os, "mkfifo") or os.environ.get("GLOO_SOCKET_IFNAME", "lo") != "lo":
-        return None
-    wanted = os.environ.get("PIPEFIT_LINKS", "memory")
-    if wanted not in ("memory", "gloo"):
-        raise PipefitError(f"PIPEFIT_LINKS: expected memory or gloo, got {wanted!r}")
-    return SharedLinks(folder, rank) if wanted == "memory" else None
+    return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop)
 
 
 def _leave_well() -> None:
@@ -160,6 +143,4 @@ def leave() -> None:
         dist.destroy_process_group()
     if _session is not None and _session.watchdog is not None:
         _session.watchdog.stop()
-    if _session is not None and _session.links is not None:
-        _session.links.close()
     _session = None

@@ -52,9 +52,6 @@ class Pieces(NamedTuple):
 class TensorTransport(DistributedTransport):
     """Translates ranks to processes, cuts what is sent in pieces, and gathers it.
 
-    It does not go through shared memory, where a sender may wait for the receiver to look into its inbox: a process
-    that waits for its own tensor group inside a layer does not look.
-
     Attributes:
         gathered_bytes: that this process has got from the others of its rank to put pieces together.
     """

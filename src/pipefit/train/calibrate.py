@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from torch import nn
 from pipefit.ir.op import Op
 from pipefit.profiling import profile_layers
 from pipefit.runtime.session import Session
-from pipefit.runtime.shared import SharedLinks
 from pipefit.spec import Profile
 from pipefit.train.batch import feed_of
 from pipefit.train.pipeline import Pipeline
@@ -26,7 +24,6 @@ __all__ = ["USUAL", "RuntimeCosts", "runtime_costs"]
 _WIDTH, _PASSES = 8, 20
 _FEW, _MANY = 4, 16
 _COLD = 1 << 19
-_PINGS, _SMALL, _LARGE = 30, 64, 1 << 21
 
 
 class RuntimeCosts(NamedTuple):
@@ -39,8 +36,6 @@ class RuntimeCosts(NamedTuple):
         pass_s: of a rank between two passes over a synchronous program.
         cut_s: of cutting the batch, for each of its micro-batches.
         copy_s_per_byte: of a send, on the sender's core.
-        take_s_per_byte: of a receive, on the receiver's core.
-        latency_s: from the end of a send to the receiver being at work again; None: the links were measured for it.
     """
 
     overhead_s: float
@@ -49,8 +44,6 @@ class RuntimeCosts(NamedTuple):
     pass_s: float = 0.0
     cut_s: float = 0.0
     copy_s_per_byte: float = 0.2e-9
-    take_s_per_byte: float = 0.0
-    latency_s: float | None = None
 
 
 USUAL = RuntimeCosts(10e-6, 20e-6)
@@ -75,8 +68,6 @@ def runtime_costs(session: Session) -> RuntimeCosts:
     cut_s = _cut_s(x)
     few, many = (_passes(layers, x[:num], num) for num in (_FEW, _MANY))
     costs = _told(alone, few, many, cut_s)
-    if session.links is not None:
-        costs = costs._replace(**_through_memory(session.links, session.rank))
     torch.set_rng_state(random)
     return _from_rank_0(costs)
 
@@ -145,34 +136,6 @@ def _cut_s(x: torch.Tensor) -> float:
         feed_of([(x, x)], _MANY, 0, "train")
         times_s.append(time.perf_counter() - began)
     return min(times_s) / _MANY
-
-
-def _through_memory(links: SharedLinks, rank: int) -> dict[str, float]:
-    """Latency and copying of messages between the first two ranks, from there and back."""
-    used = time.thread_time()
-    small_s = _there_and_back_s(links, rank, _SMALL) / 2
-    # What is no work of either rank is the kernel's, waking the one that waits.
-    used_s = (time.thread_time() - used) / _PINGS
-    per_byte = max(_there_and_back_s(links, rank, _LARGE) / 2 - small_s, 0.0) / (_LARGE - _SMALL)
-    return {
-        "copy_s_per_byte": per_byte / 2,
-        "take_s_per_byte": per_byte / 2,
-        "latency_s": max(small_s - used_s, 1e-6),
-    }
-
-
-def _there_and_back_s(links: SharedLinks, rank: int, size: int) -> float:
-    """Seconds of a message and its answer, the median of several."""
-    data, times_s = torch.zeros(size, dtype=torch.uint8), []
-    for _ in range(_PINGS if rank < 2 else 0):
-        began = time.perf_counter()
-        if rank == 0:
-            links.send([data], 1, 0)
-        links.recv([data], 1 - rank, 0).wait()
-        if rank == 1:
-            links.send([data], 0, 0)
-        times_s.append(time.perf_counter() - began)
-    return median(times_s) if times_s else 0.0
 
 
 def _from_rank_0(costs: RuntimeCosts) -> RuntimeCosts:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.runtime.engine import Engine, PassResult
-from pipefit.runtime.session import Session
-from pipefit.runtime.shared import SMALL_BYTES
 
 __all__ = ["PendingLosses"]
-
-
-def _sum(table: Tensor, session: Session) -> Any:
-    """A sum over all ranks, under way."""
-    if session.links is not None and table.nbytes <= SMALL_BYTES:
-        return session.links.all_reduce(table, range(session.num_ranks))
-    return dist.all_reduce(table, async_op=True)
 
 
 class PendingLosses:
@@ -41,7 +31,7 @@ class PendingLosses:
             table[list(result.losses)] = torch.stack(losses).cpu()
         table[count:] = torch.tensor(extra, dtype=torch.float64)
         self._table, self._count, self._num_steps, self._session = table, count, num_steps, engine.session
-        self._work = _sum(table, engine.session) if engine.session.is_distributed else None
+        self._work = dist.all_reduce(table, async_op=True) if engine.session.is_distributed else None
 
     def wait(self) -> Sequence[float]:
         """The losses by step."""

@@ -53,8 +53,6 @@ def cost_of(
 ) -> CostModel:
     """Costs of the plan's stages on these links, with what the executor itself costs.
 
-    Where ranks share memory, messages cost what `runtime` says; reductions take the topology's links.
-
     Args:
         profile: of the whole model in one process.
         plan: how it is divided.
@@ -65,9 +63,6 @@ def cost_of(
     """
     if plan.tensor > 1:
         return _of_parts(profile, plan, topology, state_per_weight, runtime, all_reduce_s or (lambda size: 0.0))
-    if plan.tensor > 1:
-        # Ranks of several processes pass messages over the network.
-        runtime = runtime._replace(latency_s=None, take_s_per_byte=0.0, copy_s_per_byte=USUAL.copy_s_per_byte)
     cost = CostModel.from_profile(
         profile,
         plan.partition,
@@ -91,14 +86,7 @@ def cost_of(
         # One pass holds all steps: its batches are cut as they are loaded.
         host_s[Op.LOAD.value] += runtime.cut_s
     pass_s = runtime.pass_s + runtime.cut_s * plan.num_microbatches if synchronous else 0.0
-    return replace(
-        cost,
-        step_s=steps,
-        host_s=host_s,
-        pass_s=pass_s,
-        take_s_per_byte=runtime.take_s_per_byte,
-        memory_latency_s=runtime.latency_s,
-    )
+    return replace(cost, step_s=steps, host_s=host_s, pass_s=pass_s)
 
 
 def _of_parts(
@@ -109,12 +97,12 @@ def _of_parts(
     runtime: RuntimeCosts,
     all_reduce_s: Callable[[float], float],
 ) -> CostModel:
-    """The same where several processes share each rank; their messages go through the process group."""
+    """The same where several processes share each rank."""
     t, sequence = plan.tensor, plan.sequence_parallel
     stages = tuple(msgspec.structs.replace(stage, tensor=1) for stage in plan.partition.stages)
     whole = msgspec.structs.replace(plan, partition=Partition(stages), sequence_parallel=False)
     part = widened(profile, t, all_reduce_s, ends=True, sequence=sequence)
-    cost = cost_of(part, whole, topology, state_per_weight, runtime._replace(latency_s=None, take_s_per_byte=0.0))
+    cost = cost_of(part, whole, topology, state_per_weight, runtime)
     share = t if sequence else 1
     return replace(
         cost,

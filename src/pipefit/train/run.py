@@ -94,7 +94,8 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     """
     session = current()
     torch.manual_seed(config.seed)
-    bundle = bundle_of(config.model, parse_options(config.options, config.model), bool(config.device_memory))
+    options = parse_options(config.options, config.model)
+    bundle = bundle_of(config.model, options, config.seed, bool(config.device_memory))
     source = source_of(config, bundle)
     optimizer = make_optimizer(config.optimizer, config.lr)
     _known = bundle.num_parameters  # before tensor parallelism takes parts away

@@ -24,7 +24,7 @@ from pipefit.runtime.worker import MakeOptimizer, Tie, Training, Worker
 from pipefit.schedules.shape import Shape
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.topology import Tier
-from pipefit.stage.materialise import can_be_drawn, is_meta, materialise
+from pipefit.stage.materialise import can_be_drawn, initialise, is_meta, materialise
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
@@ -165,14 +165,26 @@ def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> 
     return states / weights if weights else 0.0
 
 
-def bundle_of(model: str, options: dict[str, Any], capped: bool) -> ModelBundle:
-    """A model for a run; under a cap without its weights, where its layers can draw them one by one later."""
+def bundle_of(model: str, options: dict[str, Any], seed: int, capped: bool) -> ModelBundle:
+    """A model for a run, whose weights are the same with and without a cap.
+
+    One that says how a layer draws its weights draws them so, layer by layer; under a cap it comes without weights, for
+    a layer draws them once it has a slot. Any other is built in memory, for only its factory knows how.
+    """
     if capped:
         with torch.device("meta"):
             bundle = build(model, **options)
-        if can_be_drawn(named_layers(bundle.layers)):
+        if _draws(bundle):
             return bundle
-    return build(model, **options)
+    bundle = build(model, **options)
+    if _draws(bundle):
+        for layer in named_layers(bundle.layers):
+            initialise(layer, seed, bundle.layers.initialise_layer)  # type: ignore[arg-type]
+    return bundle
+
+
+def _draws(bundle: ModelBundle) -> bool:
+    return hasattr(bundle.layers, "initialise_layer") and can_be_drawn(named_layers(bundle.layers))
 
 
 def tiers_of(config: RunConfig) -> Spilled | None:

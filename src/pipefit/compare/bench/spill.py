@@ -338,7 +338,7 @@ def _pipeline(bundle: ModelBundle, tokens: int, spill: Spilled | None, **more: A
     return Pipeline(
         bundle.layers,
         loss=bundle.loss,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, 2e-5),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-6),
         microbatches=max(tokens // _PART_TOKENS, 1),
         spill=spill,
         device="cpu",
