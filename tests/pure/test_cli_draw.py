@@ -108,7 +108,8 @@ def test_every_schedule_prints_a_grid_with_a_line_for_each_rank(schedule, capsys
     assert all(f"rank {rank} " in out for rank in range(1 if schedule == "spilled" else 4))
 
 
-def test_what_is_spilled_is_drawn_with_its_lanes_of_copies(tmp_path, capsys):
+def test_what_is_spilled_is_drawn_with_its_lanes_of_copies(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["draw", "spilled", "-p", "4", "-m", "4"]) == 0
     rank, fetch, evict = capsys.readouterr().out.splitlines()[3:6]
     assert rank.startswith("rank 0  ··FFFFFFFFFFFFFB─FB─FB─FB─RB─")
