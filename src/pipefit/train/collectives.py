@@ -13,7 +13,8 @@ from pipefit.parallel.region import Region
 
 __all__ = ["all_reduce_law"]
 
-_SMALL, _LARGE, _REPEATS = 1 << 10, 1 << 20, 9
+_SMALL, _LARGE, _REPEATS = 1 << 10, 1 << 20, 25
+_WORK = 512
 
 
 def all_reduce_law(region: Region | None) -> Callable[[float], float]:
@@ -32,11 +33,15 @@ def all_reduce_law(region: Region | None) -> Callable[[float], float]:
 
 
 def _median_s(region: Region, size: int) -> float:
-    tensor = torch.zeros(size // 4)
-    times = []
+    """Seconds that a sum adds to work before and after it: partners never come at the same moment, nor to warm caches."""
+    tensor, work = torch.zeros(size // 4), torch.ones(_WORK, _WORK)
+    both, alone = [], []
     dist.barrier()
     for _ in range(_REPEATS + 2):
         began = time.perf_counter()
+        work @ work
+        worked = time.perf_counter()
         dist.all_reduce(tensor, group=region.group)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+        both.append(time.perf_counter() - began)
+        alone.append(worked - began)
+    return max(statistics.median(both[2:]) - min(alone), 1e-6)
