@@ -33,12 +33,19 @@ class DistributedTransport:
     Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
     later messages to it are under way. The verifier has proven that no order of waiting on sends can block a program.
 
+    Args:
+        rank: its number.
+        num_stages: of the model.
+        device: where it computes.
+        link_groups: whether each direction of a link gets a process group of its own; on a GPU it does anyway.
+
     Attributes:
         bytes_sent: of all activations and gradients so far.
     """
 
-    def __init__(self, rank: int, num_stages: int, device: torch.device) -> None:
+    def __init__(self, rank: int, num_stages: int, device: torch.device, link_groups: bool = False) -> None:
         self.rank = rank
+        self._has_link_groups = link_groups or device.type == "cuda"
         self.device = device
         self.bytes_sent = 0
         self._stages = num_stages
@@ -58,11 +65,11 @@ class DistributedTransport:
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
         """Makes the process groups of a program's reductions and links; every rank must call it with the same ones.
 
-        Each direction of a pair has a group of its own. NCCL runs what two ranks exchange in one stream, in order,
-        where a send waits for its receive: the directions would block each other. With Gloo they would share a
-        connection and its lock, which a rank that sends and the thread that receives then turn for.
+        With NCCL each direction of a pair has a group of its own: NCCL runs what two ranks exchange in one stream, in
+        order, where a send waits for its receive, so the directions would block each other. With Gloo they may share
+        one, but then share a connection and its lock, for which a rank that sends and the thread that receives turn.
         """
-        for link in sorted(set(links) - set(self._links)):
+        for link in sorted(set(links) - set(self._links)) if self._has_link_groups else ():
             group = dist.new_group(sorted(link))
             if self.rank in link:
                 peer = link[0] if link[1] == self.rank else link[1]
@@ -86,7 +93,7 @@ class DistributedTransport:
         if i.kind == Kind.ACT:
             self._agree(i, message, sent)
         first = self._tag(i)
-        group, peer = self._links[self.rank, i.peer]
+        group, peer = self._links.get((self.rank, i.peer), (self._world, i.peer))
         for offset, leaf in enumerate(leaves):
             sent.works.append(group.send([leaf], peer, first + offset))
             self.bytes_sent += leaf.nbytes
@@ -172,7 +179,7 @@ class DistributedTransport:
         wanted = contract.leaves if i.kind == Kind.ACT else [leaf for leaf in contract.leaves if leaf[2]]
         buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in wanted]
         first = self._tag(i)
-        group, peer = self._links[i.peer, self.rank]
+        group, peer = self._links.get((i.peer, self.rank), (self._world, i.peer))
         return buffers, [group.recv([buffer], peer, first + k) for k, buffer in enumerate(buffers)]
 
     def delivered(self, kind: str, stage: int, mb: int) -> None:

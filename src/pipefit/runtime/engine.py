@@ -77,7 +77,7 @@ class Engine:
         self.transports: list[LocalTransport | DistributedTransport] = [
             TensorTransport(worker.rank, num_stages, worker.device, worker.mesh)
             if worker.mesh.tensor > 1
-            else DistributedTransport(worker.rank, num_stages, worker.device)
+            else DistributedTransport(worker.rank, num_stages, worker.device, session.on_one_machine)
             if session.is_distributed
             else LocalTransport(worker.rank, self._mailbox)
             for worker in self.workers

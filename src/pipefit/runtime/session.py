@@ -54,6 +54,11 @@ class Session:
         """Whether ranks are processes."""
         return self.num_ranks > 1
 
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether pipefit itself started the ranks, all here."""
+        return self.folder is not None
+
     @contextlib.contextmanager
     def passing(self, program: Program) -> Iterator[None]:
         """A pass over a program: its position is known to others, and the watchdog looks at it."""

@@ -64,7 +64,7 @@ class SpillPlace:
         if kind == "host":
             return HostTier(self.host_bytes, lanes, device)
         if self.folder is None:
-            raise PlanError("the plan spills to disk: say where, with --disk FOLDER or Pipeline(…, spill=Spilled(disk=FOLDER))")
+            raise PlanError("the plan spills to disk: say where, by --disk FOLDER or spill=Spilled(disk=FOLDER)")
         disk = DiskTier(self.folder, f"{self.name}-{rank}", lanes, self.direct, device)
         if self.host_bytes is None:
             return disk

@@ -33,7 +33,7 @@ def all_reduce_law(region: Region | None) -> Callable[[float], float]:
 
 
 def _median_s(region: Region, size: int) -> float:
-    """Seconds that a sum adds to work before and after it: partners never come at the same moment, nor to warm caches."""
+    """Seconds that a sum adds to work around it: partners never come together, nor to warm caches."""
     tensor, work = torch.zeros(size // 4), torch.ones(_WORK, _WORK)
     both, alone = [], []
     dist.barrier()
