@@ -267,3 +267,15 @@ def outcome(program: Program, seed: int = 0, tags: bool = True, eager: bool = Fa
 
         return SpillingMachine(program, seed, tags, eager).run()
     return Machine(program, seed, tags, eager).run()
+
+
+def difference(p: Program, q: Program, adversaries, run=outcome) -> str:
+    """What a program does that another does not, in the eyes of every adversary; "" if nothing."""
+    wanted = run(p)
+    for adversary in adversaries:
+        try:
+            if run(q, **adversary) != wanted:
+                return f"another result under {adversary}"
+        except BrokenProgramError as problem:
+            return f"{problem} under {adversary}"
+    return ""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.mutants import mutants, relabelled, with_rank
-from tests.oracle import BrokenProgramError, outcome
+from tests.oracle import difference
 
 from pipefit.ir import bwd_input, bwd_weight, fwd
 from pipefit.schedules import Schedule, Shape, generate
@@ -21,18 +21,6 @@ def _halves(task):
 
 def split_backward(shape):
     return Schedule("halves", _halves)(shape)
-
-
-def same(p, q) -> str:
-    """What a program does that another does not, in the eyes of every adversary; "" if nothing."""
-    wanted = outcome(p)
-    for adversary in ADVERSARIES:
-        try:
-            if outcome(q, **adversary) != wanted:
-                return f"another result under {adversary}"
-        except BrokenProgramError as problem:
-            return f"{problem} under {adversary}"
-    return ""
 
 
 def few(name, **shape):
@@ -58,12 +46,12 @@ CASES = [
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_every_mutant_is_refused_or_trains_the_same_model(name, shape):
     p = split_backward(shape) if name == "halves" else generate(name, shape)
-    assert verify(p).ok and not same(p, p)
+    assert verify(p).ok and not difference(p, p, ADVERSARIES)
     count = 0
     for how, mutant in mutants(p):
         count += 1
         if verify(mutant).ok:
-            assert not (difference := same(p, mutant)), f"{how} is accepted: {difference}"
+            assert not (found := difference(p, mutant, ADVERSARIES)), f"{how} is accepted: {found}"
     assert count > 300
 
 
@@ -109,10 +97,10 @@ def test_several_mutations_at_once_are_refused_or_train_the_same_model(p, data):
                 own[one] = data.draw(st.sampled_from(labels)) if labels else own[one]
         mutant = with_rank(mutant, rank, own)
     if verify(mutant).ok:
-        assert not same(p, mutant)
+        assert not difference(p, mutant, ADVERSARIES)
 
 
 def test_the_second_opinion_can_tell_results_apart():
     p = generate("1f1b", Shape(depth=2, num_microbatches=2, num_steps=2))
     refused = [m for how, m in mutants(p) if how.startswith(("delete: rank 0[0]", "again at the end: rank 1[4]"))]
-    assert len(refused) == 2 and all(same(p, mutant) for mutant in refused)
+    assert len(refused) == 2 and all(difference(p, mutant, ADVERSARIES) for mutant in refused)

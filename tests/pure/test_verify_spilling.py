@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.mutants import mutants
-from tests.oracle import BrokenProgramError, outcome
+from tests.oracle import BrokenProgramError, difference, outcome
 from tests.oracle_spill import SpillingMachine
 
 from pipefit.ir import Spill
@@ -56,18 +56,6 @@ def test_spilling_is_right_and_trains_the_same_model_whatever_the_slots(asked, s
     program = generate(name, shape)
     verify(program).raise_if_bad()
     assert outcome(program, seed=seed) == outcome(resident(name, shape))
-
-
-def same(p, q) -> str:
-    """What a program does that another does not, in the eyes of every adversary; "" if nothing."""
-    wanted = outcome(p)
-    for adversary in ADVERSARIES:
-        try:
-            if outcome(q, **adversary) != wanted:
-                return f"another result under {adversary}"
-        except BrokenProgramError as problem:
-            return f"{problem} under {adversary}"
-    return ""
 
 
 def told(program, rule="residency"):
@@ -137,12 +125,12 @@ CASES = [
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[f"{name}-{n}" for n, (name, _) in enumerate(CASES)])
 def test_every_mutant_of_a_spilling_program_is_refused_or_trains_the_same_model(name, shape):
     p = generate(name, shape)
-    assert verify(p).ok and not same(p, p)
+    assert verify(p).ok and not difference(p, p, ADVERSARIES)
     count = 0
     for how, mutant in mutants(p):
         count += 1
         if verify(mutant).ok:
-            assert not (difference := same(p, mutant)), f"{how} is accepted: {difference}"
+            assert not (found := difference(p, mutant, ADVERSARIES)), f"{how} is accepted: {found}"
     assert count > 300
 
 

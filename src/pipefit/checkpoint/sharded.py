@@ -126,7 +126,7 @@ def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> Optimizer:
             continue
         flat = state.setdefault(key, torch.zeros(master.numel(), dtype=value.dtype))
         flat[int(start) : int(start) + len(value)] = value
-    whole.state = {  # type: ignore[assignment]
+    whole.state = {
         store.masters[index]: {k: view_in(v, 0, store.masters[index]) if v.dim() else v for k, v in state.items()}
         for index, state in states.items()
     }

@@ -36,7 +36,7 @@ class StagedTensors(dict[str, Tensor]):
 
     def values(self) -> ValuesView[Tensor]:
         """The tensors, each valid until the next."""
-        return self._walk()  # type: ignore[return-value]
+        return self._walk()
 
     def _walk(self) -> Iterator[Tensor]:
         for stage in self._stages:

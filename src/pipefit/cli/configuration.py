@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from cyclopts.config import Dict
 
 from pipefit.errors import PipefitError, nearest
-from pipefit.spec.files import read_text
+from pipefit.spec.files import parse_toml, read_text
 
 __all__ = ["configuration"]
 
@@ -30,10 +29,7 @@ def configuration(tokens: list[str]) -> Dict | None:
     path = _path(tokens)
     if path is None or tokens[0] not in _WITH_CONFIG:
         return None
-    try:
-        data = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as problem:
-        raise PipefitError(f"{path}: not TOML: {problem}") from None
+    data = parse_toml(read_text(path), PipefitError, str(path))
     found = data.pop("format", _FORMAT)
     if found != _FORMAT:
         raise PipefitError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')

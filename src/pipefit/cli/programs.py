@@ -46,7 +46,7 @@ class Source:
         from pipefit.spec import Topology
 
         if self.profile is None:
-            cost = unit(self.program.header, forward, backward, **rest)  # type: ignore[arg-type]
+            cost = unit(self.program.header, forward, backward, **rest)
             return replace(cost, topology=self.topology) if self.topology else cost
         figures = (
             self.profile.at(self.plan.microbatch_size) if self.plan and self.plan.microbatch_size else self.profile

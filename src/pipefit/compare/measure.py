@@ -125,7 +125,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
             break
     say("memory of every cell")
     for cell in cells:
-        cell.rise = rise_bytes(lambda cell=cell: cell.trainer.train(batches[: cell.steps]))  # type: ignore[misc]
+        cell.rise = rise_bytes(lambda cell=cell: cell.trainer.train(batches[: cell.steps]))
         _predict(cell, profiles, topology, runtime, config)
     gc.unfreeze()
     samples = config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0

@@ -151,7 +151,7 @@ def accumulate(model: nn.Module, loss: Callable[[Any, Any], Tensor], x: Any, y: 
     for index, (part, target, size) in enumerate(zip(parts, wanted, sizes, strict=True)):
         # Torch's data parallel sums over ranks inside the last backward only.
         waits = isinstance(model, DistributedDataParallel) and index < last
-        with model.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
+        with model.no_sync() if waits else contextlib.nullcontext():
             value = loss(model(part), target) * (size / sum(sizes))
             value.backward()
         total += value.detach()

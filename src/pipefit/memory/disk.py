@@ -103,9 +103,7 @@ class DiskTier:
             for buffer in self._pinned.values():
                 pin(buffer)
         self._file.allocate(self.num_bytes)
-        self._file.write_table(
-            [[*key, record.num_bytes, record.copies] for key, record in self._records.items()]  # type: ignore[misc]
-        )
+        self._file.write_table([[*key, record.num_bytes, record.copies] for key, record in self._records.items()])
 
     def _place(self, sizes: Mapping[Key, int], scratch: Sequence[Key]) -> None:
         position = 0
@@ -194,7 +192,7 @@ class DiskTier:
                     f"{key} of step {step} in {self._file.path} does not fit its checksum; go on from a checkpoint"
                 )
             record.current = next(copy for copy, version in enumerate(found) if version is not None)
-            record.version = record.asked = found[record.current]  # type: ignore[assignment]
+            record.version = record.asked = found[record.current]
         return step, state
 
     def close(self) -> None:

@@ -28,11 +28,6 @@ class Copy:
         self.started_s = self.ended_s = 0.0
         self._future: Future[None] = Future()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
-
     def tell(self, starts: list[float], ends: list[float], index: int) -> None:
         """Writes down when it ran, as soon as that is known."""
 

@@ -29,7 +29,7 @@ def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 # Where the output is divided along the classes, it can be computed on the parts.
-mean_cross_entropy.is_mean_cross_entropy = True  # type: ignore[attr-defined]
+mean_cross_entropy.is_mean_cross_entropy = True
 
 
 def _generator(seed: int) -> torch.Generator:

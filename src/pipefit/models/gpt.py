@@ -130,7 +130,7 @@ def gpt(
     head = Head(hidden, vocab, embed.token if tied else None)
     model = chain([("embed", embed), *blocks, ("head", head)])
     # Built on the meta device, the model is given its weights layer by layer when there is room for them.
-    model.initialise_layer = functools.partial(_initialise_layer, layers)  # type: ignore[assignment]
+    model.initialise_layer = functools.partial(_initialise_layer, layers)
     for name, module in model.named_children():
         _initialise_layer(layers, name, module)
     return model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -61,6 +60,7 @@ class ModelBundle:
         data: name of the data set to train on when none is given ("text", "digits"), or None.
         options: every option with the value it has here (empty for the user's own factories, beyond those given).
         whole: what the factory returned, before it was taken as layers; for tracing a module that is no sequence.
+        num_parameters: trainable and frozen ones, a tied one once; as it was made: later a rank keeps its part only.
     """
 
     name: str
@@ -70,11 +70,11 @@ class ModelBundle:
     data: str | None
     options: Mapping[str, Any]
     whole: nn.Module
+    num_parameters: int = field(init=False)
 
-    @cached_property
-    def num_parameters(self) -> int:
-        """Trainable and frozen parameters; a tied one counts once."""
-        return sum(parameter.numel() for parameter in self.layers.parameters())
+    def __post_init__(self) -> None:
+        count = sum(parameter.numel() for parameter in self.layers.parameters())
+        object.__setattr__(self, "num_parameters", count)
 
     def describe(self) -> str:
         """One line for people: name, options, layers, parameters."""

@@ -183,7 +183,7 @@ class GradientBuckets:
     def _arrived(self, index: int, parameter: Tensor) -> None:
         view, grad = self._views[index], parameter.grad
         if grad is not view:
-            view.copy_(grad)  # type: ignore[arg-type]
+            view.copy_(grad)
             parameter.grad = view
         self._waiting[self._bucket_of[index]] -= 1
         # All replicas must launch in one order, whatever the order in which their gradients arrive.

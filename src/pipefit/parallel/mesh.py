@@ -102,7 +102,7 @@ def make_mesh(
     if found is None or getattr(found, "_pipefit_world", None) is not world:
         # Groups are made once: each costs threads and connections.
         found = init_device_mesh(device.type, (num_ranks, tensor), mesh_dim_names=("rank", "tensor"))
-        found._pipefit_world = world  # type: ignore[attr-defined]
+        found._pipefit_world = world
         _meshes[key] = found
     region = Region(found.get_group("tensor"), tensor, process % tensor, sequence)
     return Mesh(tensor, process % tensor, region, devices=found)
@@ -135,7 +135,7 @@ def divide(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:
                 done.add(id(parameter))
                 parameter.data = cut.part(parameter.data, mesh.index, mesh.tensor)
         layer.__class__ = rule.becomes
-        layer.region = mesh.region  # type: ignore[assignment]
+        layer.region = mesh.region
     mesh.cuts = cuts
 
 

@@ -48,11 +48,11 @@ class Region:
 
     def enter(self, x: Tensor) -> Tensor:
         """The input of a column-parallel product: (b, s, h); under sequence parallelism (b, s/t, h)."""
-        return _Join.apply(x, self, 1) if self.sequence else _Enter.apply(x, self)  # type: ignore[no-any-return]
+        return _Join.apply(x, self, 1) if self.sequence else _Enter.apply(x, self)
 
     def leave(self, x: Tensor) -> Tensor:
         """The output of a row-parallel product, summed in place."""
-        return _Share.apply(x, self, 1) if self.sequence else _Leave.apply(x, self)  # type: ignore[no-any-return]
+        return _Share.apply(x, self, 1) if self.sequence else _Leave.apply(x, self)
 
     def shared(self, *weights: Tensor) -> tuple[Tensor, ...]:
         """Weights that all processes hold whole. Where each uses them on its part of the sequence, gradients add up."""
@@ -60,7 +60,7 @@ class Region:
 
     def join(self, x: Tensor, dim: int = -1) -> Tensor:
         """Parts of an output put together for what all processes then compute alike (a loss): the gradient is cut."""
-        return _JoinAlike.apply(x, self, dim % x.dim())  # type: ignore[no-any-return]
+        return _JoinAlike.apply(x, self, dim % x.dim())
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This process's part of a tensor that all have."""
@@ -161,11 +161,8 @@ class _Share(Function):
         return ctx.region.gathered(grad, ctx.dim), None, None
 
 
-class _JoinAlike(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region, dim: int) -> Tensor:
-        ctx.region, ctx.dim = region, dim
-        return region.gathered(x, dim)
+class _JoinAlike(_Join):
+    """Where every process goes on with the same, each takes its own part of a gradient that all have."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

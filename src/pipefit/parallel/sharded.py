@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.errors import PlanError
+from pipefit.memory import WeightStore
 from pipefit.parallel.buckets import GradientBuckets
 
 __all__ = ["ELEMENTWISE", "Piece", "ShardedStore", "shard"]
@@ -50,8 +51,8 @@ class Piece(NamedTuple):
     master: nn.Parameter
 
 
-class ShardedStore:
-    """The weight versions of a stage, as `pipefit.memory.WeightStore` keeps them, stepped part by part.
+class ShardedStore(WeightStore):
+    """The weight versions of a stage, stepped part by part.
 
     Weights that several stages share are stepped whole on every rank that holds them: they are few, and their other
     holders are no replicas of this stage.
@@ -72,7 +73,6 @@ class ShardedStore:
     def __init__(
         self, parameters: Sequence[nn.Parameter], whole: Sequence[bool], replica: int, num_replicas: int
     ) -> None:
-        self._parameters = list(parameters)
         self._own = [index for index, alone in enumerate(whole) if not alone]
         self._whole = [index for index, alone in enumerate(whole) if alone]
         self._replica, self._num = replica, num_replicas
@@ -81,16 +81,15 @@ class ShardedStore:
             torch.zeros(bucket.size, dtype=bucket.dtype, device=flat.device)
             for bucket, flat in zip(self.buckets.buckets, self.buckets.flats, strict=True)
         ]
+        self._parameters = list(parameters)
         data = self._views(flats, [parameter.data for parameter in parameters])
         with torch.no_grad():
             for index in self._own:
                 data[index].copy_(parameters[index].data)
                 parameters[index].data = data[index]
+        super().__init__(parameters)
         self._flats: dict[int, list[Tensor]] = {0: flats}
-        self._versions: dict[int, list[Tensor]] = {0: data}
-        self._current = 0
         self._gradients = [flat.chunk(num_replicas)[replica] for flat in self.buckets.flats]
-        self.masters = [nn.Parameter(tensor) for tensor in data]
         self.pieces = list(self._cut(flats))
         self.groups: list[list[int]] = []
 
@@ -132,18 +131,6 @@ class ShardedStore:
         for flat in self._flats[version]:
             yield flat.chunk(self._num)[self._replica], flat
 
-    @property
-    def versions(self) -> list[int]:
-        """The versions alive, oldest first."""
-        return sorted(self._versions)
-
-    def at(self, version: int) -> None:
-        """Makes a version the live one."""
-        if version != self._current:
-            for parameter, data in zip(self._parameters, self._versions[version], strict=True):
-                parameter.data = data
-            self._current = version
-
     @torch.no_grad()
     def begin_step(self, version: int, in_place: bool) -> None:
         """Readies pieces and gradients for the optimizer, which turns `version` into `version` + 1.
@@ -172,8 +159,9 @@ class ShardedStore:
 
     def end_step(self) -> None:
         """Lets go of the gradients."""
-        for parameter in (*self.masters, *self._parameters, *(piece.master for piece in self.pieces)):
-            parameter.grad = None
+        super().end_step()
+        for piece in self.pieces:
+            piece.master.grad = None
 
     def release(self) -> None:
         """Gives every weight memory of its own; the store is of no use afterwards."""
@@ -182,14 +170,13 @@ class ShardedStore:
 
     def drop(self, version: int) -> None:
         """Forgets a version."""
-        del self._versions[version], self._flats[version]
+        super().drop(version)
+        del self._flats[version]
 
     def rebase(self) -> None:
         """Calls the newest version 0 again."""
-        newest = max(self._versions)
-        self.at(newest)
-        self._versions, self._flats = {0: self._versions[newest]}, {0: self._flats[newest]}
-        self._current = 0
+        self._flats = {0: self._flats[max(self._flats)]}
+        super().rebase()
 
 
 def shard(optimizer: Optimizer, store: ShardedStore, masters: Sequence[nn.Parameter]) -> None:

@@ -196,11 +196,14 @@ def _parked(
         before = forward.get((i.stage, i.mb), -1)
         left = stay_of.get((before, i.stage)) != stay_of.get((index, i.stage))
         if i.op is Op.RECOMPUTE and i.stage > 0 and before >= 0 and left:
-            act = {"kind": Kind.ACT.value, "version": i.mb, "tier": header.spill.tier}
+            evict, fetch = (
+                Instruction(op, i.stage - 1, version=i.mb, kind=Kind.ACT.value, tier=header.spill.tier)
+                for op in (Op.EVICT, Op.FETCH)
+            )
             out = _past_messages(listed, before + 1)
             back = index if prefetch == 0 else max(computes_back(listed, index, _AHEAD), out)
-            placed.append((out, 0, index, Instruction(Op.EVICT, i.stage - 1, **act)))  # type: ignore[arg-type]
-            placed.append((back, 1, index, Instruction(Op.FETCH, i.stage - 1, **act)))  # type: ignore[arg-type]
+            placed.append((out, 0, index, evict))
+            placed.append((back, 1, index, fetch))
     return placed
 
 

@@ -8,7 +8,7 @@ Nagrecha and Kumar, Hydra (VLDB 2022); Ren and others, ZeRO-Offload (USENIX ATC 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from pipefit.cost.model import CostModel
@@ -76,15 +76,15 @@ class Limit:
 
 def traffic(program: Program, rank: int, cost: CostModel) -> Traffic:
     """What a rank of a program computes and moves."""
-    read: Counter[str] = Counter()
-    written: Counter[str] = Counter()
+    read: defaultdict[str, float] = defaultdict(float)
+    written: defaultdict[str, float] = defaultdict(float)
     compute = step = fill = 0.0
     for i in program.ranks[rank]:
         if i.op is Op.FETCH:
-            read[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))  # type: ignore[assignment]
+            read[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
             fill = fill or cost.local_s(i, rank)
         elif i.op is Op.EVICT:
-            written[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))  # type: ignore[assignment]
+            written[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
         elif i.op is Op.STEP:
             step += cost.duration_s(i, rank)
         elif i.op in COMPUTE_OPS or i.op is Op.LOSS:

@@ -49,7 +49,7 @@ class DistributedTransport:
         self.device = device
         self.bytes_sent = 0
         self._stages = num_stages
-        self._world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        self._world: dist.ProcessGroup = dist.group.WORLD
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: dict[tuple[int, object], Contract] = {}
         self._announced: dict[tuple[int, int, object], Contract] = {}
@@ -107,7 +107,7 @@ class DistributedTransport:
     def _agree(self, i: Instruction, message: Message, sent: _Sent) -> None:
         """Holds an activation to its contract, and announces the contract to a receiver that has not seen it."""
         signature = self._signatures[i.mb]
-        contract = Contract.of(message.leaves, message.flags, message.structure)  # type: ignore[arg-type]
+        contract = Contract.of(message.leaves, message.flags, message.structure)
         known = self._made.setdefault((i.stage, signature), contract)
         if known != contract:
             raise ModelError(

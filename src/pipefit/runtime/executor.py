@@ -62,7 +62,6 @@ class Execution:
         early: reductions over replicas that begin inside a backward, by its index.
         index: of the instruction that is running or waiting.
         copies: between tiers, with the index of their instruction.
-        may_block: whether the process may wait for a copy; else the run yields until it is done.
         look: called after each instruction, when what it made and what it needed are both there.
         starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
     """
@@ -81,7 +80,6 @@ class Execution:
     norms: dict[int, Tensor] = field(default_factory=dict)
     early: Mapping[int, Instruction] = field(default_factory=dict)
     copies: list[tuple[int, Copy]] = field(default_factory=list)
-    may_block: bool = True
     index: int = 0
     look: Callable[[], None] | None = None
     starts: list[float] = field(default_factory=list)

@@ -138,12 +138,10 @@ def _run_backward(
 
     The checks cost as much as the backward of a small stage; here shapes are a contract that messages keep.
     """
-    return _engine.run_backward(  # type: ignore[no-any-return]
-        roots, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs
-    )
+    return _engine.run_backward(roots, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs)
 
 
-_engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def _backward(run: Execution, i: Instruction) -> None:
@@ -232,7 +230,7 @@ def _reduce(run: Execution, i: Instruction) -> None:
         return reducing.gather_shards(run, i)
     else:
         return reducing.reduce_gradients(run, i)
-    run.values["reducing", i.stage, i.version, i.kind] = tensors  # type: ignore[index]
+    run.values["reducing", i.stage, i.version, i.kind] = tensors
     run.handles[run.index] = run.transport.all_reduce(members, (i.kind, i.stage, i.version), tensors)
 
 

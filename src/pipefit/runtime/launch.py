@@ -235,9 +235,9 @@ def _collect(
         if not ready:
             break
         for pipe in ready:
-            rank = pending[pipe]  # type: ignore[index]
+            rank = pending[pipe]
             try:
-                outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                outcomes[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(_GRACE_S)
                 outcomes[rank] = ("died", processes[rank].exitcode)

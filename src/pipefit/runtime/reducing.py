@@ -110,7 +110,7 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
     if rest:
         members = collective_members(run.compiled.program.header, i)
         under_way.append(_Rest(run.transport.all_reduce(members, (i.kind, i.stage, i.version), rest), rest))
-    run.values["reducing", i.stage, i.version, i.kind] = []  # type: ignore[index]
+    run.values["reducing", i.stage, i.version, i.kind] = []
     run.handles[run.index] = _All(under_way)
 
 
@@ -123,7 +123,7 @@ def gather_shards(run: Execution, i: Instruction) -> None:
         run.transport.all_gather(members, (i.kind, i.stage, i.version, number), part, whole)
         for number, (part, whole) in enumerate(store.weight_parts(i.version + 1))
     ]
-    run.values["reducing", i.stage, i.version, i.kind] = []  # type: ignore[index]
+    run.values["reducing", i.stage, i.version, i.kind] = []
     run.handles[run.index] = _All(under_way)
 
 

@@ -43,16 +43,11 @@ class SpillPlace:
         folder: of the disk tier; None: the host's memory.
         host_bytes: most that the host tier may take; with a folder, the rest lies there. None: no limit, or no host.
         direct: whether the disk is read and written past the page cache.
-        arena, lanes: slots and copy lanes that several runs take turns with; None: its own.
-        name: of the files of the disk tier, before the rank.
     """
 
     folder: Path | None = None
     host_bytes: int | None = None
     direct: bool = True
-    arena: Arena | None = None
-    lanes: Lanes | None = None
-    name: str = "rank"
 
     def tier(self, rank: int, kind: str, lanes: Lanes, device: torch.device) -> TierStore:
         """Opens the tier of a rank.
@@ -65,7 +60,7 @@ class SpillPlace:
             return HostTier(self.host_bytes, lanes, device)
         if self.folder is None:
             raise PlanError("the plan spills to disk: say where, by --disk FOLDER or spill=Spilled(disk=FOLDER)")
-        disk = DiskTier(self.folder, f"{self.name}-{rank}", lanes, self.direct, device)
+        disk = DiskTier(self.folder, f"rank-{rank}", lanes, self.direct, device)
         if self.host_bytes is None:
             return disk
         return SplitTier(HostTier(None, lanes, device), disk, self.host_bytes)
@@ -91,7 +86,6 @@ class Spilling:
     committed: Copy | None = None
     writes: list[Copy] = field(default_factory=list)
     parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
-    _owns_lanes: bool = True
 
     @classmethod
     def create(
@@ -130,8 +124,8 @@ class Spilling:
         zero = spill.optim and is_zero_at_first(training.optimizer)
         stores = {s: _store(s, layers[s], shared, training, spill.optim, zero, device) for s in mine}
         sizes = {key: size for store in stores.values() for key, size in store.sizes().items()}
-        arena = place.arena or _arena(sizes, {kind: spill.slots(kind) for kind in SLOTTED}, device)
-        lanes = place.lanes or Lanes(device)
+        arena = _arena(sizes, {kind: spill.slots(kind) for kind in SLOTTED}, device)
+        lanes = Lanes(device)
         tier = place.tier(rank, spill.tier, lanes, device)
         moving = {i.kind for i in program.ranks[rank] if i.op is Op.EVICT}
         kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or Kind.WGRAD.value in moving}
@@ -140,7 +134,7 @@ class Spilling:
             store.attach(arena, tier, lanes)
             fill = _filling(layers[stage], training.seed, own) if is_new(layers[stage]) else None
             store.store_first(number % spill.weights_slots, fill)
-        return cls(stores, arena, tier, lanes, _owns_lanes=place.lanes is None)
+        return cls(stores, arena, tier, lanes)
 
     def end_pass(self, state: bytes = b"") -> None:
         """A program has ended: what it wrote becomes the committed step, once it is written.
@@ -171,8 +165,7 @@ class Spilling:
         Args:
             discard: the records are not needed any more; else a disk keeps its file.
         """
-        if self._owns_lanes:
-            self.lanes.close()
+        self.lanes.close()
         if discard and isinstance(self.tier, DiskTier | SplitTier):
             self.tier.discard()
         else:
@@ -200,7 +193,7 @@ def _stand_ins(layers: list[NamedLayer], shared: set[int], device: torch.device)
 
     stand_in(layers, make)
     for layer in layers:
-        layer.module._pipefit_new = True  # type: ignore[assignment]
+        layer.module._pipefit_new = True
 
 
 def _filling(layers: list[NamedLayer], seed: int, own: InitialiseLayer | None) -> Callable[[], None]:
@@ -254,11 +247,10 @@ class _Fetched:
     copy: Copy
     store: SpilledStore
     instruction: Instruction
-    may_block: bool
 
     def ready(self) -> bool:
-        """Whether `wait` may be called: copies come to their end by themselves, so it may block."""
-        return self.may_block or self.copy.is_done
+        """Always: a copy comes to its end by itself, so `wait` may block."""
+        return True
 
     def wait(self) -> None:
         self.copy.wait()
@@ -282,7 +274,7 @@ def fetch(run: Execution, i: Instruction) -> None:
     store = _spilled(run, i)
     copy = store.fetch(i.kind, i.version, i.slot)
     run.copies.append((run.index, copy))
-    run.handles[run.index] = _Fetched(copy, store, i, run.may_block)
+    run.handles[run.index] = _Fetched(copy, store, i)
 
 
 def evict(run: Execution, i: Instruction) -> None:

@@ -85,7 +85,7 @@ class TensorTransport(DistributedTransport):
             message = message._replace(leaves=[self._piece(leaf) for leaf in message.leaves])
         super().send(i, message)
 
-    def receive(self, instruction: Instruction) -> Handle:  # type: ignore[override]
+    def receive(self, instruction: Instruction) -> Handle:
         """Posts a receive."""
         i = self._translate(instruction)
         handle = super().receive(i)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,17 @@ import msgspec
 
 from pipefit.errors import PipefitError
 
-__all__ = ["check_format", "decode", "encode", "read_json", "read_text", "said", "write_atomically", "write_json"]
+__all__ = [
+    "check_format",
+    "decode",
+    "encode",
+    "parse_toml",
+    "read_json",
+    "read_text",
+    "said",
+    "write_atomically",
+    "write_json",
+]
 
 T = TypeVar("T")
 
@@ -83,6 +94,14 @@ def read_text(path: str | Path, error: type[PipefitError] = PipefitError) -> str
         raise error(f"{path}: expected a file, got a directory") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise error(f"{path}: cannot be read: {problem}") from None
+
+
+def parse_toml(text: str, error: type[PipefitError], where: str) -> dict[str, Any]:
+    """TOML text as data; what is not TOML is a user's error of kind `error`, with line and column."""
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise error(f"{where}: not TOML: {problem}") from None
 
 
 def read_json(path: str | Path, error: type[PipefitError] = PipefitError) -> Any:

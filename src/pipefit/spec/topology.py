@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pipefit.errors import PipefitError, TopologyError
-from pipefit.spec.files import check_format, read_text, said, write_atomically
+from pipefit.spec.files import check_format, parse_toml, read_text, said, write_atomically
 from pipefit.units import parse_quantity
 
 __all__ = ["Device", "Level", "Tier", "Topology"]
@@ -137,10 +136,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             TopologyError: with `where` and the path inside the text.
         """
-        try:
-            data = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as problem:
-            raise TopologyError(f"{where}: not TOML: {problem}") from None
+        data = parse_toml(text, TopologyError, where)
         check_format("topology", data.pop("format", None), TopologyError, where)
         try:
             return msgspec.convert(_with_units(data, ""), cls)

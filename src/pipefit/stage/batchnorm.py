@@ -34,16 +34,16 @@ class DeferredBatchNorm(_BatchNorm):
             return
         own = type(module)
         module.__class__ = _deferred_class(own)
-        module._own_class = own  # type: ignore[assignment]
-        module._seen = {}  # type: ignore[assignment]
-        module._gathered = {}  # type: ignore[assignment]
-        module.update = 0  # type: ignore[assignment]
+        module._own_class = own
+        module._seen = {}
+        module._gathered = {}
+        module.update = 0
 
     def release(self) -> None:
         """Gives the module back its own class."""
         own = self._own_class
         del self._own_class, self._seen, self._gathered, self.update
-        self.__class__ = own  # type: ignore[assignment]
+        self.__class__ = own
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises by the micro-batch's own statistics in training, by the running averages otherwise."""

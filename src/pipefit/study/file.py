@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from pipefit.errors import nearest
-from pipefit.spec.files import read_text
+from pipefit.spec.files import parse_toml, read_text
 from pipefit.study.stopping import RULES, Rule
 from pipefit.study.trial import StudyError, StudySpec, Trial
 from pipefit.units import parse_quantity
@@ -31,10 +30,7 @@ def load_study(path: str | Path) -> StudySpec:
     Raises:
         PipefitError: it is missing or not TOML, a key is unknown (the nearest is suggested), or a value does not fit.
     """
-    try:
-        data = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as problem:
-        raise StudyError(f"{path}: not TOML: {problem}") from None
+    data = parse_toml(read_text(path), StudyError, str(path))
     found = data.get("format", _FORMAT)
     if found != _FORMAT:
         raise StudyError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')

@@ -174,7 +174,7 @@ class _Cold(nn.Module):
         self._buffer = torch.ones(_COLD)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sweep.apply(x, self.anchor, self._buffer)  # type: ignore[no-any-return]
+        return _Sweep.apply(x, self.anchor, self._buffer)
 
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

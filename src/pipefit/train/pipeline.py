@@ -374,7 +374,7 @@ class Pipeline:
     ) -> list[float]:
         if steps is None:
             try:
-                steps = len(batches)  # type: ignore[arg-type]
+                steps = len(batches)
             except TypeError:
                 raise DataError(
                     f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)"

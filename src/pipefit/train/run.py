@@ -98,7 +98,6 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     bundle = bundle_of(config.model, options, config.seed, bool(config.device_memory))
     source = source_of(config, bundle)
     optimizer = make_optimizer(config.optimizer, config.lr)
-    _known = bundle.num_parameters  # before tensor parallelism takes parts away
     example = example_of(config, bundle, source)
     plan = Plan.load(config.plan) if config.plan else None
     layers = named_layers(bundle.layers)
@@ -270,8 +269,8 @@ def _judge(pipe: Pipeline, source: Source) -> tuple[float | None, float | None]:
         return None, None
     if source.counts_hits:
         judged = pipe.evaluate(source.held_out, lambda output, y: (output.argmax(1) == y).float().mean().item())
-        return judged  # type: ignore[return-value]
-    return pipe.evaluate(source.held_out), None  # type: ignore[return-value]
+        return judged
+    return pipe.evaluate(source.held_out), None
 
 
 def _result(

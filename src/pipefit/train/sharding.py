@@ -50,7 +50,7 @@ def shard_optimizers(workers: Sequence[Worker], plan: Plan) -> None:
                 )
                 if stage in worker.optimizers:
                     shard(worker.optimizers[stage], store, before.masters)
-                worker.stores[stage] = store  # type: ignore[assignment]
+                worker.stores[stage] = store
 
 
 def release_flat(worker: Worker) -> None:

@@ -179,7 +179,7 @@ def bundle_of(model: str, options: dict[str, Any], seed: int, capped: bool) -> M
     bundle = build(model, **options)
     if _draws(bundle):
         for layer in named_layers(bundle.layers):
-            initialise(layer, seed, bundle.layers.initialise_layer)  # type: ignore[arg-type]
+            initialise(layer, seed, bundle.layers.initialise_layer)
     return bundle
 
 

@@ -73,4 +73,4 @@ def stream_feed(
         )
     ]
     inputs, targets, shares, signatures = columns
-    return Feed(inputs, targets, shares, range(first_ordinal, first_ordinal + total), signatures)  # type: ignore[arg-type]
+    return Feed(inputs, targets, shares, range(first_ordinal, first_ordinal + total), signatures)

@@ -44,7 +44,7 @@ def measure(profile: Profile, *widths: int, cost: str = "ring", **options: objec
     rates = [12e9, 1.25e9, 0.5e9] if len(widths) > 1 else [1.25e9]
     topology = Topology(tuple(Level(str(w), w, r) for w, r in zip(widths, rates, strict=False)))
     start = time.process_time()
-    result = pipedream(profile, topology, cost=cost, **options)  # type: ignore[arg-type]
+    result = pipedream(profile, topology, cost=cost, **options)
     seconds = time.process_time() - start
     shape = " × ".join(map(str, widths))
     note = "memory limit" if "memory_bytes" in options else ""

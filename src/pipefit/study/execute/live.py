@@ -185,7 +185,7 @@ class LiveTrial:
             for (stage, _, signature), found in ((key.partition(":"), found) for key, found in cursor.flags.items())
         }
         shard.worker.train(True)
-        run = Execution(part.compiled, shard.worker, transport, feed, flags, Progress())  # type: ignore[arg-type]
+        run = Execution(part.compiled, shard.worker, transport, feed, flags, Progress())
         wanted = [value for value in turn.takes if value.kind in (Kind.ACT, Kind.GRAD)]
         for kind, stage in dict.fromkeys((value.kind, value.stage) for value in wanted):
             record = self._read(f"{kind}-{stage}", cursor.step)
@@ -236,7 +236,7 @@ class LiveTrial:
             assert self.shard is not None
             cursor.norms[str(self.shard.index)] = _norms(self.shard)
             run.norms[i.version] = squares = _square(cursor.norms, len(cursor.counts))
-            run.values["reducing", i.stage, i.version, i.kind] = [squares]  # type: ignore[index]
+            run.values["reducing", i.stage, i.version, i.kind] = [squares]
             run.handles[run.index] = _Done([squares])
 
         return reduce

@@ -90,9 +90,9 @@ class Pool:
         """(worker, its answer) of those that have one; None instead of an answer: it died."""
         pipes = {self._pipes[number]: number for number in busy}
         for pipe in wait(list(pipes), timeout_s):
-            number = pipes[pipe]  # type: ignore[index]
+            number = pipes[pipe]
             try:
-                yield number, pipe.recv()  # type: ignore[union-attr]
+                yield number, pipe.recv()
             except (EOFError, OSError):
                 yield number, None
 

@@ -100,12 +100,12 @@ class Structure:
     def tensors(self, shard: int) -> dict[str, Tensor]:
         """Weights and buffers that live with a shard, as they are bound now."""
         places = {p.name: p for p in self._parameters[shard] if self._home[p.name] == shard}
-        found: dict[str, Tensor] = {name: p.module._parameters[p.key] for name, p in places.items()}  # type: ignore[misc]
+        found: dict[str, Tensor] = {name: p.module._parameters[p.key] for name, p in places.items()}
         return {name: value.detach() for name, value in found.items()} | self.buffers(shard)
 
     def buffers(self, shard: int) -> dict[str, Tensor]:
         """The buffers of a shard, under names that no parameter has."""
-        return {BUFFER + p.name: p.module._buffers[p.key] for p in self._buffers[shard]}  # type: ignore[misc]
+        return {BUFFER + p.name: p.module._buffers[p.key] for p in self._buffers[shard]}
 
     def bind(self, shard: int, tensors: Mapping[str, Tensor]) -> None:
         """Makes tensors the weights and buffers of a shard; nothing is copied.
@@ -139,7 +139,7 @@ class Structure:
     @property
     def num_parameters(self) -> int:
         """Each counted once."""
-        sizes = {p.name: p.module._parameters[p.key].numel() for own in self._parameters for p in own}  # type: ignore[union-attr]
+        sizes = {p.name: p.module._parameters[p.key].numel() for own in self._parameters for p in own}
         return sum(sizes.values())
 
 
