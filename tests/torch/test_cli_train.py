@@ -74,6 +74,14 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest(tmp_path, capsys):
     assert "the smallest cap that works is" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("cap", [["--device-memory", "6 MiB"], []], ids=["capped", "by stages"])
+def test_a_disk_that_is_no_folder_is_refused_in_one_message(cap, capsys):
+    words = ["--model", "gpt", "--option", "layers=3,hidden=32,context=16", "--data", "synthetic", "--steps", "2"]
+    assert main(["train", *words, *cap, "--disk", "/dev/null/x"]) in (1, 2)
+    err = capsys.readouterr().err
+    assert "/dev/null/x: cannot keep spilled records there" in err and "Traceback" not in err
+
+
 def test_a_pipeline_whose_chunks_live_on_disk_has_the_losses_of_one_that_holds_them(tmp_path, capsys):
     words = ["--model", "gpt", "--option", "layers=4,hidden=32,context=16,dropout=0.1", "--steps", "3", "--batch", "8"]
     words += ["--schedule", "interleaved", "--chunks", "2", "--stages", "2,1,1,2", "--data", "synthetic", "--json"]

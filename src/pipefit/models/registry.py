@@ -59,7 +59,6 @@ class ModelBundle:
         example: (batch, seed) -> random (x, y) of the shapes and types that the model takes.
         data: name of the data set to train on when none is given ("text", "digits"), or None.
         options: every option with the value it has here (empty for the user's own factories, beyond those given).
-        whole: what the factory returned, before it was taken as layers; for tracing a module that is no sequence.
         num_parameters: trainable and frozen ones, a tied one once; as it was made: later a rank keeps its part only.
     """
 
@@ -69,7 +68,6 @@ class ModelBundle:
     example: Example
     data: str | None
     options: Mapping[str, Any]
-    whole: nn.Module
     num_parameters: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +107,7 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     arguments = {name: value for name, value in given.items() if name not in entry.sizes}
     layers = call_factory(entry.factory, arguments, name_or_path)
     example = entry.example(complete)
-    return ModelBundle(name_or_path, layers, mean_cross_entropy, example, entry.data, complete, layers)
+    return ModelBundle(name_or_path, layers, mean_cross_entropy, example, entry.data, complete)
 
 
 def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
@@ -139,8 +137,7 @@ def _build_own(path: str, options: Mapping[str, object]) -> ModelBundle:
         if part is not None and not callable(part):
             raise ModelError(f"{path}: the {what} must be callable, got {type(part).__name__}")
     layers = _as_layers(model, path)
-    whole = model if isinstance(model, nn.Module) else layers
-    return ModelBundle(path, layers, loss or mean_cross_entropy, example or _no_example(path), None, given, whole)
+    return ModelBundle(path, layers, loss or mean_cross_entropy, example or _no_example(path), None, given)
 
 
 def _no_example(path: str) -> Example:

@@ -83,8 +83,6 @@ class Spilled:
     def measured(self, device: torch.device) -> Tier:
         """The tier with its rates, measured now."""
         folder, host = self.where.folder, _bytes(self.host_memory, "host_memory")
-        if folder is not None:
-            folder.mkdir(exist_ok=True)
         return measure_tier(folder, device, capacity_bytes=host if folder is None else None)
 
     def of(self, num_stages: int) -> Spill:
