@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from tests.torch.study_cases import CPU, GPT, MLP, SMALL, TIED, alone, by_pipeline, in_turns
 
 from pipefit.errors import InfeasibleError, PipefitError
+from pipefit.study.execute import between
 from pipefit.study.execute import live as live_module
 from pipefit.study.execute.cursor import read_cursor, read_losses
 from pipefit.study.execute.export import export
@@ -81,6 +82,7 @@ def test_cut_off_before_any_write_and_taken_up_by_another_worker_the_numbers_are
 
     for name in ("write_record", "commit", "write_loss"):
         monkeypatch.setattr(live_module, name, counting(getattr(live_module, name)))
+    monkeypatch.setattr(between, "write_record", live_module.write_record)
     in_turns(trial, tmp_path / "whole")
     total = written["count"]
     assert total > 4

@@ -14,7 +14,7 @@ from pipefit.ir.values import Value, consumes, makes, needs
 from pipefit.schedules import Shape, find
 from pipefit.verify import verify
 
-__all__ = ["Turn", "step_program", "turns_of"]
+__all__ = ["Turn", "replays", "step_program", "turns_of"]
 
 _CARRIED = frozenset({Kind.ACT, Kind.GRAD, Kind.INPUT, Kind.WGRAD, Kind.NORM})
 """What may wait on the tier between two turns. Weights and optimizer states lie there anyway."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import NonFiniteLossError, PipefitError
-from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
-from pipefit.runtime.compiled import CompiledRank, compile_rank
+from pipefit.ir.op import Op
+from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.executor import Execution, Feed
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
@@ -24,13 +22,14 @@ from pipefit.runtime.progress import Progress
 from pipefit.spec import Partition
 from pipefit.study.board import Admitted, Report
 from pipefit.study.execute.admission import build_trial
-from pipefit.study.execute.boundary import packed, unpacked
+from pipefit.study.execute.between import Between, reduce_norms
 from pipefit.study.execute.cursor import Cursor, commit, read_cursor, write_loss
 from pipefit.study.execute.recipe import Recipe, check_batch, on_meta, recipe_of
 from pipefit.study.execute.records import Record, read_record, write_record
 from pipefit.study.execute.shards import Shard, Structure
+from pipefit.study.execute.slices import Slice, slice_of
 from pipefit.study.trial import Trial
-from pipefit.study.turns import Turn, replays, step_program, turns_of
+from pipefit.study.turns import step_program, turns_of
 from pipefit.train.batch import cut, feed_of
 
 __all__ = ["LiveTrial", "NoRoomError"]
@@ -38,14 +37,6 @@ __all__ = ["LiveTrial", "NoRoomError"]
 
 class NoRoomError(PipefitError):
     """The tier is too full for a trial now."""
-
-
-@dataclass
-class _Slice:
-    """A turn, compiled: a part of the program's list that the executor runs like a whole one."""
-
-    compiled: CompiledRank
-    turn: Turn
 
 
 class LiveTrial:
@@ -64,11 +55,10 @@ class LiveTrial:
     ) -> None:
         self.number, self.trial, self.folder, self.device = number, trial, folder, device
         self.capacity_bytes = capacity_bytes
-        self.shard: Shard | None = None
         self._shards: dict[int, tuple[tuple[int, ...], Shard]] = {}
         self._recipe: Recipe | None = None
         self._structure: Structure | None = None
-        self._slices: list[_Slice] = []
+        self._slices: list[Slice] = []
         self._program = step_program(1, trial.microbatches)
 
     # ---- admission -------------------------------------------------------------------------------------------------
@@ -129,7 +119,7 @@ class LiveTrial:
             clip = self._recipe.training.clip_norm is not None
             self._program = step_program(len(cursor.counts), self.trial.microbatches, clip)
             whole = compile_rank(self._program, 0)
-            self._slices = [_slice(whole, turn) for turn in turns_of(self._program)]
+            self._slices = [slice_of(whole, turn) for turn in turns_of(self._program)]
 
     @property
     def held_bytes(self) -> int:
@@ -141,7 +131,6 @@ class LiveTrial:
         for _, shard in self._shards.values():
             shard.forget()
         self._shards.clear()
-        self.shard = None
 
     # ---- a turn ----------------------------------------------------------------------------------------------------
 
@@ -159,24 +148,23 @@ class LiveTrial:
         part = self._slices[cursor.turn]
         step, turn = cursor.step, cursor.turn
         try:
-            execution = self._execution(cursor, part)
+            shard = self._shard(cursor, part.turn.stage)
+            execution = self._execution(cursor, part, shard)
             computing_s = time.monotonic()
-            for waiting in execution.run({**HANDLERS, Op.REDUCE: self._norm_of(cursor)}):
+            for waiting in execution.run({**HANDLERS, Op.REDUCE: reduce_norms(cursor, shard)}):
                 raise PipefitError(f"the turn waits for ever at '{waiting}'")
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             writing_s = time.monotonic()
-            loss = self._keep(cursor, part, execution)
+            loss = self._keep(cursor, part, shard, execution)
         except BaseException:
             self.forget()  # what the device holds is no longer what the tier has
             raise
         end_s = time.monotonic()
         return Report(self.number, step, turn, start_s, end_s, loss, computing_s - start_s, end_s - writing_s)
 
-    def _execution(self, cursor: Cursor, part: _Slice) -> Execution:
+    def _execution(self, cursor: Cursor, part: Slice, shard: Shard) -> Execution:
         """The executor's state before the turn."""
-        turn = part.turn
-        shard = self._shard(cursor, turn.stage)
         feed = self._feed(cursor)
         transport = LocalTransport(0, Mailbox())
         transport.begin(feed.signatures)
@@ -186,14 +174,12 @@ class LiveTrial:
         }
         shard.worker.train(True)
         run = Execution(part.compiled, shard.worker, transport, feed, flags, Progress())
-        wanted = [value for value in turn.takes if value.kind in (Kind.ACT, Kind.GRAD)]
-        for kind, stage in dict.fromkeys((value.kind, value.stage) for value in wanted):
-            record = self._read(f"{kind}-{stage}", cursor.step)
-            run.values.update(unpacked(kind, stage, record, self.device))
-        self._take_gradients(cursor, part, shard)
-        if any(value.kind == Kind.NORM for value in turn.takes):
-            run.norms[0] = _square(cursor.norms, len(cursor.counts))
+        self._between(cursor).take(part, shard, run)
         return run
+
+    def _between(self, cursor: Cursor) -> Between:
+        assert self._structure is not None
+        return Between(self.folder, self._structure, cursor)
 
     def _feed(self, cursor: Cursor) -> Feed:
         assert self._recipe is not None
@@ -208,7 +194,7 @@ class LiveTrial:
         versions = self._versions_of(cursor, index)
         known = self._shards.pop(index, None)
         if known is not None and known[0] == versions:
-            self.shard = known[1]
+            shard = known[1]
         else:
             if known is not None:
                 known[1].forget()
@@ -220,74 +206,26 @@ class LiveTrial:
                 lender = self._read_shard(cursor, home)
                 borrowed |= {name: lender.tensors[name] for name in names}
             record = self._read_shard(cursor, index)
-            self.shard = Shard(self._structure, index, self._recipe.training, self.device, record, borrowed)
-        self._shards[index] = versions, self.shard
-        return self.shard
+            shard = Shard(self._structure, index, self._recipe.training, self.device, record, borrowed)
+        self._shards[index] = versions, shard
+        return shard
 
     def _versions_of(self, cursor: Cursor, index: int) -> tuple[int, ...]:
         """Of the records that a shard is made from."""
         assert self._structure is not None
         return tuple(cursor.versions[home] for home in sorted({index, *self._structure.borrowed(index).values()}))
 
-    def _norm_of(self, cursor: Cursor) -> Callable[[Execution, Instruction], None]:
-        """The norm for clipping: this shard's gradients are here, of the others the tier has the norms."""
-
-        def reduce(run: Execution, i: Instruction) -> None:
-            assert self.shard is not None
-            cursor.norms[str(self.shard.index)] = _norms(self.shard)
-            run.norms[i.version] = squares = _square(cursor.norms, len(cursor.counts))
-            run.values["reducing", i.stage, i.version, i.kind] = [squares]
-            run.handles[run.index] = _Done([squares])
-
-        return reduce
-
-    def _take_gradients(self, cursor: Cursor, part: _Slice, shard: Shard) -> None:
-        """Batch norms' sums from the forward, gradients that borrowers left, and a shard's own where it steps later."""
-        ops = {i.op for i in part.compiled.instructions}
-        if part.turn.steps and Op.FWD not in ops:
-            self._take_sums(shard, cursor)
-        if Op.BWD in ops:
-            self._take_lent(cursor, shard)
-        elif part.turn.steps:
-            gradients = self._read(f"wgrad-{shard.index}", cursor.step).tensors
-            for name, parameter in _named(shard):
-                parameter.grad = gradients[name].to(self.device) if name in gradients else None
-
-    def _take_lent(self, cursor: Cursor, shard: Shard) -> None:
-        """What shards above have added to the gradients of weights that they share with this one."""
-        assert self._structure is not None
-        shared = {shard.home_name(name): p for name, p in _named(shard)} | shard.borrowed
-        for name, above in self._structure.next_above(shard.index).items():
-            left = self._read(f"lent-{above}", cursor.step).tensors
-            shared[name].grad = left[name].to(self.device) if name in left else None
-
-    def _take_sums(self, shard: Shard, cursor: Cursor) -> None:
-        modules = shard.worker.stages[shard.index].batchnorms
-        if modules:
-            sums = self._read(f"sums-{shard.index}", cursor.step).tensors
-            for place, module in enumerate(modules):
-                module._gathered = {0: sums[str(place)].to(self.device)} if str(place) in sums else {}
-
     # ---- keeping it ------------------------------------------------------------------------------------------------
 
-    def _keep(self, cursor: Cursor, part: _Slice, run: Execution) -> float:
+    def _keep(self, cursor: Cursor, part: Slice, shard: Shard, run: Execution) -> float:
         """Writes what the turn has made and commits it; the step's loss when it is complete, else NaN."""
-        turn, shard = part.turn, self.shard
-        assert shard is not None and self._structure is not None
-        ops = {i.op for i in part.compiled.instructions}
         if run.losses:
             cursor.loss = _loss_of(run, self.trial.microbatches)
             if not math.isfinite(cursor.loss):
                 what = f"the loss of step {cursor.step + 1} is {cursor.loss}"
                 raise NonFiniteLossError(f"{what}: lower the learning rate or clip the gradients")
-        for kind, stage in dict.fromkeys((v.kind, v.stage) for v in turn.leaves if v.kind in (Kind.ACT, Kind.GRAD)):
-            mbs = [v.at for v in turn.leaves if (v.kind, v.stage) == (kind, stage)]
-            self._write(f"{kind}-{stage}", cursor.step, *packed(kind, stage, mbs, run.values))
-        if Op.BWD in ops:
-            self._leave_gradients(cursor, turn, shard)
-        if Op.FWD in ops and not turn.steps:
-            self._leave_sums(shard, cursor)
-        if turn.steps or shard.buffers_changed():
+        self._between(cursor).leave(part, shard, run)
+        if part.turn.steps or shard.buffers_changed():
             self._write_shard(cursor, shard)
         for (stage, signature), found in run.flags.items():
             cursor.flags[f"{stage}:{signature}"] = list(found)
@@ -300,28 +238,6 @@ class LiveTrial:
             cursor.turn += 1
         commit(self.folder, cursor)
         return loss if complete else math.nan
-
-    def _leave_gradients(self, cursor: Cursor, turn: Turn, shard: Shard) -> None:
-        """Gradients of borrowed weights go to the shard below that has them; under clipping all wait for the norm."""
-        if shard.borrowed:
-            left = {n: p.grad for n, p in shard.borrowed.items() if p.grad is not None}
-            self._write(f"lent-{shard.index}", cursor.step, left, {})
-            for parameter in shard.borrowed.values():
-                parameter.grad = None
-        if not turn.steps:
-            cursor.norms[str(shard.index)] = _norms(shard)
-            own = {name: p.grad for name, p in _named(shard) if p.grad is not None}
-            self._write(f"wgrad-{shard.index}", cursor.step, own, {})
-            for _, parameter in _named(shard):
-                parameter.grad = None
-
-    def _leave_sums(self, shard: Shard, cursor: Cursor) -> None:
-        modules = shard.worker.stages[shard.index].batchnorms
-        if modules:
-            found = {str(place): module.gathered(0) for place, module in enumerate(modules)}
-            self._write(f"sums-{shard.index}", cursor.step, {k: v for k, v in found.items() if v is not None}, {})
-            for module in modules:
-                module._gathered = {}
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -344,56 +260,6 @@ class LiveTrial:
         write_record(self.record(shard.index, version), version, tensors, extra)
         cursor.versions[shard.index] = version
         self._shards[shard.index] = self._versions_of(cursor, shard.index), shard
-
-    def _read(self, name: str, step: int) -> Record:
-        return read_record(self.folder / f"{name}.between", step)
-
-    def _write(self, name: str, step: int, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-        write_record(self.folder / f"{name}.between", step, tensors, extra)
-
-
-def _slice(whole: CompiledRank, turn: Turn) -> _Slice:
-    """A turn as a list of its own: its loads again, then its part of the program."""
-    loads = tuple(replays(whole.program, turn))
-    first, end, more = turn.first, turn.end, len(loads)
-    awaits = tuple(tuple(index - first + more for index in found) for found in whole.awaits[first:end])
-    compiled = CompiledRank(
-        whole.program,
-        0,
-        loads + whole.instructions[first:end],
-        ((),) * more + awaits,
-        ((),) * more + whole.frees[first:end],
-        frozenset(index - first + more for index in whole.in_place if first <= index < end),
-    )
-    return _Slice(compiled, turn)
-
-
-class _Done(NamedTuple):
-    """A reduction that has nothing to wait for."""
-
-    result: list[Tensor]
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> list[Tensor]:
-        return self.result
-
-
-def _norms(shard: Shard) -> list[float]:
-    """The norm of each gradient of a shard."""
-    gradients = shard.worker.counted_gradients(shard.index)
-    return [float(norm) for norm in torch._foreach_norm(gradients)] if gradients else []
-
-
-def _square(norms: Mapping[str, list[float]], num_shards: int) -> Tensor:
-    """The sum of squares of all gradients, added up as one process adds them."""
-    every = [norm for shard in range(num_shards) for norm in norms.get(str(shard), ())]
-    return torch.tensor(every, dtype=torch.float64).square().sum().reshape(1)
-
-
-def _named(shard: Shard) -> list[tuple[str, Any]]:
-    return [(owned.name, owned.parameter) for owned in shard.worker.owned[shard.index]]
 
 
 def _loss_of(run: Execution, num_microbatches: int) -> float:
