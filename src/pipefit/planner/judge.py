@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.values import Value
-from pipefit.partition import gpipe, uniform
-from pipefit.planner.divide import divide, spans
-from pipefit.planner.held import Holding, held, held_replicated, holds_all, peaks
+from pipefit.planner.bounds import closed_form_s
+from pipefit.planner.cut import Within, cut
+from pipefit.planner.held import peaks
+from pipefit.planner.ranks import Both, holdings_of, limits_of, mixed, placement_for, positions, slowness_of
 from pipefit.planner.space import Config, Ground
-from pipefit.schedules import find, placement_of
-from pipefit.spec import Partition, Placement, Profile, StageSpec
+from pipefit.spec import Partition, StageSpec
 from pipefit.units import format_bytes
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
-
-__all__ = [
-    "Judged",
-    "costs_of",
-    "estimate_s",
-    "judge",
-    "least_bytes",
-    "placement_for",
-    "positions",
-    "quick_bytes",
-    "quick_s",
-    "reduce_s",
-]
+__all__ = ["Judged", "costs_of", "estimate_s", "judge", "reduce_s"]
 
 
 @dataclass(frozen=True)
@@ -67,95 +49,19 @@ class Judged:
         return max((need / limit for need, limit in zip(self.peak_bytes, self.limit_bytes, strict=True)), default=1e9)
 
 
-def placement_for(config: Config) -> Placement:
-    """The ranks of each stage as the schedule's own layout numbers them: pipeline by pipeline."""
-    if config.depth == 1:
-        return Placement(placement_of(config.data, 1, "replicas"))
-    layout = find(config.schedule).layout
-    return Placement(placement_of(config.depth, config.chunks, layout, config.replicas or (config.data,)))
-
-
-def positions(config: Config) -> tuple[int, ...]:
-    """The rank, within one pipeline, of each stage."""
-    layout = "loop" if config.depth == 1 else find(config.schedule).layout
-    return tuple(ranks[0] for ranks in placement_of(config.depth, config.chunks, layout))
-
-
-# --------------------------------------------------------------------------------------------- before a cut is chosen
-
-
-def quick_s(ground: Ground, config: Config) -> float:
-    """Seconds per update if the layers could be cut anywhere: a lower bound, roughly, for ranking."""
-    total, largest, cut = ground.once(
-        ("quick", config.microbatch_size, config.tensor),
-        lambda: _totals(ground.at(config.microbatch_size, config.tensor)),
-    )
-    factor = 1 + (total[1] / total[0] if config.recompute == "all" and total[0] else 0.0)
-    work = max(total[0] / config.depth, largest) * factor
-    if config.replicas:
-        work = total[0] / sum(config.replicas) * factor
-    topology = ground.ranks(config.tensor)
-    message_s = 0.0
-    if config.depth > 1:
-        link = topology.level_between(0, 1)
-        message_s = cut / config.tensor / link.bandwidth_bytes_per_s + link.latency_s
-    others = work * (config.depth - 1)
-    reduce_s = _reduce_bound_s(ground, config, ground.weight_bytes / config.depth / config.tensor)
-    return _step_s(config, work, others, message_s) + reduce_s
-
-
-def _totals(profile: Profile) -> tuple[tuple[float, float], float, float]:
-    total = sum(layer.total_s for layer in profile.layers) + profile.loss_s
-    forward = sum(layer.forward_s for layer in profile.layers)
-    cuts = sorted(profile.cut_bytes)
-    return (total, forward), max(layer.total_s for layer in profile.layers), cuts[0] if cuts else 0.0
-
-
-def _reduce_bound_s(ground: Ground, config: Config, weight_bytes: float) -> float:
-    if config.data < 2:
-        return 0.0
-    topology = ground.ranks(config.tensor)
-    link = topology.level_between(0, config.depth)
-    return 2 * (config.data - 1) / config.data * weight_bytes / link.bandwidth_bytes_per_s
-
-
-def quick_bytes(ground: Ground, config: Config) -> float:
-    """Bytes that some rank needs at least, however the layers are cut."""
-    profile = ground.at(config.microbatch_size, config.tensor)
-    weights, saved, cut = ground.once(
-        ("bytes", config.microbatch_size, config.tensor),
-        lambda: (
-            sum(x.weight_bytes for x in profile.layers),
-            sum(x.saved_bytes for x in profile.layers),
-            min(profile.cut_bytes, default=0.0),
-        ),
-    )
-    state = ground.state / (config.data if config.sharded else 1)
-    versions = 2 if config.schedule == "pipedream-2bw" else 1
-    kept = saved if config.recompute == "none" else 0.0
-    if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
-        # At least what enters each of a rank's stages, of every micro-batch.
-        kept = max(kept, cut * config.num_stages) * config.per_pipeline
-    return float((weights * (1 + versions + state) + kept) / config.depth)
-
-
-# ---------------------------------------------------------------------------------------------------- with its stages
-
-
 def judge(ground: Ground, config: Config) -> Judged:
     """Cuts the model for a candidate and counts time and memory."""
     return ground.once(("judge", config), lambda: _judge(ground, config))
 
 
 def _judge(ground: Ground, config: Config) -> Judged:
-    limits = _limits(ground, config)
+    limits = limits_of(ground, config)
     try:
-        holdings, further = _holdings(config)
+        holdings, further = holdings_of(config)
     except ScheduleError as problem:
         return Judged(config, None, (), (), float("inf"), False, str(problem))
-    tries = [set(range(config.num_stages)) if config.recompute == "all" else set()]
-    partition = _cut(ground, config, tries[0], None, limits)
-    recomputed = tries[0]
+    recomputed = set(range(config.num_stages)) if config.recompute == "all" else set()
+    partition = cut(ground, config, recomputed)
     found = _weigh(ground, config, partition, recomputed, holdings, further, limits)
     if found.fits or config.layers or config.replicas:
         return found
@@ -166,189 +72,15 @@ def _judge(ground: Ground, config: Config) -> Judged:
             if short <= recomputed:
                 break
             recomputed = recomputed | short
-            partition = _cut(ground, config, recomputed, None, limits)
+            partition = cut(ground, config, recomputed)
             found = _weigh(ground, config, partition, recomputed, holdings, further, limits)
             if found.fits:
                 return found
     if config.chunks == 1 and config.partitioner in ("minmax", "links"):
-        mixed = tuple(_pick(holdings, rank, rank in recomputed) for rank in range(config.depth))
-        tight = _cut(ground, config, recomputed, (mixed, further), limits)
+        tight = cut(ground, config, recomputed, Within(mixed(holdings, recomputed), further, limits))
         if tight is not None:
             return _weigh(ground, config, tight, recomputed, holdings, further, limits)
     return found
-
-
-Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
-
-
-def _holdings(config: Config) -> tuple[Both, int]:
-    """What ranks hold without and with recompute, and the micro-batches beyond those counted."""
-    if config.replicas:
-        found, more = held_replicated(
-            config.schedule, config.replicas, config.num_microbatches, config.recompute == "all"
-        )
-        return (found, found), more
-    name, count = config.schedule, config.per_pipeline
-    plain, counted = held(name, config.depth, count, config.chunks, config.recompute == "all")
-    replayed = held(name, config.depth, count, config.chunks, True)[0] if config.recompute == "some" else plain
-    return (plain, replayed), count - counted
-
-
-def _pick(both: Both, rank: int, recomputed: bool) -> Holding:
-    return both[1 if recomputed else 0][rank]
-
-
-def _limits(ground: Ground, config: Config) -> tuple[float, ...]:
-    """Memory of each rank of one pipeline: the least among its copies."""
-    topology = ground.ranks(config.tensor)
-    if not topology.devices or config.replicas:
-        return (min(device.memory_bytes for device in topology.devices or (topology.device,)),) * config.depth
-    return tuple(
-        min(topology.device_of(position + config.depth * copy).memory_bytes for copy in range(config.data))
-        for position in range(config.depth)
-    )
-
-
-def _slowness(ground: Ground, config: Config) -> list[float]:
-    """Of each rank of one pipeline, over the device the profile is for."""
-    topology = ground.ranks(config.tensor)
-    if not topology.devices or not all(device.flops for device in topology.devices):
-        return [1.0] * config.depth
-    reference = topology.device if topology.device.flops else topology.devices[0]
-    usable = reference.flops * reference.efficiency
-    speeds = [device.flops * device.efficiency / usable for device in topology.devices]
-    return [
-        1 / min(speeds[position + config.depth * copy] for copy in range(config.data))
-        for position in range(config.depth)
-    ]
-
-
-def _cut(
-    ground: Ground,
-    config: Config,
-    recomputed: set[int],
-    held_by: tuple[tuple[Holding, ...], int] | None,
-    limits: tuple[float, ...],
-) -> Partition | None:
-    """The stages; None when no cut fits the memory."""
-    if config.layers:
-        stages = zip(config.layers, config.replicas or (1,) * len(config.layers), strict=True)
-        everywhere = config.recompute == "all"
-        return Partition(tuple(StageSpec(layers, count, recompute=everywhere) for layers, count in stages))
-    profile = ground.at(config.microbatch_size, config.tensor)
-    if config.partitioner in ("gpipe", "uniform"):
-        found = (gpipe if config.partitioner == "gpipe" else uniform)(profile, config.num_stages)
-        counts: list[int] | None = [len(stage.layers) for stage in found.stages]
-    else:
-        slow = _slowness(ground, config)
-        # Only what decides the cut belongs to the key: many candidates share one.
-        key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), tuple(sorted(recomputed)))
-        where = config.depth if config.partitioner == "links" else 0
-        if held_by is None:
-            counts = ground.once(
-                (key, config.partitioner, where), lambda: divide(_time_spans(ground, config, recomputed, slow))
-            )
-        else:
-            times = _time_spans(ground, config, recomputed, slow)
-            counts = divide(_within_memory(ground, config, times, held_by, limits))
-    if counts is None:
-        return None
-    plain = Partition.from_counts(counts)
-    return Partition(
-        tuple(
-            StageSpec(stage.layers, 1, config.tensor, recompute=index in recomputed)
-            for index, stage in enumerate(plain.stages)
-        )
-    )
-
-
-def _time_spans(ground: Ground, config: Config, recomputed: set[int], slow: list[float]) -> list[Array]:
-    profile = ground.at(config.microbatch_size, config.tensor)
-
-    def make() -> tuple[Array, Array]:
-        times = [layer.total_s for layer in profile.layers]
-        times[-1] += profile.loss_s
-        return spans(times), spans([layer.forward_s for layer in profile.layers])
-
-    whole, forward = ground.once(("spans", config.microbatch_size, config.tensor), make)
-    replayed = whole + forward
-    kinds: dict[tuple[float, bool], Array] = {}
-    links = _link_spans(ground, config) if config.partitioner == "links" else 0.0
-    result = []
-    owner = positions(config)
-    for stage in range(config.num_stages):
-        kind = slow[owner[stage]], stage in recomputed
-        if kind not in kinds:
-            kinds[kind] = (replayed if kind[1] else whole) * kind[0] + links
-        result.append(kinds[kind])
-    return result
-
-
-def _link_spans(ground: Ground, config: Config) -> Array:
-    """What a stage would pay for its messages, in and out, both ways, if none overlapped with its work."""
-    import numpy as np
-
-    profile = ground.at(config.microbatch_size, config.tensor)
-    ranks = placement_for(config).ranks
-    topology = ground.ranks(config.tensor)
-    joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
-    bandwidth = min(level.bandwidth_bytes_per_s for level in joints)
-    latency = max(level.latency_s for level in joints)
-    cost = [0.0, *(2 * (size / config.tensor / bandwidth + latency) for size in profile.cut_bytes), 0.0]
-    both: Array = np.array(cost)[:, None] + np.array(cost)[None, :]
-    return both
-
-
-def least_bytes(ground: Ground, config: Config) -> float:
-    """The memory with which a candidate of one stage per rank fits, cut for memory alone."""
-    both, further = _holdings(config)
-    holdings = both[0] if config.recompute == "none" else both[1]
-    needs = _needs(ground, config, holdings, further)
-    counts = divide(needs)
-    if counts is None:
-        return float("inf")
-    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
-    return max(float(need[end - count, end]) for need, end, count in zip(needs, ends, counts, strict=True))
-
-
-def _within_memory(
-    ground: Ground,
-    config: Config,
-    times: list[Array],
-    held_by: tuple[tuple[Holding, ...], int],
-    limits: tuple[float, ...],
-) -> list[Array]:
-    """The times, infinite where a stage would not fit its rank. One stage per rank."""
-    import numpy as np
-
-    needs = _needs(ground, config, *held_by)
-    return [np.where(need <= limit, time, np.inf) for need, limit, time in zip(needs, limits, times, strict=True)]
-
-
-def _needs(ground: Ground, config: Config, holdings: tuple[Holding, ...], further: int) -> list[Array]:
-    """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
-    import numpy as np
-
-    profile = ground.at(config.microbatch_size, config.tensor)
-    sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in ("weight_bytes", "saved_bytes")}
-    cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
-    weights, saved = sums["weight_bytes"], sums["saved_bytes"]
-    entering, leaving = cuts[:, None] + 0 * weights, cuts[None, :] + 0 * weights
-    state = ground.state / (config.data if config.sharded else 1)
-    result = []
-    for stage, holding in enumerate(holdings):
-        sizes = {"weights": weights, "wgrad": weights, "saved": saved, "half": leaving}
-        need = 0 * weights
-        for row in holding.rows + further * holding.growth:
-            total = state * weights
-            for count, (kind, owner) in zip(row, holding.keys, strict=True):
-                if kind in ("act", "grad"):
-                    total = total + count * (leaving if owner == stage else entering)
-                elif kind in sizes:
-                    total = total + count * sizes[kind]
-            need = np.maximum(need, total)
-        result.append(need)
-    return result
 
 
 def costs_of(ground: Ground, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
@@ -397,7 +129,7 @@ def _weigh(
 ) -> Judged:
     assert partition is not None
     timing, sizes = costs_of(ground, config, partition)
-    holdings = tuple(_pick(both, rank, rank in recomputed) for rank in range(config.depth))
+    holdings = mixed(both, recomputed)
     owner = positions(config)
     stages_of = [tuple(s for s, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
     needed = tuple(peaks(holdings, sizes, stages_of, further))
@@ -414,7 +146,7 @@ def estimate_s(ground: Ground, config: Config, partition: Partition, cost: CostM
     """Seconds per update by the closed forms, for stages that differ."""
     work = [0.0] * config.depth
     owner = positions(config)
-    slow = _slowness(ground, config) if not config.replicas else [1.0] * config.depth
+    slow = slowness_of(ground, config) if not config.replicas else [1.0] * config.depth
     for stage, spec in enumerate(partition.stages):
         rank = owner[stage]
         seconds = cost.forward_s[stage] + cost.backward_input_s[stage] + cost.backward_weight_s[stage]
@@ -432,24 +164,9 @@ def estimate_s(ground: Ground, config: Config, partition: Partition, cost: CostM
     tail = 0.0
     for stage, ranks in enumerate(placement):
         tail = max(tail, reduce_s(cost, stage, ranks) + cost.step_s[stage])
-    return _step_s(config, worst, sum(work) - worst, message_s) + tail
+    return closed_form_s(config, worst, sum(work) - worst, message_s) + tail
 
 
 def reduce_s(cost: CostModel, stage: int, ranks: tuple[int, ...]) -> float:
     """Seconds of the reduction of a stage's gradients over its copies."""
     return cost.reduce_s(Instruction(Op.REDUCE, stage, version=0, kind="wgrad"), list(ranks))
-
-
-def _step_s(config: Config, worst: float, others: float, message_s: float) -> float:
-    """The schedule's closed form with the slowest rank's work in place of f+b, and the others' as its fill."""
-    m, p, v = config.per_pipeline, config.depth, config.chunks
-    if p == 1:
-        return m * worst
-    if config.schedule.startswith("pipedream"):
-        return m * worst + 2 * message_s * m * (p - 1) / p
-    if config.schedule in ("interleaved", "breadth-first"):
-        hops = p * v - 1 if config.schedule == "interleaved" else p - 1
-        return m * worst + others / v + 2 * hops * message_s
-    if config.schedule == "gpipe":
-        return m * worst + others + 2 * (p - 1) * message_s
-    return m * worst + others + 2 * message_s * ((p - 1) * m / p + p - 2)

@@ -15,7 +15,8 @@ import msgspec
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.held import small_program
-from pipefit.planner.judge import Judged, costs_of, placement_for, reduce_s
+from pipefit.planner.judge import Judged, costs_of, reduce_s
+from pipefit.planner.ranks import placement_for
 from pipefit.planner.space import Config, Ground
 from pipefit.schedules import find, program_of
 from pipefit.simulate import simulate

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, field, replace
 
 from pipefit.errors import InfeasibleError
-from pipefit.planner.judge import Judged, judge, least_bytes, quick_bytes, quick_s
+from pipefit.planner.bounds import quick_bytes, quick_s
+from pipefit.planner.cut import least_bytes
+from pipefit.planner.judge import Judged, judge
 from pipefit.planner.rehearse import Rehearsal, rehearse, size_of
 from pipefit.planner.space import Config, Ground
 from pipefit.spec import Candidate
