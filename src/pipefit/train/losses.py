@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipefit.errors import NonFiniteLossError
 from pipefit.runtime.engine import Engine, PassResult
 
-__all__ = ["PendingLosses"]
+__all__ = ["PendingLosses", "finite"]
 
 
 class PendingLosses:
@@ -45,3 +47,17 @@ class PendingLosses:
     def extra(self) -> Sequence[float]:
         """The further sums, after `wait`."""
         return self._table[self._count :].tolist()
+
+
+def finite(loss: float, update: int) -> float:
+    """The loss of an update, which is a number.
+
+    Raises:
+        NonFiniteLossError: it is not.
+    """
+    if not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"the loss of update {update} is {loss}; lower the learning rate, clip the gradients (clip_norm), "
+            "or look for bad data; the weights may hold it already, so go on from an earlier checkpoint"
+        )
+    return loss

@@ -13,34 +13,35 @@ from torch import Tensor, nn
 
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.draw.drawing import Drawing, drawing_of
-from pipefit.errors import DataError, NonFiniteLossError, PlanError, ScheduleError
+from pipefit.errors import DataError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
 from pipefit.parallel import Region
-from pipefit.runtime.engine import Engine, PassResult
+from pipefit.runtime.engine import PassResult
 from pipefit.runtime.session import current
 from pipefit.runtime.spilling import presence
-from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Training, Worker
+from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Training
 from pipefit.schedules import find, shape_of
-from pipefit.schedules.forward import forward_only
-from pipefit.spec import Plan, Profile
+from pipefit.spec import Plan
 from pipefit.stage.precision import LossScale, first_scale, half_of
-from pipefit.stage.split import NamedLayer, named_layers, split, tied_groups
+from pipefit.stage.split import NamedLayer, named_layers, tied_groups
 from pipefit.timeline import Timeline
 from pipefit.train.agreement import Agreement
-from pipefit.train.batch import Weigh, feed_of, largest_part, pair_of
+from pipefit.train.assemble import assemble
+from pipefit.train.batch import Weigh, feed_of, pair_of
 from pipefit.train.divided import Divided
-from pipefit.train.gather import forget_others, full_state
+from pipefit.train.evaluate import evaluate
+from pipefit.train.gather import full_state
 from pipefit.train.live import Live, own_figures
-from pipefit.train.losses import PendingLosses
+from pipefit.train.losses import PendingLosses, finite
 from pipefit.train.measured import PassHistory
 from pipefit.train.memory import HeldMemory, held_memory_bytes, peak_memory_bytes
 from pipefit.train.planned import Planned
+from pipefit.train.profiled import profile_of
 from pipefit.train.report import PipelineReport
-from pipefit.train.setup import default_device, make_plan, ranks_of
-from pipefit.train.sharding import release_flat, shard_optimizers, with_sharding
-from pipefit.train.spilled import Spilled, plan_of, spilled_shape, spillings
+from pipefit.train.setup import check_ranks, default_device, make_plan, wanted_ranks
+from pipefit.train.sharding import release_flat, with_sharding
+from pipefit.train.spilled import Spilled, plan_of, spilled_shape
 from pipefit.train.stream import stream_feed
-from pipefit.train.ties import tied_parameters
 from pipefit.train.traffic import traffic
 from pipefit.verify import verify
 
@@ -131,7 +132,7 @@ class Pipeline:
             copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
             self.plan = make_plan(
                 self.layers,
-                num_ranks=self._num_ranks(stages, chunks, copies, tensor),
+                num_ranks=wanted_ranks(self._session, stages, chunks, copies, tensor),
                 schedule=schedule,
                 num_microbatches=microbatches,
                 num_chunks=chunks,
@@ -143,12 +144,14 @@ class Pipeline:
                 scatter_gather=scatter_gather,
                 sharded_optimizer=shard_optimizer,
                 options=options,
-                profile=self._profile(example, microbatches, loss) if stages == "auto" else None,
+                profile=profile_of(self.layers, example, microbatches, self._session, loss)
+                if stages == "auto"
+                else None,
                 model=type(model).__name__,
             )
         else:
             self.plan = plan.plan if isinstance(plan, Planned) else plan if isinstance(plan, Plan) else Plan.load(plan)
-            self._check_ranks(self.plan)
+        check_ranks(self._session, self.plan)
         self.plan = with_sharding(self.plan, shard_optimizer)
         self.schedule = find(self.plan.schedule)
         self._divided = Divided.of(self.layers, self.plan, self._session, self.device)
@@ -162,7 +165,9 @@ class Pipeline:
         # Replicas of a stage that share out whole mini-batches need one each, so a round of them is the least to run.
         in_turn = self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL)
         self.program = self._program(math.lcm(*map(len, self.plan.placement.ranks)) if in_turn else 1)
-        self._engine = self._make_engine()
+        self._engine = assemble(
+            self.program, self.plan, self._divided, self._training, self._session, self.device, spill, model
+        )
         self.num_updates = 0
         self._next_ordinal = 0
         self.history = PassHistory()
@@ -174,40 +179,6 @@ class Pipeline:
 
     # ---- making it -------------------------------------------------------------------------------------------------
 
-    def _num_ranks(
-        self, stages: int | Sequence[int] | str | None, chunks: int, replicas: tuple[int, ...], tensor: int
-    ) -> int:
-        """The processes, t to a rank, when ranks are processes; else as many as the stages and replicas ask for."""
-        if isinstance(stages, str) and stages != "auto":
-            raise PlanError(f'stages: expected a number, a list of layer counts or "auto", got {stages!r}')
-        if self._session.is_distributed:
-            return ranks_of(self._session.num_ranks, tensor)
-        count = len(stages) if isinstance(stages, list | tuple) else stages if isinstance(stages, int) else 2 * chunks
-        if len(replicas) > 1:
-            return sum(replicas)
-        if count < 1 or count % chunks:
-            raise PlanError(f"{count} stages cannot be dealt out as {chunks} chunks per rank")
-        return count // chunks * (replicas[0] if replicas else 1)
-
-    def _check_ranks(self, plan: Plan) -> None:
-        wanted = plan.num_processes
-        if self._session.is_distributed and self._session.num_ranks != wanted:
-            each = f" of {plan.tensor} processes" if plan.tensor > 1 else ""
-            raise PlanError(
-                f"the plan is for {plan.placement.num_ranks} ranks{each}, but {self._session.num_ranks} processes were "
-                f"started; start {wanted}, or plan again"
-            )
-
-    def _profile(self, example: tuple[Any, Any] | None, microbatches: int, loss: Any) -> Profile:
-        from pipefit.train.profiled import agreed_profile
-
-        if example is None:
-            raise PlanError(
-                'stages="auto" measures the layers first and needs example=(input, target), one batch of data'
-            )
-        sizes = [largest_part(example[0], microbatches)]
-        return agreed_profile(self.layers, example, sizes, self._session, loss=loss)
-
     def _program(self, num_steps: int) -> Program:
         """The program of some steps, proven before it is used."""
         key = (self.plan.num_microbatches, num_steps)
@@ -218,25 +189,6 @@ class Pipeline:
             verify(program).raise_if_bad()
             self._programs[key] = program
         return self._programs[key]
-
-    def _make_engine(self) -> Engine:
-        header = self.program.header
-        self._check_ranks(self.plan)
-        mine = self._divided.mesh.rank_of(self._session.rank)
-        ranks = [mine] if self._session.is_distributed else list(range(header.num_ranks))
-        ties = tied_parameters(self.layers, self.plan.partition)
-        parts = split(self.layers, self.plan.partition, [header.stages_of(rank) for rank in ranks])
-        kept = spillings(ranks, parts, self.program, self._training, ties, self.device, self.spill, self.model)
-        workers = [
-            Worker.create(rank, self._training, part, ties, self.device, spilling)
-            for rank, part, spilling in zip(ranks, parts, kept, strict=True)
-        ]
-        shard_optimizers(workers, self.plan)
-        for worker in workers:
-            worker.mesh = self._divided.mesh
-        if self._session.is_distributed:
-            forget_others(self.layers, {layer.index for part in parts for own in part.values() for layer in own})
-        return Engine(workers, header.num_stages, self._session, self.device)
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -273,7 +225,7 @@ class Pipeline:
                 "fit(batches), which drains at its end"
             )
         self._agreement.batch((x, y))
-        return self._check(self._start_step(x, y).wait()[0], self.num_updates)
+        return finite(self._start_step(x, y).wait()[0], self.num_updates)
 
     @property
     def stop_requested(self) -> bool:
@@ -307,14 +259,6 @@ class Pipeline:
     def _advance(self, num_steps: int) -> None:
         self.num_updates += num_steps
         self._next_ordinal += num_steps * self.plan.num_microbatches
-
-    def _check(self, loss: float, update: int) -> float:
-        if loss != loss or loss in (float("inf"), float("-inf")):
-            raise NonFiniteLossError(
-                f"the loss of update {update} is {loss}; lower the learning rate, clip the gradients (clip_norm), "
-                "or look for bad data; the weights may hold it already, so go on from an earlier checkpoint"
-            )
-        return loss
 
     def fit(self, batches: Iterable[Any], steps: int | None = None, on_step: OnStep | None = None) -> list[float]:
         """Trains on batches of (input, target), each one step's worth, and gives the loss of every step.
@@ -353,7 +297,7 @@ class Pipeline:
 
         def settle() -> None:
             if pending is not None:
-                losses.append(self._check(pending.wait()[0], first + len(losses) + 1))
+                losses.append(finite(pending.wait()[0], first + len(losses) + 1))
                 if self.tells_live:
                     self.live = Live.of(pending.extra[:-1])
                 on_step(len(losses), losses[-1])
@@ -387,7 +331,7 @@ class Pipeline:
         self._advance(steps)
         losses = list(PendingLosses(self._engine, result, self.plan.num_microbatches, steps).wait())
         for step, loss in enumerate(losses, 1):
-            on_step(step, self._check(loss, first + step))
+            on_step(step, finite(loss, first + step))
         return losses
 
     def evaluate(
@@ -399,25 +343,8 @@ class Pipeline:
             batches: of (input, target).
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is given.
         """
-        total = loss = measured = 0.0
-        measure = self._divided.metric(metric)
-        for batch in batches:
-            x, y = pair_of(batch)
-            self._divided.check(x)
-            count = len(y) if isinstance(y, Tensor) else len(torch.utils._pytree.tree_leaves(y)[0])
-            num = min(self.plan.num_microbatches, count)
-            feed = feed_of([(x, y)], num, 0, "eval", self._weigh)
-            for worker in self._engine.workers:
-                worker.train(False)
-            with torch.no_grad():
-                result = self._engine.run(forward_only(self.program.header, num), feed, measure)
-            sums = PendingLosses(self._engine, result, num, 1, result.metric)
-            loss += sums.wait()[0] * count
-            measured += sums.extra[0] * count
-            total += count
-        if not total:
-            raise DataError("there is no data to evaluate: the iterable of batches is empty")
-        return loss / total if metric is None else (loss / total, measured / total)
+        loss, measured = evaluate(self._engine, self.program.header, self._divided, batches, metric, self._weigh)
+        return loss if metric is None else (loss, measured)
 
     # ---- what came of it -------------------------------------------------------------------------------------------
 

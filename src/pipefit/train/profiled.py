@@ -16,17 +16,35 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from pipefit.errors import ProfileError
+from pipefit.errors import PlanError, ProfileError
 from pipefit.profiling import profile_sizes
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.spec.files import decode, encode
 from pipefit.stage.batchnorm import DeferredBatchNorm, commit, deferred
 from pipefit.stage.split import NamedLayer
+from pipefit.train.batch import largest_part
 
-__all__ = ["agreed_profile"]
+__all__ = ["agreed_profile", "profile_of"]
 
 _COMMITTED, _MANY_NORMS = 8, 4
+
+
+def profile_of(
+    layers: Sequence[NamedLayer],
+    example: tuple[Any, Any] | None,
+    num_microbatches: int,
+    session: Session,
+    loss: Callable[[Any, Any], Tensor],
+) -> Profile:
+    """The profile by which a pipeline cuts itself into stages, measured now.
+
+    Raises:
+        PlanError: there is no example to measure with.
+    """
+    if example is None:
+        raise PlanError('stages="auto" measures the layers first and needs example=(input, target), one batch of data')
+    return agreed_profile(layers, example, [largest_part(example[0], num_microbatches)], session, loss=loss)
 
 
 def agreed_profile(

@@ -9,11 +9,12 @@ import torch
 
 from pipefit.errors import PlanError
 from pipefit.partition import minmax
+from pipefit.runtime.session import Session
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["default_device", "make_plan", "ranks_of", "stage_count"]
+__all__ = ["check_ranks", "default_device", "make_plan", "ranks_of", "stage_count", "wanted_ranks"]
 
 
 def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
@@ -30,6 +31,48 @@ def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
             f"{num_processes} processes cannot be a mesh of {widths} × a pipeline; start a multiple of {tensor * data}"
         )
     return num_processes // tensor
+
+
+def wanted_ranks(
+    session: Session, stages: int | Sequence[int] | str | None, chunks: int, replicas: Sequence[int], tensor: int
+) -> int:
+    """The processes, t to a rank, when ranks are processes; else as many as the stages and replicas ask for.
+
+    Args:
+        session: the ranks of the run.
+        stages: a number, layer counts, "auto", or None.
+        chunks: stages per rank.
+        replicas: copies of each stage, or one number for all.
+        tensor: t.
+
+    Raises:
+        PlanError: they do not go together.
+    """
+    if isinstance(stages, str) and stages != "auto":
+        raise PlanError(f'stages: expected a number, a list of layer counts or "auto", got {stages!r}')
+    if session.is_distributed:
+        return ranks_of(session.num_ranks, tensor)
+    count = len(stages) if isinstance(stages, list | tuple) else stages if isinstance(stages, int) else 2 * chunks
+    if len(replicas) > 1:
+        return sum(replicas)
+    if count < 1 or count % chunks:
+        raise PlanError(f"{count} stages cannot be dealt out as {chunks} chunks per rank")
+    return count // chunks * (replicas[0] if replicas else 1)
+
+
+def check_ranks(session: Session, plan: Plan) -> None:
+    """Whether as many processes were started as a plan asks for.
+
+    Raises:
+        PlanError: they were not.
+    """
+    wanted = plan.num_processes
+    if session.is_distributed and session.num_ranks != wanted:
+        each = f" of {plan.tensor} processes" if plan.tensor > 1 else ""
+        raise PlanError(
+            f"the plan is for {plan.placement.num_ranks} ranks{each}, but {session.num_ranks} processes were started; "
+            f"start {wanted}, or plan again"
+        )
 
 
 def stage_count(schedule: str, num_ranks: int, num_chunks: int, replicas: Sequence[int]) -> int:
