@@ -59,6 +59,8 @@ class DistributedTransport:
         self._signatures: Sequence[object] = ()
         self._open: dict[tuple[int, str], deque[_Sent]] = {}
         self._deferred: dict[int, deque[_Receive]] = {}
+        # Every link of the programs so far, and how this rank reaches the other end of its own.
+        self._known_links: set[tuple[int, int]] = set()
         self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._parity = 0
 
@@ -68,8 +70,12 @@ class DistributedTransport:
         With NCCL each direction of a pair has a group of its own: NCCL runs what two ranks exchange in one stream, in
         order, where a send waits for its receive, so the directions would block each other. With Gloo they may share
         one, but then share a connection and its lock, for which a rank that sends and the thread that receives turn.
+
+        Torch names a group by how many the process has made, members or not: a rank that makes one more or one less than
+        another meets nobody under the names of all later ones, and waits. So what exists is remembered for all ranks.
         """
-        for link in sorted(set(links) - set(self._links)) if self._has_link_groups else ():
+        for link in sorted(set(links) - self._known_links) if self._has_link_groups else ():
+            self._known_links.add(link)
             group = dist.new_group(sorted(link))
             if self.rank in link:
                 peer = link[0] if link[1] == self.rank else link[1]
