@@ -53,6 +53,13 @@ def pipeline(**options: Any) -> Pipeline:
     return Pipeline(settings.pop("model", None) or model(), **settings)
 
 
+def train_where_one_rank_makes_no_groups() -> None:
+    """Rank 1 stays away when the groups of the links are made."""
+    if current().rank == 1:
+        torch.distributed.new_group = lambda *args, **kwargs: time.sleep(60)
+    train()
+
+
 def train(options: dict[str, Any] | None = None) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of a short training."""
     pipe = pipeline(**(options or {}))

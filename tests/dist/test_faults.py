@@ -111,6 +111,12 @@ def test_a_rank_that_stays_outside_the_program_is_named():
     assert "in dawdle_between_steps" in str(failure.value)
 
 
+def test_ranks_that_do_not_meet_in_a_process_group_are_ended_and_told():
+    """Torch would wait for half an hour, without a word."""
+    with pytest.raises(LaunchError, match=r"rank [01] does not meet the others: making process groups with the others"):
+        launch(jobs.train_where_one_rank_makes_no_groups, 2, quiet=True, deadline_s=1.5)
+
+
 def test_a_slow_checkpoint_is_no_hang(tmp_path):
     launch(jobs.save_slowly, 2, str(tmp_path / "run"), quiet=True, deadline_s=1.0)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]

@@ -149,9 +149,10 @@ class Engine:
         graph = dependency_graph(program)
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]
-        for transport in self.transports:
-            if isinstance(transport, DistributedTransport):
-                transport.prepare(sets, links)
+        with self.session.meeting():
+            for transport in self.transports:
+                if isinstance(transport, DistributedTransport):
+                    transport.prepare(sets, links)
         number = self.session.programs.setdefault(program.digest, len(self.session.programs))
         if self.session.folder and self.session.rank == 0:
             text.save(program, program_file(self.session.folder, number))

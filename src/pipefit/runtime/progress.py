@@ -9,16 +9,17 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["LOSS", "OUTSIDE", "PLACES", "SAVING", "Position", "Progress"]
+__all__ = ["LOSS", "MEETING", "OUTSIDE", "PLACES", "SAVING", "Position", "Progress"]
 
 _LAYOUT = struct.Struct("qqqqd")
 
 # Where a rank can be that is no instruction of a program.
-OUTSIDE, SAVING, LOSS = -1, -2, -3
+OUTSIDE, SAVING, LOSS, MEETING = -1, -2, -3, -4
 PLACES = {
     OUTSIDE: "between two passes, in the code of the user",
     SAVING: "saving or loading a checkpoint",
     LOSS: "waiting for the loss of the step",
+    MEETING: "making process groups with the others",
 }
 
 

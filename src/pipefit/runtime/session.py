@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
-from pipefit.runtime.progress import LOSS, OUTSIDE, SAVING, Progress
+from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, SAVING, Progress
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
@@ -74,6 +74,13 @@ class Session:
     def busy(self) -> Iterator[None]:
         """A checkpoint is saved or loaded: it takes as long as the disk needs, and no watchdog ends it."""
         self.progress.at(SAVING)
+        yield
+        self.progress.at(OUTSIDE)
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """This rank makes process groups with the others, all of which have come to this point."""
+        self.progress.at(MEETING)
         yield
         self.progress.at(OUTSIDE)
 

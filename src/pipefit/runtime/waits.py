@@ -9,7 +9,7 @@ from pipefit.ir.graph import dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.runtime.compiled import compile_rank
-from pipefit.runtime.progress import LOSS, OUTSIDE, PLACES, Position
+from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, PLACES, Position
 
 __all__ = ["hang_report", "waits_for"]
 
@@ -130,6 +130,8 @@ def _verdict(
         return f"rank {culprit} is stopped (by SIGSTOP or a debugger), {where}"
     if state in ("Z", ""):
         return f"rank {culprit} has ended without a word, {where}"
+    if positions[culprit].index == MEETING:
+        return f"rank {culprit} does not meet the others: {where}"
     if positions[culprit].index == OUTSIDE:
         return f"rank {culprit} has been outside the program too long: {where}"
     return f"rank {culprit} does not go on, though it waits for no other rank: {where}"

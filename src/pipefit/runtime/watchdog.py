@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
-from pipefit.runtime.progress import LOSS, Position, Progress
+from pipefit.runtime.progress import LOSS, MEETING, Position, Progress
 from pipefit.runtime.signals import STACK_SIGNAL, stack_file
 from pipefit.runtime.waits import hang_report
 
@@ -31,6 +31,8 @@ _FIRST_S = 600.0
 _FACTOR = 10.0
 _KEPT_PASSES = 31
 _ANSWER_S = 0.2
+# Where a rank waits for others outside its program, but in nobody's own code.
+_WATCHED = (LOSS, MEETING)
 
 
 def hang_file(folder: Path, rank: int) -> Path:
@@ -114,7 +116,7 @@ class Watchdog:
             # A process that was itself stopped must not take that time for a hang.
             stood_s = stood_s + min(now - before, 2 * interval) if position == seen else 0.0
             seen, before = position, now
-            if stood_s > self.deadline_s and (position.index >= 0 or position.index == LOSS):
+            if stood_s > self.deadline_s and (position.index >= 0 or position.index in _WATCHED):
                 self._end(position, stood_s)
 
     def _end(self, position: Position, stood_s: float) -> None:
