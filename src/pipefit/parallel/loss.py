@@ -57,7 +57,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, region: Region) -> Tensor:
-        highest = region.sum(logits.amax(1), dist.ReduceOp.MAX)
+        highest = region.sum(logits.amax(1), dist.ReduceOp.MAX, spent=True)
         shifted = logits - highest.unsqueeze(1)
         size = logits.shape[1]
         place = target - region.index * size
@@ -65,7 +65,7 @@ class _CrossEntropy(Function):
         place = place.clamp(0, size - 1).unsqueeze(1)
         picked = shifted.gather(1, place).squeeze(1) * here
         odds = shifted.exp_()
-        both = region.sum(torch.stack([odds.sum(1), picked]))
+        both = region.sum(torch.stack([odds.sum(1), picked]), spent=True)
         odds /= both[0].unsqueeze(1)
         ctx.save_for_backward(odds, place, here)
         return both[0].log() - both[1]

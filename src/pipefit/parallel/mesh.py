@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipefit.errors import ModelError, PlanError
 from pipefit.parallel.cut import Cut, TensorRule, rule_of
 from pipefit.parallel.region import Region
+from pipefit.parallel.threads import giving_way
 
 __all__ = ["Mesh", "divide", "make_mesh", "release", "widths_of"]
 
@@ -73,7 +74,8 @@ class Mesh:
         return part if cut is None else cut.shape(part, self.tensor)
 
 
-_meshes: dict[tuple[str, int, int], DeviceMesh] = {}
+_meshes: dict[tuple[str, int, int], tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup]] = {}
+"""By kind of device, ranks and width: the world it belongs to, the mesh, and the group of this process's rank."""
 
 
 def make_mesh(
@@ -99,13 +101,18 @@ def make_mesh(
     key = device.type, num_ranks, tensor
     world = dist.group.WORLD
     found = _meshes.get(key)
-    if found is None or getattr(found, "_pipefit_world", None) is not world:
+    if found is None or found[0] is not world:
         # Groups are made once: each costs threads and connections.
-        found = init_device_mesh(device.type, (num_ranks, tensor), mesh_dim_names=("rank", "tensor"))
-        found._pipefit_world = world
-        _meshes[key] = found
-    region = Region(found.get_group("tensor"), tensor, process % tensor, sequence)
-    return Mesh(tensor, process % tensor, region, devices=found)
+        with giving_way():
+            devices = init_device_mesh(device.type, (num_ranks, tensor), mesh_dim_names=("rank", "tensor"))
+            group = devices.get_group("tensor")
+            if group is world:
+                # Of a single rank it is that of everything else too, whose threads must not give way.
+                group = dist.new_group()
+        found = _meshes[key] = world, devices, group
+    _, devices, group = found
+    region = Region(group, tensor, process % tensor, sequence)
+    return Mesh(tensor, process % tensor, region, devices=devices)
 
 
 def divide(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:

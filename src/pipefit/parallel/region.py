@@ -51,7 +51,7 @@ class Region:
         return _Join.apply(x, self, 1) if self.sequence else _Enter.apply(x, self)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The output of a row-parallel product, summed in place."""
+        """The output of a row-parallel product, summed; nobody else may hold it."""
         return _Share.apply(x, self, 1) if self.sequence else _Leave.apply(x, self)
 
     def shared(self, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -85,16 +85,23 @@ class Region:
 
     # ---- what moves ------------------------------------------------------------------------------------------------
 
-    def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """All-reduce in place."""
+    def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM, *, spent: bool = False) -> Tensor:
+        """All-reduce, in a new tensor; one that is `spent` may itself become the result."""
         self.moved_bytes += 2 * (self.size - 1) / self.size * x.nbytes
-        dist.all_reduce(x, op, group=self.group)
-        return x
+        if self._is_pair(x):
+            other = self._exchanged(x)
+            return torch.maximum(other, x, out=other) if op == dist.ReduceOp.MAX else other.add_(x)
+        result = x if spent else x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(result, op, group=self.group)
+        return result
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
         """All-gather along a dimension."""
         self.moved_bytes += (self.size - 1) * x.nbytes
         x = x.contiguous()
+        if self._is_pair(x):
+            other = self._exchanged(x)
+            return torch.cat((other, x) if self.index else (x, other), dim)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.size,))
         dist.all_gather_single(out, x, group=self.group)
         if dim == 0:
@@ -104,10 +111,31 @@ class Region:
     def scattered(self, x: Tensor, dim: int) -> Tensor:
         """Reduce-scatter along a dimension that the processes divide."""
         self.moved_bytes += (self.size - 1) / self.size * x.nbytes
-        parts = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
-        out = torch.empty_like(parts[0])
-        dist.reduce_scatter_single(out, parts.flatten(0, 1), group=self.group)
-        return out
+        if self._is_pair(x):
+            parts = x.chunk(2, dim)
+            return self._exchanged(parts[1 - self.index]).add_(parts[self.index])
+        stacked = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
+        if x.is_cuda:
+            out = torch.empty_like(stacked[0])
+            dist.reduce_scatter_single(out, stacked.flatten(0, 1), group=self.group)
+            return out
+        # Gloo would sum all of it on every process: here parts are exchanged, and each adds up its own.
+        given = torch.empty_like(stacked)
+        dist.all_to_all_single(given, stacked, group=self.group)
+        return given.sum(0)
+
+    def _is_pair(self, x: Tensor) -> bool:
+        """Two processes on CPUs have as little to send, and wait only once, where each gives the other what it has."""
+        return self.size == 2 and not x.is_cuda
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        """What the other of two processes gives for x; a tensor of its own."""
+        x = x.contiguous()
+        other, peer = torch.empty_like(x), 1 - self.index
+        coming = self.group.recv([other], peer, 0)
+        self.group.send([x], peer, 0).wait()
+        coming.wait()
+        return other
 
 
 def _mask(x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
@@ -124,15 +152,16 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        # Others may hold the same gradient, so it is summed in a copy.
-        return ctx.region.sum(grad.clone(memory_format=torch.contiguous_format)), None
+        return ctx.region.sum(grad), None
 
 
 class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.mark_dirty(x)
-        return region.sum(x)
+        result = region.sum(x, spent=True)
+        if result is x:
+            ctx.mark_dirty(x)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -179,6 +208,6 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        flat = ctx.region.sum(torch.cat([grad.reshape(-1) for grad in grads]))
+        flat = ctx.region.sum(torch.cat([grad.reshape(-1) for grad in grads]), spent=True)
         parts = flat.split([grad.numel() for grad in grads])
         return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))
