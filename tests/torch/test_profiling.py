@@ -484,7 +484,8 @@ def test_samples_inside_and_between_hosts_make_two_levels():
         return [LinkSample(a, b, n, latency_s + n / bandwidth) for n in (1000, 1_000_000)]
 
     samples = sample(0, 1, 1e-5, 1e10) + sample(2, 3, 1e-5, 1e10) + sample(0, 2, 1e-3, 1e8)
-    topology = topology_of(samples, world=4, per_host=2, each=Device(), name="two hosts")
+    topology = topology_of(samples, world=4, per_host=2, each=Device(), name="two hosts", cores=1)
+    assert topology.machine == (2, 1)
     assert [(level.name, level.width) for level in topology.levels] == [("host", 2), ("network", 2)]
     assert [level.latency_s for level in topology.levels] == pytest.approx([1e-5, 1e-3])
     assert [level.bandwidth_bytes_per_s for level in topology.levels] == pytest.approx([1e10, 1e8])
@@ -542,6 +543,7 @@ def test_every_rank_learns_the_same_links(tmp_path):
     assert texts[0] == texts[1]
     (level,) = Topology.parse(texts[0]).levels
     assert level.width == 2
+    assert level.cores == len(os.sched_getaffinity(0))
     assert level.latency_s == pytest.approx(1e-5)
     assert level.bandwidth_bytes_per_s == pytest.approx(1e9)
 

@@ -149,6 +149,13 @@ class CostModel:
         level = self.topology.level_between(source * t, target * t + (t - 1 if inside else 0))
         return level.bandwidth_bytes_per_s, level.latency_s
 
+    def machine_of(self, rank: int) -> tuple[int, float]:
+        """The machine of a rank, and how many ranks can compute there at once: cores / processes of a rank."""
+        if self.topology is None:
+            return rank, math.inf
+        span, cores = self.topology.machine
+        return rank * self.tensor // span, cores / self.tensor
+
     def message_s(self, send: Instruction, rank: int) -> float:
         """Seconds from the moment both sides have posted a message until it is there: latency + bytes / bandwidth.
 

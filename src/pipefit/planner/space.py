@@ -214,9 +214,11 @@ def _groups_fit(topology: Topology, tensor: int) -> bool:
 def _grouped(topology: Topology, tensor: int) -> Topology:
     levels, rest = [], tensor
     for level in topology.levels:
-        levels.append(Level(level.name, max(level.width // rest, 1), level.bandwidth_bytes_per_s, level.latency_s))
+        cores = level.cores and level.cores / tensor
+        width = max(level.width // rest, 1)
+        levels.append(Level(level.name, width, level.bandwidth_bytes_per_s, level.latency_s, cores))
         rest = max(rest // level.width, 1)
-    kept = [level for level in levels if level.width > 1] or levels[-1:]
+    kept = [level for level in levels if level.width > 1 or level.cores] or levels[-1:]
     devices: tuple[Device, ...] = ()
     if topology.devices:
         groups = (topology.devices[k : k + tensor] for k in range(0, len(topology.devices), tensor))

@@ -6,6 +6,7 @@ share a link.
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 import zlib
@@ -85,7 +86,8 @@ def measure_links(
 ) -> Topology:
     """Measures the links among the ranks of an initialised process group; every rank calls it and gets the answer.
 
-    Ranks on one host form the inner level, hosts the outer one, when every host has as many ranks, in order.
+    Ranks on one host form the inner level, hosts the outer one, when every host has as many ranks, in order. The inner
+    level also gets the cores that they share.
 
     Args:
         group: None: the default group.
@@ -110,11 +112,13 @@ def measure_links(
         # Everybody learns what rank a measured, and nobody disturbs the next pair.
         dist.broadcast(seconds, _global_rank(group, a), group=group)
         samples += [LinkSample(a, b, size, time_s) for size, time_s in zip(sizes, seconds.tolist(), strict=True)]
-    return topology_of(samples, world, per_host, each or Device(), name)
+    return topology_of(samples, world, per_host, each or Device(), name, _cores(group, per_host))
 
 
-def topology_of(samples: Sequence[LinkSample], world: int, per_host: int, each: Device, name: str) -> Topology:
-    """Levels fitted to samples: links inside a host and, where there are several hosts, between them."""
+def topology_of(
+    samples: Sequence[LinkSample], world: int, per_host: int, each: Device, name: str, cores: int | None = None
+) -> Topology:
+    """Levels fitted to samples: links inside a host, with its cores, and where there are several, between them."""
     inner = [sample for sample in samples if sample.source // per_host == sample.target // per_host]
     outer = [sample for sample in samples if sample.source // per_host != sample.target // per_host]
     levels = []
@@ -122,7 +126,7 @@ def topology_of(samples: Sequence[LinkSample], world: int, per_host: int, each: 
         if chosen:
             by_size = {size: median_low(s.seconds for s in chosen if s.num_bytes == size) for size in _sizes(chosen)}
             latency_s, bandwidth = fit_link(list(by_size), list(by_size.values()))
-            levels.append(Level(label, width, bandwidth, latency_s))
+            levels.append(Level(label, width, bandwidth, latency_s, cores if chosen is inner else None))
     return Topology(tuple(levels), device=each, name=name)
 
 
@@ -188,6 +192,16 @@ def _ranks_per_host(group: Any, device: torch.device | str) -> int:
     runs = [hosts[start : start + width] for start in range(0, world, width)]
     even = all(len(set(run)) == 1 and len(run) == width for run in runs) and len({run[0] for run in runs}) == len(runs)
     return width if even else 1
+
+
+def _cores(group: Any, per_host: int) -> int | None:
+    """Cores that the ranks of a host compute on together, the fewest of all hosts; None where GPUs do the work."""
+    if torch.cuda.is_available() or not hasattr(os, "sched_getaffinity"):
+        return None
+    theirs: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(theirs, os.sched_getaffinity(0), group=group)
+    hosts = (theirs[first : first + per_host] for first in range(0, len(theirs), per_host))
+    return min(len(set().union(*host)) for host in hosts)
 
 
 def _pairs(world: int, per_host: int) -> list[tuple[int, int]]:

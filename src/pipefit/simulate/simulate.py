@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise, repeat
@@ -15,6 +16,7 @@ from pipefit.ir.program import Program
 from pipefit.simulate.engine import Engine, Prices
 from pipefit.simulate.layout import Layout, layout_of
 from pipefit.simulate.memory import memory_over_time
+from pipefit.simulate.sharing import Machine, SharingEngine
 from pipefit.timeline import Event, Timeline
 
 __all__ = ["collector_paused", "simulate"]
@@ -35,7 +37,8 @@ def simulate(
 
     Every rank issues its list in order. An instruction of the compute lane starts when the rank is free and what it
     needs has arrived. Any other is issued and completes by itself: a message starts when both sides have posted it, a
-    reduction when all members have, a copy when its lane is free.
+    reduction when all members have, a copy when its lane is free. Where a machine of the topology has fewer cores than
+    processes, those that work at the same time share them evenly.
 
     >>> from pipefit.schedules import Shape, generate
     >>> program = generate("1f1b", Shape(depth=4, num_microbatches=8))
@@ -99,11 +102,24 @@ def _run(
     layout = layout_of(program)
     _check(layout)
     prices = _prices(layout, cost, contention, blocked, rendezvous)
-    engine = Engine(layout, prices, repeats, contention)
+    engine = _engine(layout, prices, repeats, contention, cost)
     engine.run()
     if min(engine.end, default=0) < 0:
         raise InvalidProgramError(_hang(engine))
     return engine
+
+
+def _engine(layout: Layout, prices: Prices, repeats: int, contention: bool, cost: CostModel) -> Engine:
+    """The clock, or that of ranks that share cores where a machine has more of them than it has cores."""
+    places = [cost.machine_of(rank) for rank in range(len(layout.graph.program.ranks))]
+    cores = dict(places)
+    crowds = Counter(machine for machine, _ in places)
+    if all(crowds[machine] <= num for machine, num in cores.items()):
+        return Engine(layout, prices, repeats, contention)
+    numbers = {machine: number for number, machine in enumerate(cores)}
+    machines = [Machine(num) for num in cores.values()]
+    of = [numbers[machine] for machine, _ in places]
+    return SharingEngine(layout, prices, repeats, contention, machines=machines, machine_of=of)
 
 
 def _check(layout: Layout) -> None:

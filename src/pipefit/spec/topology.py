@@ -32,12 +32,22 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One level of the network: `width` units of the level below, joined by links of this bandwidth and latency."""
+    """One level of the network: `width` units of the level below, joined by links of this bandwidth and latency.
+
+    Attributes:
+        name: for people.
+        width: units of the level below; of the innermost, devices.
+        bandwidth_bytes_per_s: of its links.
+        latency_s: of its links.
+        cores: processor cores that all devices of one unit of this level share, where a device is a process; None: each
+            has its own.
+    """
 
     name: str
     width: int
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
+    cores: float | None = None
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +101,8 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
             if not level.latency_s >= 0:
                 raise TopologyError(f"levels[{index}].latency_s: expected 0 or more, got {level.latency_s}")
+            if level.cores is not None and not level.cores > 0:
+                raise TopologyError(f"levels[{index}].cores: expected more than 0, got {level.cores}")
         if self.devices and len(self.devices) != self.num_devices:
             raise TopologyError(
                 f"devices: expected {self.num_devices} (the product of the widths), got {len(self.devices)}"
@@ -124,10 +136,31 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return level
         raise TopologyError(f"ranks {a} and {b} are not both among the {self.num_devices} devices of this topology")
 
+    @property
+    def machine(self) -> tuple[int, float]:
+        """Devices of a machine, and the cores that they share: those of the innermost level that has a number of them.
+
+        >>> Topology.local(3, cores=2).machine
+        (3, 2)
+        """
+        span = 1
+        for level in self.levels:
+            span *= level.width
+            if level.cores is not None:
+                return span, level.cores
+        return 1, math.inf
+
     @classmethod
-    def local(cls, num_devices: int, bandwidth_bytes_per_s: float = 2e9, latency_s: float = 100e-6) -> Topology:
+    def local(
+        cls,
+        num_devices: int,
+        bandwidth_bytes_per_s: float = 2e9,
+        latency_s: float = 100e-6,
+        cores: float | None = None,
+    ) -> Topology:
         """Processes of this machine: one level. The defaults are Gloo's usual figures over loopback."""
-        return cls((Level("machine", num_devices, bandwidth_bytes_per_s, latency_s),), name=f"local:{num_devices}")
+        level = Level("machine", num_devices, bandwidth_bytes_per_s, latency_s, cores)
+        return cls((level,), name=f"local:{num_devices}")
 
     @classmethod
     def parse(cls, text: str, where: str = "topology") -> Topology:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,7 +41,7 @@ def links_of(session: Session, num_ranks: int) -> Topology:
             return measure_links(repeats=8)
         except TopologyError:
             continue
-    return Topology.local(num_ranks)
+    return Topology.local(num_ranks, cores=os.cpu_count())
 
 
 def cost_of(
