@@ -6,7 +6,17 @@ import pipefit.draw.shelf
 from pipefit.draw.drawing import draw, gallery
 from pipefit.draw.encode import Entry
 from pipefit.draw.scene import scene_of
-from pipefit.draw.shelf import CHUNKS, FILE, MICROBATCHES, STAGES, pack
+from pipefit.draw.shelf import (
+    CHUNKS,
+    FILE,
+    MICROBATCHES,
+    SLOTS,
+    SPILLED_FILE,
+    SPILLED_MICROBATCHES,
+    SPILLED_STAGES,
+    STAGES,
+    pack,
+)
 from pipefit.ir import Spill
 from pipefit.ir.text import save
 from pipefit.schedules import Shape, generate
@@ -37,18 +47,24 @@ SHAPES = {
     ),
 }
 
-SHELF = Path(pipefit.draw.shelf.__file__).with_name(FILE)
+SHELVES = Path(pipefit.draw.shelf.__file__).parent
 
 
-def shelf_now() -> bytes:
-    """The drawings made ahead, as they would be made today."""
+def shelves_now() -> dict[str, bytes]:
+    """The drawings made ahead, as they would be made today: files and what is in them."""
     pricing = draw("1f1b", 1, 1).pricing
     made = gallery(pricing, stages=STAGES, microbatches=MICROBATCHES, chunks=CHUNKS)
-    return pack(Entry(name, scene_of(timeline)) for name, timeline in made)
+    one = {"schedules": ["spilled"], "stages": SPILLED_STAGES, "microbatches": SPILLED_MICROBATCHES}
+    spilled = gallery(pricing, **one, chunks=(1,), slots=SLOTS)
+    return {
+        file: pack(Entry(name, scene_of(timeline)) for name, timeline in found)
+        for file, found in ((FILE, made), (SPILLED_FILE, spilled))
+    }
 
 
 if __name__ == "__main__":
-    SHELF.write_bytes(shelf_now())
+    for file, data in shelves_now().items():
+        (SHELVES / file).write_bytes(data)
     FOLDER.mkdir(exist_ok=True)
     for name, (schedule, shape) in SHAPES.items():
         save(generate(schedule, shape), FOLDER / f"{name}.pipe")

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from tests import golden
@@ -17,13 +18,14 @@ from pipefit.cost import CostModel
 from pipefit.draw import chart, grid, html, save
 from pipefit.draw.caption import TITLES
 from pipefit.draw.drawing import draw, gallery
-from pipefit.draw.encode import Entry, decode_boxes, encode_scene, to_script
+from pipefit.draw.encode import Entry, decode_boxes, decode_copies, encode_scene, to_script, to_text
 from pipefit.draw.look import chunk_colour
 from pipefit.draw.reasons import Why, critical_path, reasons
-from pipefit.draw.scene import scene_of
+from pipefit.draw.scene import Box, scene_of
+from pipefit.draw.slots import stays_of
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError, ScheduleError
-from pipefit.ir import bwd, fwd
+from pipefit.ir import Op, bwd, fwd
 from pipefit.ir.text import load
 from pipefit.schedules import Shape, find, generate, names, registry, schedule
 from pipefit.simulate import simulate
@@ -97,7 +99,7 @@ def test_a_scaled_grid_gives_each_kind_as_many_columns_as_its_time_is_worth(widt
 def test_a_box_waits_for_the_message_that_came_last_and_else_for_its_rank():
     scene = scene_of(timeline_of("1f1b", Shape(2, 3)))
     found = {box.short: reason for box, reason in zip(scene.boxes, reasons(scene), strict=True)}
-    by = {name: scene.boxes[reason.box].short for name, reason in found.items() if reason.box >= 0}
+    by = {name: scene.boxes[reason.item].short for name, reason in found.items() if reason.item >= 0}
     assert found["F0.0"].why is Why.START
     assert (found["B0.0"].why, by["B0.0"]) == (Why.MESSAGE, "B1.0")
     assert (found["F1.0"].why, by["F1.0"]) == (Why.MESSAGE, "F0.0")
@@ -155,6 +157,71 @@ def test_the_data_in_the_page_comes_back_as_the_boxes_it_was_made_from(name, sha
         assert (box.start_s, box.end_s) == pytest.approx((own.start_s, own.end_s))
 
 
+SPILLED = [
+    ("spilled", (5, 3), {}),
+    ("spilled", (4, 2), {"slots": 1, "activations": True}),
+    ("interleaved", (2, 4, 3), {"slots": 2}),
+    ("1f1b", (3, 4), {"slots": 1, "copy": 0.7}),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
+def test_the_copies_in_the_page_come_back_as_the_bars_they_were_made_from(name, shape, options):
+    scene = scene_of(draw(name, *shape, **options).timeline)
+    data = json.loads(to_text(Entry("x", scene)))
+    found = reasons(scene)
+    assert [reason for _, reason in decode_boxes(data)] == found[: len(scene.boxes)]
+    copies = decode_copies(data)
+    assert len(copies) == len(scene.copies) == sum(i.op in (Op.FETCH, Op.EVICT) for _, _, i in scene.timeline.program)
+    for (bar, reason), own, why in zip(copies, scene.copies, found[len(scene.boxes) :], strict=True):
+        assert (bar.rank, bar.kind, bar.short, bar.mb) == (own.rank, own.kind, own.short, own.mb)
+        assert (bar.start_s, bar.end_s) == pytest.approx((own.start_s, own.end_s), abs=1e-5)
+        assert (reason.why, reason.item) == (why.why, why.item)
+        assert reason.waited_s == pytest.approx(why.waited_s, abs=1e-5)
+
+
+@pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
+def test_what_something_waited_for_was_over_when_it_began(name, shape, options):
+    scene = scene_of(draw(name, *shape, **options).timeline)
+    for item, reason in zip(scene.items, reasons(scene), strict=True):
+        assert reason.item < 0 or scene.items[reason.item].end_s <= item.start_s + 1e-9
+    path = [scene.items[number] for number in critical_path(scene)]
+    assert path[-1].end_s == scene.facts.makespan_s
+
+
+def test_a_forward_waits_for_its_weights_and_a_fetch_for_its_slot():
+    scene = scene_of(draw("spilled", 4, 4).timeline)
+    found: dict[tuple[str, str], tuple[Why, str]] = {}
+    for item, why in zip(scene.items, reasons(scene), strict=True):
+        first = (
+            item.letter if isinstance(item, Box) else item.kind,
+            item.short,
+        )  # w1 comes a second time for its backward
+        found.setdefault(first, (why.why, scene.items[why.item].short))
+    assert found["F", "F0.0"] == (Why.COPY, "w0")
+    assert found["fetch", "w1"] == (Why.LANE, "w0")  # the second copy of the lane
+    assert found["fetch", "w2"] == (Why.RANK, "F0.3")  # the last use of what was in its slot
+    assert found["fetch", "o2"] == (Why.COPY, "o3")
+    assert found["evict", "w3"] == (Why.LANE, "o3")
+
+
+@pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
+def test_a_slot_holds_one_stage_at_a_time_and_whatever_a_rank_computes_lies_in_one(name, shape, options):
+    scene = scene_of(draw(name, *shape, **options).timeline)
+    stays = [stay for stay in stays_of(scene) if stay.kind == "weights"]
+    assert len(stays) == sum(bar.kind == "fetch" and bar.what == "weights" for bar in scene.copies)
+    assert {stay.slot for stay in stays} == set(range(options.get("slots", 2)))
+    for before, after in pairwise(stays):
+        assert (before.rank, before.slot) != (after.rank, after.slot) or before.end_s <= after.start_s + 1e-9
+    for box in scene.boxes:
+        assert any(
+            (stay.rank, stay.stage) == (box.rank, box.stage)
+            and stay.start_s <= box.start_s
+            and box.end_s <= stay.end_s + 1e-9
+            for stay in stays
+        )
+
+
 def test_times_that_are_no_simple_fractions_come_back_to_a_millionth_of_the_makespan():
     program = generate("1f1b", Shape(3, 5))
     timeline = simulate(program, CostModel.unit(program.header, 0.00123457, 0.00271828), rendezvous=False)
@@ -187,9 +254,18 @@ def test_a_page_without_timelines_is_refused():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
-def test_a_browser_draws_every_instruction_of_the_page_and_tells_why_one_waited(tmp_path):
-    timeline = timeline_of("1f1b", Shape(4, 8))
-    press = "for (const key of ['ArrowRight', 'ArrowDown']) document.querySelector('.scroll').dispatchEvent("
+@pytest.mark.parametrize(
+    ("drawing", "keys", "told"),
+    [
+        (("1f1b", 4, 8), ["Right", "Down"], "it waited for the message of F0.0 on rank 0"),
+        (("spilled", 4, 4), ["Right"], "it waited for the weights of stage 0 to arrive"),
+        (("spilled", 4, 4), ["Right", "Down"], "fetch w1</b> brings the weights of stage 1 from the host"),
+        (("spilled", 4, 4), ["Right", "Down"], "its lane was busy with fetch w0"),
+    ],
+)
+def test_a_browser_draws_every_item_of_the_page_and_tells_why_one_waited(drawing, keys, told, tmp_path):
+    timeline = draw(*drawing).timeline
+    press = f"for (const key of {['Arrow' + key for key in keys]}) document.querySelector('.scroll').dispatchEvent("
     press += "new KeyboardEvent('keydown', {key, bubbles: true}));"
     path = tmp_path / "page.html"
     path.write_text(html(timeline).replace("</body>", f"<script>{press}</script></body>"), encoding="utf-8")
@@ -203,9 +279,10 @@ def test_a_browser_draws_every_instruction_of_the_page_and_tells_why_one_waited(
     ]
     command += ["--disable-sync", "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=60)
-    boxes = scene_of(timeline).boxes
-    assert len(re.findall(r'<rect class="cell ', done.stdout)) == len(boxes)
-    assert "it waited for the message of F0.0 on rank 0" in done.stdout
+    scene = scene_of(timeline)
+    assert len(re.findall(r'<rect class="cell ', done.stdout)) == len(scene.items)
+    assert done.stdout.count('class="stay"') == len(stays_of(scene) if scene.copies else [])
+    assert told in done.stdout
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -316,10 +393,11 @@ def test_the_page_of_a_drawing_begins_with_it_and_offers_every_schedule_in_its_s
 
 def test_the_drawings_made_ahead_are_those_of_today():
     # After a change that is meant: `make golden`.
-    now, kept = (
-        gzip.decompress(data).decode().splitlines() for data in (golden.shelf_now(), golden.SHELF.read_bytes())
-    )
-    assert now == kept
+    for file, data in golden.shelves_now().items():
+        now, kept = (
+            gzip.decompress(found).decode().splitlines() for found in (data, (golden.SHELVES / file).read_bytes())
+        )
+        assert now == kept
 
 
 @pytest.mark.parametrize(("p", "m", "latency"), [(4, 8, 0), (4, 8, 0.5), (3, 6, 0)])
@@ -337,8 +415,36 @@ def test_a_page_offers_the_other_schedules_in_its_shape_and_its_own_in_other_sha
     assert begin == 1 + latency
 
 
-def test_a_page_is_made_in_half_a_second_imports_included():
-    code = "import pipefit.draw; pipefit.draw('1f1b', 8, 64).html()"
+def choices_of(page):
+    data = json.loads(collect(page).texts["data"])
+    found = [(entry["name"], entry["p"], entry["m"], entry["v"], entry.get("s", 0)) for entry in data]
+    assert len(set(found)) == len(found)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"copy": 1}, {"prefetch": 0}, {"tier": "disk"}])
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (6, 3)])
+def test_the_page_of_one_device_offers_slots_stages_and_microbatches(stages, microbatches, options):
+    name = TITLES["spilled"]
+    found = choices_of(draw("spilled", stages, microbatches, **options).html())
+    assert found[0] == (name, 1, microbatches, stages, 2)
+    assert {(name, 1, microbatches, stages, slots) for slots in (1, 2, 3)} <= set(found)
+    assert {name} == {entry[0] for entry in found}
+    assert len({m for _, _, m, _, _ in found}) > 2 and len({v for _, _, _, v, _ in found}) > 1
+
+
+def test_the_page_of_a_spilled_pipeline_offers_other_slots_none_and_other_schedules():
+    found = choices_of(draw("interleaved", 2, 4, 2, slots=2).html())
+    name = TITLES["interleaved"]
+    assert found[0] == (name, 2, 4, 2, 2)
+    assert {(name, 2, 4, 2, slots) for slots in (0, 1, 2)} <= set(found)
+    assert {("1F1B", 2, 4, 1, 0), ("Breadth-first", 2, 4, 2, 2)} <= set(found)
+    assert not any(entry[0] == TITLES["pipedream"] for entry in found)
+
+
+@pytest.mark.parametrize("drawing", ["'1f1b', 8, 64", "'spilled', 8, 16", "'interleaved', 4, 8, 4, slots=2"])
+def test_a_page_is_made_in_half_a_second_imports_included(drawing):
+    code = f"import pipefit.draw; pipefit.draw({drawing}).html()"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert min(processor_s(code, env)[0] for _ in range(3)) < 0.6
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +12,21 @@ import msgspec
 
 from pipefit.cost import CostModel, unit
 from pipefit.draw.caption import title_of
+from pipefit.draw.choices import How, Pricing, gallery, others, simulated, spilled, updates_of
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
 from pipefit.draw.save import save
 from pipefit.draw.scene import scene_of
-from pipefit.draw.shelf import MICROBATCHES, STAGES, on_shelf, shelf
-from pipefit.draw.still import still
+from pipefit.draw.shelf import SPILLED_FILE, Stored, shelf
 from pipefit.draw.svg import svg
-from pipefit.errors import ScheduleError
-from pipefit.ir.program import Header, Program, WeightRule
-from pipefit.ir.spill import Spill
-from pipefit.schedules import Schedule, Shape, find, names
-from pipefit.simulate import metrics, simulate
+from pipefit.ir.program import Header, Program
+from pipefit.schedules import Schedule, Shape, find
+from pipefit.simulate import metrics
 from pipefit.timeline import Timeline
 
 __all__ = ["Drawing", "draw", "drawing_of", "gallery"]
 
-_DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
-_MOST_FORWARDS = 1000  # of all that is drawn anew for the choices of a page: a tenth of a second
 _RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is surely steady
-Pricing = Callable[[Header], CostModel]
 
 
 @dataclass(frozen=True)
@@ -47,6 +40,7 @@ class Drawing:
         forward: time of a micro-batch's forward on a rank.
         backward: likewise of its backward.
         pricing: the costs for other programs, for the page's choices.
+        how: its stages spill, if they do.
     """
 
     timeline: Timeline
@@ -55,6 +49,7 @@ class Drawing:
     backward: float
     pricing: Pricing
     steady: Program | None = None
+    how: How | None = None
 
     @property
     def program(self) -> Program:
@@ -80,49 +75,28 @@ class Drawing:
         Args:
             choices: the others, such as `gallery` makes; True: schedules and shapes around this one, at the same costs.
             options: as for `pipefit.draw.html`.
-
-        A program that spills has a page of its own, without choices: its lanes of copies.
         """
-        if self.program.header.spill is not None:
-            return still(self.timeline, **options)
         own = (title_of(self.program.header.schedule), self.timeline)
-        others = (self._others() if choices else []) if isinstance(choices, bool) else choices
+        given = (self._others() if choices else []) if isinstance(choices, bool) else choices
         shape = _shape_key(self.timeline)
-        kept = [(name, timeline) for name, timeline in others if _shape_key(timeline) != shape]
+        kept = [(name, timeline) for name, timeline in given if _shape_key(timeline) != shape]
         options.setdefault("compare", False)
         if choices is True and self._is_lecture:
-            options.setdefault("more", shelf())
+            options.setdefault("more", self._shelf())
         return html([own, *kept], **options)
+
+    def _others(self) -> list[tuple[str, Timeline]]:
+        return others(scene_of(self.timeline).facts, self.pricing, self.how, self._is_lecture)
+
+    def _shelf(self) -> Sequence[Stored]:
+        if self.how is None:
+            return shelf()
+        return shelf(SPILLED_FILE) if find(self.program.header.schedule).spills and self.how == How() else ()
 
     @property
     def _is_lecture(self) -> bool:
         """Whether it has the costs of the drawings that were made ahead."""
         return self.cost == unit(self.program.header, 1, 2)
-
-    def _others(self) -> list[tuple[str, Timeline]]:
-        """What the page offers beside the drawing and what the shelf holds, as far as that takes no time to speak of.
-
-        First the other schedules in the drawing's own shape; then, for costs that the shelf has not, its own schedule
-        in other shapes.
-        """
-        facts = scene_of(self.timeline).facts
-        own = facts.depth, facts.num_microbatches, facts.num_chunks
-        chunks = sorted({1, facts.num_chunks}, reverse=True)
-        wanted = [(name, (*own[:2], several)) for name in _house() for several in chunks]
-        if self._is_lecture:
-            wanted = [(name, shape) for name, shape in wanted if not on_shelf(*shape)]
-        else:
-            wanted += [(facts.schedule, shape) for shape in product(STAGES, MICROBATCHES, chunks) if shape != own]
-        found: list[tuple[str, Timeline]] = []
-        left = _MOST_FORWARDS
-        for name, shape in wanted:
-            left -= math.prod(shape)
-            if left < 0:
-                break
-            found += gallery(
-                self.pricing, schedules=[name], stages=[shape[0]], microbatches=[shape[1]], chunks=[shape[2]]
-            )
-        return found
 
     def save(self, path: str | Path, **options: Any) -> Path:
         """Writes the drawing; its kind is the suffix of the path, as for `pipefit.draw.save`."""
@@ -202,7 +176,7 @@ def draw(
         PlanError: the costs contradict each other.
     """
     made = find(schedule) if isinstance(schedule, str) else schedule
-    per_update, steps = _updates(made, num_microbatches, num_steps)
+    per_update, steps = updates_of(made, num_microbatches, num_steps)
     shape = Shape(
         depth=num_stages,
         num_microbatches=per_update,
@@ -212,12 +186,9 @@ def draw(
         recompute=(None if recompute else ()) if isinstance(recompute, bool) else tuple(recompute),
         options=options,
     )
-    if slots is not None or made.spills:
-        num_stages = made(shape).header.num_stages
-        several = 2 if slots is None else slots
-        shape = msgspec.structs.replace(
-            shape, spill=Spill.of(num_stages, several, optim_slots, tier, activations), prefetch=prefetch
-        )
+    how = How(optim_slots, tier, prefetch, activations) if slots is not None or made.spills else None
+    if how:
+        shape = spilled(made, shape, 2 if slots is None else slots, how)
 
     def pricing(header: Header) -> CostModel:
         return unit(header, forward, backward, input=input, weight=weight, latency=latency, copy=copy)
@@ -227,12 +198,13 @@ def draw(
     share = program.header.num_stages / program.header.num_ranks
     both = cost.backward_input_s[0] + cost.backward_weight_s[0]
     return Drawing(
-        timeline=_simulated(program, cost, memory=True),
+        timeline=simulated(program, cost, memory=True),
         cost=cost,
         forward=forward,
         backward=float(both * share),
         pricing=pricing,
         steady=None if made.is_synchronous else made(_long(shape)),
+        how=how,
     )
 
 
@@ -243,50 +215,9 @@ def drawing_of(program: Program, forward: float = 1, backward: float = 2) -> Dra
         return unit(header, forward, backward)
 
     cost = pricing(program.header)
-    return Drawing(_simulated(program, cost, memory=True), cost, forward, backward, pricing)
-
-
-def gallery(
-    pricing: Pricing,
-    *,
-    schedules: Iterable[str] | None = None,
-    stages: Iterable[int] = (2, 4, 8),
-    microbatches: Iterable[int] = (4, 8, 16, 32),
-    chunks: Iterable[int] = (1, 2),
-) -> list[tuple[str, Timeline]]:
-    """Schedules of a modest range of shapes, simulated, for the choices of a page; what has no meaning is left out."""
-    stages, microbatches, chunks = list(stages), list(microbatches), list(chunks)
-    found = []
-    for name in _house() if schedules is None else schedules:
-        made = find(name)
-        for depth, count, several in ((p, m, v) for p in stages for m in microbatches for v in chunks):
-            per_update, steps = _updates(made, count, None)
-            try:
-                program = made(Shape(depth, per_update, several, steps))
-            except ScheduleError:
-                continue
-            found.append((title_of(name), _simulated(program, pricing(program.header), memory=False)))
-    return found
-
-
-def _house() -> list[str]:
-    """All schedules over ranks; the two that pipelines are measured against come last."""
-    over_ranks = (name for name in names() if not find(name).spills)
-    return sorted(over_ranks, key=lambda name: name in ("naive", "data-parallel"))
-
-
-def _simulated(program: Program, cost: CostModel, memory: bool) -> Timeline:
-    # The papers' pictures: a message leaves when it is sent, however late its receive is posted.
-    return simulate(program, cost, rendezvous=False, memory=memory)
-
-
-def _updates(schedule: Schedule, num_microbatches: int, num_steps: int | None) -> tuple[int, int]:
-    """Micro-batches per update, and updates: within one update no asynchronous schedule would show its versions."""
-    if num_steps is not None:
-        return num_microbatches, num_steps
-    if schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL):
-        return 1, num_microbatches
-    return num_microbatches, _DOUBLE_UPDATES if schedule.weights is WeightRule.DOUBLE else 1
+    spill = program.header.spill
+    how = How(spill.optim_slots, spill.tier, None, spill.activations) if spill else None
+    return Drawing(simulated(program, cost, memory=True), cost, forward, backward, pricing, how=how)
 
 
 def _long(shape: Shape) -> Shape:
@@ -296,4 +227,4 @@ def _long(shape: Shape) -> Shape:
 
 def _shape_key(timeline: Timeline) -> tuple[object, ...]:
     header = timeline.program.header
-    return header.schedule, header.placement, header.num_microbatches, header.num_steps
+    return header.schedule, header.placement, header.num_microbatches, header.num_steps, header.spill

@@ -1,4 +1,4 @@
-"""Timelines as compact JSON for the page, and back: integers, eight per box."""
+"""Timelines as compact JSON for the page, and back: integers, eight per box and nine per copy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 
 from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
-from pipefit.draw.scene import Box, Scene
+from pipefit.draw.scene import COPY_LANES, Box, Scene, Thin
+from pipefit.draw.slots import stays_of
 from pipefit.ir.op import Op
+from pipefit.ir.spill import MOVED
 from pipefit.units import format_bytes
 
-__all__ = ["LETTERS", "Entry", "decode_boxes", "encode_scene", "to_script", "to_text"]
+__all__ = ["LETTERS", "Entry", "decode_boxes", "decode_copies", "encode_scene", "to_script", "to_text"]
 
 LETTERS = "FRBIWS"
-_FIELDS = 8
+_FIELDS, _COPY_FIELDS = 8, 9
 _FINEST = 1_000_000  # ticks of a timeline whose times are no multiples of a simple fraction
 
 
@@ -30,7 +32,10 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     """A scene as JSON data.
 
     `ranks[r]` has, for each box of rank r in turn: letter, chunk, micro-batch, version, ticks since the end of the box
-    before, ticks of its own, why it waited, and how many boxes back the one it waited for is. A tick is `tick` seconds.
+    before, ticks of its own, why it waited, and how many items back the one it waited for is. A tick is `tick` seconds.
+    Copies come after all boxes in this count. A program that spills also has, by rank, its `copies`: lane, what is
+    moved, stage, micro-batch, ticks at its start, of its own and of its wait, why it waited and how many items back;
+    and what lies in each of its `slots`: what it is for, number, then stage, start and length in turn.
     """
     facts, found = scene.facts, reasons(scene)
     tick = _tick(scene)
@@ -53,6 +58,29 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
         "bytes": [format_bytes(size) for size in facts.peak_bytes],
         "stages": [list(own) for own in scene.stages],
         "ranks": [_row(scene, rank, found, tick) for rank in range(scene.num_ranks)],
+        **(_spilled(scene, found, tick) if facts.slots else {}),
+    }
+
+
+def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
+    spill = scene.timeline.program.header.spill
+    assert spill is not None
+    copies: list[list[int]] = [[] for _ in scene.stages]
+    for number, bar in enumerate(scene.copies, len(scene.boxes)):
+        reason = found[number]
+        start, end = round(bar.start_s / tick), round(bar.end_s / tick)
+        copies[bar.rank] += (COPY_LANES.index(bar.kind), MOVED.index(bar.what), bar.stage, bar.mb, start, end - start)
+        back = number - reason.item if reason.why is not Why.START else 0
+        copies[bar.rank] += (round(reason.waited_s / tick), int(reason.why), back)
+    slots: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]
+    for stay in stays_of(scene):
+        lane = slots[stay.rank].setdefault((stay.kind, stay.slot), [])
+        lane += (stay.stage, round(stay.start_s / tick), round(stay.end_s / tick) - round(stay.start_s / tick))
+    return {
+        "s": spill.weights_slots,
+        "tier": spill.tier,
+        "copies": copies,
+        "slots": [[[MOVED.index(kind), slot, *row] for (kind, slot), row in own.items()] for own in slots],
     }
 
 
@@ -62,7 +90,7 @@ def _row(scene: Scene, rank: int, found: list[Reason], tick: float) -> list[int]
     for number in range(scene.first[rank], scene.first[rank + 1]):
         box, reason = scene.boxes[number], found[number]
         start, end = round(box.start_s / tick), round(box.end_s / tick)
-        back = number - reason.box if reason.why is not Why.START else 0
+        back = number - reason.item if reason.why is not Why.START else 0
         row += (LETTERS.index(box.letter), box.chunk, box.mb, box.version, start - before, end - start)
         row += (int(reason.why), back)
         before = end
@@ -84,9 +112,23 @@ def decode_boxes(data: Mapping[str, Any]) -> list[tuple[Box, Reason]]:
     return boxes
 
 
+def decode_copies(data: Mapping[str, Any]) -> list[tuple[Thin, Reason]]:
+    """The copies of encoded data and why each waited; their labels are not kept."""
+    copies: list[tuple[Thin, Reason]] = []
+    tick, first = data["tick"], sum(len(row) for row in data["ranks"]) // _FIELDS
+    for rank, row in enumerate(data.get("copies", [])):
+        for at in range(0, len(row), _COPY_FIELDS):
+            lane, what, stage, mb, start, length, waited, why, back = row[at : at + _COPY_FIELDS]
+            times = start * tick, (start + length) * tick
+            bar = Thin(rank, COPY_LANES[lane], "", *times, stage, MOVED[what], mb)
+            by = first + len(copies) - back if why else -1
+            copies.append((bar, Reason(Why(why), by, waited * tick)))
+    return copies
+
+
 def _tick(scene: Scene) -> float:
     """The simplest fraction of a second that all times are multiples of, else a millionth of the makespan."""
-    times = {time for box in scene.boxes for time in (box.start_s, box.end_s)}
+    times = {time for item in scene.items for time in (item.start_s, item.end_s)}
     for parts in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 40, 60, 100):
         if all(abs(time * parts - round(time * parts)) < 1e-7 for time in times) and any(times):
             return 1 / parts

@@ -32,7 +32,7 @@ def html(
 
     Args:
         timelines: one or several; a mapping or pairs also name them. Several of one name are told apart by their
-            shape: the page has a choice for each of p, m and v.
+            shape: the page has a choice for each of p, m, v and, where programs spill, of the slots.
         title: of the page.
         seconds: whether times are real seconds; None: for each timeline, when it was measured.
         compare: whether it opens with two drawings; None: with exactly two timelines it does.
@@ -51,7 +51,7 @@ def html(
     context = {
         "title": heading,
         "style": _asset("page.css") + _colours(chunks),
-        "script": _asset("page.js"),
+        "script": "".join(_asset(name) for name in _SCRIPTS),
         "data": to_script([*entries, *(item.text for item in stored)]),
         "families": {letter: family.name for letter, family in FAMILIES.items()},
         # Readers without scripts still see the first one.
@@ -61,9 +61,12 @@ def html(
     return _render(context)
 
 
-def _key(entry: Entry) -> tuple[str, int, int, int]:
+_SCRIPTS = ("words.js", "panel.js", "page.js")
+
+
+def _key(entry: Entry) -> tuple[str, int, int, int, int]:
     facts = entry.scene.facts
-    return entry.name, facts.num_ranks, facts.num_microbatches, facts.num_chunks
+    return entry.name, facts.num_ranks, facts.num_microbatches, facts.num_chunks, facts.slots
 
 
 def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:

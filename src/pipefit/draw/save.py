@@ -9,7 +9,6 @@ from typing import Any
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
 from pipefit.draw.png import png
-from pipefit.draw.still import still
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError
 from pipefit.ir import text
@@ -23,13 +22,9 @@ def _grid(timeline: Timeline, path: Path, **options: Any) -> Path:
     return write_atomically(path, grid(timeline, **{"width": 160, "color": False, **options}))
 
 
-def _page(timeline: Timeline, **options: Any) -> str:
-    return html(timeline, **options) if timeline.program.header.spill is None else still(timeline, **options)
-
-
 _WRITERS: dict[str, Callable[..., Path]] = {
     ".svg": lambda timeline, path, **options: write_atomically(path, svg(timeline, **options)),
-    ".html": lambda timeline, path, **options: write_atomically(path, _page(timeline, **options)),
+    ".html": lambda timeline, path, **options: write_atomically(path, html(timeline, **options)),
     ".png": png,
     ".trace.json": save_trace,
     ".pipe": lambda timeline, path: text.save(timeline.program, path),

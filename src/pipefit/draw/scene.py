@@ -51,7 +51,8 @@ _MOVED = {"weights": "w", "optim": "o", "wgrad": "g"}
 class Thin(NamedTuple):
     """A message on its way to a rank, a reduction, or a copy: what runs beside the boxes.
 
-    `kind` is "act", "grad", "reduce", "fetch" or "evict"; of a copy, `what` is "weights", "optim" or the like.
+    `kind` is "act", "grad", "reduce", "fetch" or "evict"; of a copy, `what` is "weights", "optim" or the like, and
+    `mb` the micro-batch of activations.
     """
 
     rank: int
@@ -61,6 +62,9 @@ class Thin(NamedTuple):
     end_s: float
     stage: int = -1
     what: str = ""
+    mb: int = -1
+    position: int = -1
+    repeat: int = 0
 
     @property
     def short(self) -> str:
@@ -73,7 +77,7 @@ class Facts:
     """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline.
 
     `peak_bytes` of each rank is known where memory was followed and times are real. `spill` says in words what is
-    spilled.
+    spilled, and `slots` through how many places of a device; 0: nothing is.
     """
 
     schedule: str
@@ -92,6 +96,7 @@ class Facts:
     weight_versions: tuple[int, ...]
     peak_bytes: tuple[float, ...] = ()
     spill: str = ""
+    slots: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,9 +127,16 @@ class Scene:
 
     @cached_property
     def copies(self) -> tuple[Thin, ...]:
-        """What is fetched and evicted, in a program that spills."""
-        spills = self.timeline.program.header.spill is not None
-        return tuple(bar for bar in self.thin if bar.kind in COPY_LANES) if spills else ()
+        """What is fetched and evicted, in a program that spills: by rank, lane and time."""
+        if self.timeline.program.header.spill is None:
+            return ()
+        found = [bar for bar in self.thin if bar.kind in COPY_LANES]
+        return tuple(sorted(found, key=lambda bar: (bar.rank, COPY_LANES.index(bar.kind), bar.start_s, bar.position)))
+
+    @cached_property
+    def items(self) -> tuple[Box | Thin, ...]:
+        """The boxes, and after them the copies: all that a reader can ask about."""
+        return *self.boxes, *self.copies
 
     @property
     def num_ranks(self) -> int:
@@ -209,6 +221,7 @@ def _facts(timeline: Timeline, seconds: bool) -> Facts:
         weight_versions=tuple(weight_versions(program, rank) for rank in ranks),
         peak_bytes=_peak_bytes(timeline) if seconds else (),
         spill=_spill_words(header),
+        slots=header.spill.weights_slots if header.spill else 0,
     )
 
 
@@ -251,5 +264,6 @@ def _thin_of(event: Event, i: Instruction, graph: Graph, at: Mapping[tuple[int, 
         start = max([start, *(piece.end_s for piece in pieces if piece)])
     names = {Op.REDUCE: "reduce", Op.FETCH: "fetch", Op.EVICT: "evict"}
     kind = names.get(i.op) or ("grad" if i.kind.startswith("grad") else "act")
-    moved = (i.stage, i.kind) if i.op in (Op.FETCH, Op.EVICT) else (-1, "")
-    return Thin(event.rank, kind, str(i), start - zero, max(event.end_s, start) - zero, *moved)
+    moved = (i.stage, i.kind, i.mb) if i.op in (Op.FETCH, Op.EVICT) else (-1, "", -1)
+    end = max(event.end_s, start) - zero
+    return Thin(event.rank, kind, str(i), start - zero, end, *moved, event.position, event.repeat)

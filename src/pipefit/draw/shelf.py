@@ -1,8 +1,8 @@
 """Drawings that every page offers, made ahead: simulating them anew for each page would take seconds.
 
 The shelf holds every schedule in a range of shapes under the lectures' costs (a backward takes two forwards, messages
-take no time). It is written by `make golden` from the same generators and the same simulator that draw everything
-else, and a test holds it against them.
+take no time); and, in a file of its own, spilled execution on one device. `make golden` writes it from the same
+generators and the same simulator that draw everything else, and a test holds it against them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,24 @@ import msgspec
 
 from pipefit.draw.encode import Entry, to_text
 
-__all__ = ["CHUNKS", "FILE", "MICROBATCHES", "STAGES", "Stored", "on_shelf", "pack", "shelf"]
+__all__ = [
+    "CHUNKS",
+    "FILE",
+    "MICROBATCHES",
+    "SLOTS",
+    "SPILLED_FILE",
+    "SPILLED_MICROBATCHES",
+    "SPILLED_STAGES",
+    "STAGES",
+    "Stored",
+    "on_shelf",
+    "pack",
+    "shelf",
+]
 
-FILE = "shelf.jsonl.gz"
+FILE, SPILLED_FILE = "shelf.jsonl.gz", "shelf-spilled.jsonl.gz"
 STAGES, MICROBATCHES, CHUNKS = (2, 4, 8), (4, 8, 16, 32), (1, 2)
+SPILLED_STAGES, SPILLED_MICROBATCHES, SLOTS = (2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 3)
 
 
 class _Shape(msgspec.Struct, frozen=True):
@@ -29,30 +43,32 @@ class _Shape(msgspec.Struct, frozen=True):
     p: int
     m: int
     v: int
+    s: int = 0
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """An encoded drawing: its name, ranks, micro-batches and chunks, and the text for the page."""
+    """An encoded drawing: its name, ranks, micro-batches, chunks and slots (0: nothing spills), and its text."""
 
     name: str
     p: int
     m: int
     v: int
+    s: int
     text: str
 
     @property
-    def key(self) -> tuple[str, int, int, int]:
+    def key(self) -> tuple[str, int, int, int, int]:
         """What no two drawings of a page share."""
-        return self.name, self.p, self.m, self.v
+        return self.name, self.p, self.m, self.v, self.s
 
 
 @cache
-def shelf() -> tuple[Stored, ...]:
-    """The drawings made ahead."""
-    lines = gzip.decompress(files("pipefit.draw").joinpath(FILE).read_bytes()).decode().splitlines()
+def shelf(file: str = FILE) -> tuple[Stored, ...]:
+    """The drawings made ahead; those that spill are in `SPILLED_FILE`."""
+    lines = gzip.decompress(files("pipefit.draw").joinpath(file).read_bytes()).decode().splitlines()
     decoder = msgspec.json.Decoder(_Shape)
     shapes = map(decoder.decode, lines)
-    return tuple(Stored(own.name, own.p, own.m, own.v, line) for own, line in zip(shapes, lines, strict=True))
+    return tuple(Stored(own.name, own.p, own.m, own.v, own.s, line) for own, line in zip(shapes, lines, strict=True))
 
 
 def on_shelf(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:

@@ -1,0 +1,191 @@
+"""What a page offers beside its drawing: the same schedule in other shapes, other schedules in its shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from pipefit.cost import CostModel
+from pipefit.draw.caption import title_of
+from pipefit.draw.scene import Facts
+from pipefit.draw.shelf import (
+    MICROBATCHES,
+    SLOTS,
+    SPILLED_MICROBATCHES,
+    SPILLED_STAGES,
+    STAGES,
+    on_shelf,
+)
+from pipefit.errors import ScheduleError
+from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.ir.spill import Spill
+from pipefit.schedules import Schedule, Shape, find, names
+from pipefit.simulate import simulate
+from pipefit.timeline import Timeline
+
+__all__ = ["How", "Pricing", "gallery", "others", "simulated", "spilled", "updates_of"]
+
+_DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
+_MOST_FORWARDS = 1000  # of all that is drawn anew for the choices of a page: a tenth of a second
+_COPIES_COST = 3  # with copies and replays a drawing takes so much longer
+Pricing = Callable[[Header], CostModel]
+
+
+class How(NamedTuple):
+    """How stages spill, but for the number of slots; as in `draw`."""
+
+    optim_slots: int = 1
+    tier: str = "host"
+    prefetch: int | None = None
+    activations: bool = False
+
+
+class _Wish(NamedTuple):
+    """A drawing to offer: its schedule and shape; 0 slots: nothing spills."""
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    slots: int = 0
+
+
+def gallery(
+    pricing: Pricing,
+    *,
+    schedules: Iterable[str] | None = None,
+    stages: Iterable[int] = (2, 4, 8),
+    microbatches: Iterable[int] = (4, 8, 16, 32),
+    chunks: Iterable[int] = (1, 2),
+    slots: Iterable[int] = (0,),
+    how: How | None = None,
+) -> list[tuple[str, Timeline]]:
+    """Schedules of a modest range of shapes, simulated, for the choices of a page; what has no meaning is left out.
+
+    Args:
+        pricing: the costs of a program.
+        schedules: their names; None: all that run over ranks.
+        stages: p.
+        microbatches: m.
+        chunks: v.
+        slots: of each rank for stages that are spilled; 0: nothing is.
+        how: they are spilled.
+    """
+    shapes = list(product(stages, microbatches, chunks, slots))
+    found = (
+        _drawn(_Wish(name, *shape), pricing, how or How())
+        for name in (_house() if schedules is None else schedules)
+        for shape in shapes
+    )
+    return [item for item in found if item is not None]
+
+
+def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) -> list[tuple[str, Timeline]]:
+    """What a page offers beside its drawing and what the shelf holds, as far as that takes no time to speak of.
+
+    Args:
+        facts: of the drawing.
+        pricing: the costs of other programs.
+        how: its stages spill, if they do.
+        is_lecture: whether it has the costs of the shelf.
+    """
+    if how is None:
+        wishes = _plain(facts, is_lecture)
+    elif find(facts.schedule).spills:
+        wishes = _one_device(facts, is_lecture and how == How())
+    else:
+        wishes = _spilled_pipelines(facts)
+    found: list[tuple[str, Timeline]] = []
+    left = _MOST_FORWARDS
+    for wish in dict.fromkeys(wishes):
+        cost = wish.stages * wish.microbatches * wish.chunks * (_COPIES_COST if wish.slots else 1)
+        if cost > left:
+            continue
+        left -= cost
+        drawn = _drawn(wish, pricing, how or How())
+        found += [drawn] if drawn else []
+    return found
+
+
+def _plain(facts: Facts, is_lecture: bool) -> Iterator[_Wish]:
+    """First the other schedules in the drawing's own shape; then, where the shelf has not its costs, other shapes."""
+    own = facts.depth, facts.num_microbatches, facts.num_chunks
+    chunks = sorted({1, facts.num_chunks}, reverse=True)
+    for name, several in product(_house(), chunks):
+        if not (is_lecture and on_shelf(*own[:2], several)):
+            yield _Wish(name, *own[:2], several)
+    if not is_lecture:
+        for shape in product(STAGES, MICROBATCHES, chunks):
+            if shape != own:
+                yield _Wish(facts.schedule, *shape)
+
+
+def _one_device(facts: Facts, is_lecture: bool) -> Iterator[_Wish]:
+    """Other numbers of slots, then, where the shelf has not the costs, of micro-batches and of stages."""
+    num_stages, count = facts.num_stages, facts.num_microbatches
+    if is_lecture and num_stages in SPILLED_STAGES and count in SPILLED_MICROBATCHES:
+        return
+    yield from (_Wish(facts.schedule, num_stages, count, 1, slots) for slots in SLOTS)
+    if not is_lecture:
+        near = sorted(
+            product(SPILLED_STAGES, SPILLED_MICROBATCHES),
+            key=lambda shape: abs(math.log2(shape[0] / num_stages)) + abs(math.log2(shape[1] / count)),
+        )
+        for (stages, microbatches), slots in product(near, SLOTS):
+            yield _Wish(facts.schedule, stages, microbatches, 1, slots)
+
+
+def _spilled_pipelines(facts: Facts) -> Iterator[_Wish]:
+    """What spilling costs: other numbers of slots, none among them; then other schedules, then other shapes."""
+    own = facts.depth, facts.num_microbatches, facts.num_chunks
+    for slots in (0, *range(1, facts.num_chunks + 1)):
+        yield _Wish(facts.schedule, *own, slots)
+    for name, slots in product(_house(), (facts.slots, 0)):
+        made = find(name)
+        if made.is_synchronous and name != facts.schedule:
+            yield _Wish(name, *own[:2], own[2] if made.chunks else 1, slots)
+    for stages, count in product(STAGES, MICROBATCHES):
+        yield _Wish(facts.schedule, stages, count, facts.num_chunks, facts.slots)
+
+
+def _drawn(wish: _Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None:
+    """A drawing that was wished for; None where it has no meaning."""
+    made = find(wish.name)
+    per_update, steps = updates_of(made, wish.microbatches, None)
+    shape = Shape(wish.stages, per_update, wish.chunks, steps)
+    try:
+        program = made(spilled(made, shape, wish.slots, how) if wish.slots else shape)
+    except ScheduleError:
+        return None
+    return title_of(wish.name), simulated(program, pricing(program.header), memory=False)
+
+
+def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
+    """A shape all of whose stages live on another tier, through so many slots of each rank."""
+    num_stages = made(shape).header.num_stages
+    spill = Spill.of(num_stages, slots, how.optim_slots, how.tier, how.activations)
+    return msgspec.structs.replace(shape, spill=spill, prefetch=how.prefetch)
+
+
+def _house() -> list[str]:
+    """All schedules over ranks; the two that pipelines are measured against come last."""
+    over_ranks = (name for name in names() if not find(name).spills)
+    return sorted(over_ranks, key=lambda name: name in ("naive", "data-parallel"))
+
+
+def simulated(program: Program, cost: CostModel, memory: bool) -> Timeline:
+    """As the papers' pictures have it: a message leaves when it is sent, however late its receive is posted."""
+    return simulate(program, cost, rendezvous=False, memory=memory)
+
+
+def updates_of(schedule: Schedule, num_microbatches: int, num_steps: int | None) -> tuple[int, int]:
+    """Micro-batches per update, and updates: within one update no asynchronous schedule would show its versions."""
+    if num_steps is not None:
+        return num_microbatches, num_steps
+    if schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL):
+        return 1, num_microbatches
+    return num_microbatches, _DOUBLE_UPDATES if schedule.weights is WeightRule.DOUBLE else 1

@@ -1,0 +1,44 @@
+"""What lies in the slots of a device, from when to when: the memory of a program that spills."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pipefit.draw.scene import Scene
+from pipefit.ir.op import Kind, Op
+
+__all__ = ["Stay", "stays_of"]
+
+_KINDS = (Kind.WEIGHTS.value, Kind.OPTIM.value)  # gradients lie in the twin of their weights' slot
+
+
+class Stay(NamedTuple):
+    """A stage's weights or optimizer states in a slot, from the begin of their fetch until the slot is free again."""
+
+    rank: int
+    kind: str
+    slot: int
+    stage: int
+    start_s: float
+    end_s: float
+
+
+def stays_of(scene: Scene) -> list[Stay]:
+    """Every stay on every rank, by rank, kind and slot; times count from the start of the timeline."""
+    timeline, zero = scene.timeline, scene.timeline.start_s
+    found: list[Stay] = []
+    held: dict[tuple[int, str, int], Stay] = {}
+    newest: dict[tuple[int, int], int] = {}
+    for event in sorted(timeline.events, key=lambda event: (event.rank, event.repeat, event.position)):
+        i, rank = timeline.instruction(event), event.rank
+        if i.op is Op.FETCH and i.kind in _KINDS:
+            held[rank, i.kind, i.stage] = Stay(rank, i.kind, i.slot, i.stage, event.start_s - zero, 0.0)
+            newest[rank, i.stage] = i.version
+        elif i.op is Op.STEP:
+            newest[rank, i.stage] = i.version + 1
+        elif i.op is Op.EVICT or (i.op is Op.DROP and newest.get((rank, i.stage)) == i.version):
+            # A drop of an older version leaves the slot to the newer one, which lies in the same place.
+            stay = held.pop((rank, i.kind if i.op is Op.EVICT else Kind.WEIGHTS.value, i.stage), None)
+            found += [stay._replace(end_s=event.end_s - zero)] if stay else []
+    found += [stay._replace(end_s=scene.facts.makespan_s) for stay in held.values()]
+    return sorted(found, key=lambda stay: (stay.rank, _KINDS.index(stay.kind), stay.slot, stay.start_s))
