@@ -1,8 +1,9 @@
 """A second simulator, which shares nothing with the first but the laws of needs and costs: it lets a clock tick."""
 
+from dataclasses import replace
 from fractions import Fraction
 
-from hypothesis import assume, given
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from pipefit.cost import CostModel
@@ -12,6 +13,7 @@ from pipefit.ir.op import OP_SPEC, Lane, Op
 from pipefit.ir.values import makes, needs
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
+from pipefit.spec import Level, Topology
 
 
 class HangError(Exception):
@@ -19,7 +21,7 @@ class HangError(Exception):
 
 
 class TieError(Exception):
-    """Two messages want a link at the same moment: which goes first is nobody's law."""
+    """Two messages want a link or port at the same moment: which goes first is nobody's law."""
 
 
 def predecessors(program):
@@ -76,24 +78,28 @@ def tick_by_tick(program, cost, repeats=1, contention=False, blocked=()):
         rank, index = group[0]
         i = program.ranks[rank][index]
         if i.op is Op.REDUCE:
-            return None, cost.reduce_s(i, sorted(rank for rank, _ in group))
+            members = sorted(rank for rank, _ in group)
+            return set(cost.reduction_ports(i, members)), cost.reduce_s(i, members)
         sender, send = next((r, program.ranks[r][j]) for r, j in group if program.ranks[r][j].op is Op.SEND)
-        return (sender, send.peer), cost.message_s(send, sender)
+        link = {(sender, send.peer)} if contention else set()
+        return link | set(cost.ports(sender, send.peer)), cost.message_s(send, sender)
 
     def deliver():
         for group, lap in waiting:
             if (group, lap) not in ready and all((r, lap, j) in posted and known(r, lap, j) for r, j in group):
                 ready[group, lap] = now
         moved = False
+        promised = set()
         for group, lap in sorted(waiting & ready.keys(), key=lambda item: ready[item]):
-            link, seconds = travel(group)
-            if contention and link:
-                rivals = [g for g in waiting & ready.keys() if g != (group, lap) and travel(g[0])[0] == link]
+            lanes, seconds = travel(group)
+            if lanes:
+                rivals = [g for g in waiting & ready.keys() if g != (group, lap) and travel(g[0])[0] & lanes]
                 if any(ready[g] == ready[group, lap] for g in rivals):
                     raise TieError
-                if link_free.get(link, 0) > now:
+                if lanes & promised or any(link_free.get(lane, 0) > now for lane in lanes):
+                    promised |= lanes
                     continue
-                link_free[link] = now + seconds
+                link_free.update(dict.fromkeys(lanes, now + seconds))
             for rank, index in group:
                 end[rank, lap, index] = now + seconds
             waiting.discard((group, lap))
@@ -205,10 +211,27 @@ def test_a_ticking_clock_gives_the_same_times_under_contention(program, data):
         assume(False)
 
 
+def with_ports(cost, header):
+    """The same links, with one port each way for every rank."""
+    level = Level("", header.num_ranks, cost.bandwidth_bytes_per_s, cost.latency_s, one_port=True)
+    return replace(cost, topology=Topology((level,)))
+
+
+@given(programs(), st.data())
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
+def test_a_ticking_clock_gives_the_same_times_where_links_share_ports(program, data):
+    try:
+        agree(program, with_ports(data.draw(costs(program.header)), program.header))
+    except TieError:
+        assume(False)
+
+
 @given(shaken(), st.data())
 def test_the_critical_path_is_without_gaps_and_as_long_as_the_makespan(program, data):
     cost = data.draw(costs(program.header))
     options = data.draw(st.sampled_from([{}, {"blocking_sends": True}, {"overlap": False}, {"contention": True}]))
+    if data.draw(st.booleans()):
+        cost = with_ports(cost, program.header)
     try:
         timeline = simulate(program, cost, **options)
     except InvalidProgramError:

@@ -149,6 +149,33 @@ class CostModel:
         level = self.topology.level_between(source * t, target * t + (t - 1 if inside else 0))
         return level.bandwidth_bytes_per_s, level.latency_s
 
+    @property
+    def has_ports(self) -> bool:
+        """Whether some ranks share ports."""
+        return self.topology is not None and any(level.one_port for level in self.topology.levels)
+
+    @property
+    def port_unit(self) -> int:
+        """Ranks that share each port; of several levels with ports, the outermost counts."""
+        unit, found = 1, 1
+        for level in self.topology.levels if self.topology else ():
+            found = unit if level.one_port else found
+            unit *= level.width
+        return max(found // self.tensor, 1)
+
+    def ports(self, source: int, target: int) -> tuple[tuple[object, ...], ...]:
+        """The ports that a message goes through, out of one and into another; none where every link is by itself."""
+        if self.topology is None or source == target:
+            return ()
+        return self.topology.ports(source * self.tensor, target * self.tensor)
+
+    def reduction_ports(self, instruction: Instruction, members: Sequence[int]) -> tuple[tuple[object, ...], ...]:
+        """The ports that a reduction keeps busy: those of the ring of its members. One without bytes needs none."""
+        if not self._reduced_bytes(instruction):
+            return ()
+        ring = zip(members, [*members[1:], *members[:1]], strict=True)
+        return tuple(dict.fromkeys(port for a, b in ring for port in self.ports(a, b)))
+
     def machine_of(self, rank: int) -> tuple[int, float]:
         """The machine of a rank, and how many ranks can compute there at once: cores / processes of a rank."""
         if self.topology is None:

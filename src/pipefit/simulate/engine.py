@@ -13,7 +13,9 @@ from typing import Final
 
 from pipefit.simulate.layout import Layout
 
-__all__ = ["Engine", "Prices"]
+__all__ = ["Engine", "Key", "Prices"]
+
+Key = tuple[object, ...]
 
 UNKNOWN: Final = -1
 """Stands for a time that is not known yet; no time is negative."""
@@ -28,7 +30,8 @@ class Prices:
         travel: how long a message, reduction or copy takes after this side has issued it; it is there when that has
             passed for all sides.
         blocks: whether the rank also waits for its end.
-        lanes: for copies, the lane of their rank they queue on; for messages under contention, their link.
+        lanes: what only one of those that want it has at a time: for copies, the lane of their rank; for messages
+            under contention, their link; for what goes through shared ports, these.
         groups: the members of the collective it belongs to.
         copies: each fetch and evict, with the evictions of the pass before that it must wait for.
         closing: of each rank, the reductions that nothing in the pass waits for; the next pass does.
@@ -38,7 +41,7 @@ class Prices:
     hold: list[float]
     travel: list[float]
     blocks: list[bool] | None
-    lanes: dict[int, tuple[object, ...]]
+    lanes: dict[int, tuple[Key, ...]]
     groups: dict[int, tuple[int, ...]]
     copies: dict[int, tuple[int, ...]]
     closing: list[list[int]]
@@ -60,7 +63,7 @@ class Engine:
     at: list[int] = field(default_factory=list)
     blocked_on: list[int] = field(default_factory=list)
     issuing: list[bool] = field(default_factory=list)
-    free: dict[tuple[object, ...], float] = field(default_factory=dict)
+    free: dict[Key, float] = field(default_factory=dict)
     ready: list[int] = field(default_factory=list)
     agenda: list[tuple[float, int]] = field(default_factory=list)
 
@@ -176,8 +179,8 @@ class Engine:
         sides = (i, q) if q >= 0 else prices.groups.get(i, (i,))
         if self.end[n] >= 0:
             return
-        lane = prices.lanes.get(i)
-        finish = self.free.get(lane, 0) + prices.travel[i] if lane else 0
+        lanes = prices.lanes.get(i, ())
+        finish = max([self.free.get(lane, 0) for lane in lanes]) + prices.travel[i] if lanes else 0
         for side in sides:
             begin = self.posted[base + side]
             if begin < 0:
@@ -189,7 +192,7 @@ class Engine:
                     return
                 begin = max(begin, self.end[base + need])
             finish = max(finish, begin + prices.travel[side])
-        if lane:
+        for lane in lanes:
             self.free[lane] = finish
         for side in sides:
             self.end[base + side] = finish

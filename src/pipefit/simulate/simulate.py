@@ -13,7 +13,7 @@ from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.graph import Graph, collective_members
 from pipefit.ir.op import OP_SPEC, Lane, Op
 from pipefit.ir.program import Program
-from pipefit.simulate.engine import Engine, Prices
+from pipefit.simulate.engine import Engine, Key, Prices
 from pipefit.simulate.layout import Layout, layout_of
 from pipefit.simulate.memory import memory_over_time
 from pipefit.simulate.sharing import Machine, SharingEngine
@@ -50,7 +50,9 @@ def simulate(
         cost: seconds and bytes.
         repeats: passes over the program, one after the other on each rank, without a barrier between them.
         contention: messages on the same link (from one rank to another) travel one at a time, in the order in which
-            both their sides have posted them.
+            both their sides have posted them. So does, with or without it, whatever goes through the same port of a
+            level of the topology that has one (`Level.one_port`): a message has the sender's port out and the
+            receiver's port in for itself, a reduction those of all its members.
         blocking_sends: a rank waits for each of its sends to arrive.
         overlap: False: a rank waits for each of its reductions, gathers and copies.
         rendezvous: False: a message starts when it is sent, whether or not its receive is posted yet, so that how far
@@ -69,11 +71,16 @@ def simulate(
         raise PlanError(f"cost.tensor: the program's pieces are 1/{program.header.tensor}, got {cost.tensor}")
     if repeats < 1:
         raise PlanError(f"repeats: expected at least 1, got {repeats}")
-    if contention and not rendezvous:
-        raise PlanError("contention orders messages by when both sides have posted them, so it needs rendezvous")
+    if (contention or cost.has_ports) and not rendezvous:
+        raise PlanError(
+            "where messages take turns on links or ports, their order is that in which both sides have posted them, so "
+            "it needs rendezvous"
+        )
     said = {"contention": contention, "blocking_sends": blocking_sends, "no_overlap": not overlap}
     said["no_rendezvous"] = not rendezvous
     notes = {name: 1.0 for name, value in said.items() if value}
+    if cost.has_ports:
+        notes["port_unit"] = float(cost.port_unit)
     with collector_paused():
         engine = _run(program, cost, repeats, contention, _blocking(blocking_sends, overlap), rendezvous)
         samples = memory_over_time(program, cost, engine) if memory else ()
@@ -102,7 +109,7 @@ def _run(
     layout = layout_of(program)
     _check(layout)
     prices = _prices(layout, cost, contention, blocked, rendezvous)
-    engine = _engine(layout, prices, repeats, contention, cost)
+    engine = _engine(layout, prices, repeats, contention or cost.has_ports, cost)
     engine.run()
     if min(engine.end, default=0) < 0:
         raise InvalidProgramError(_hang(engine))
@@ -154,25 +161,34 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
     hold_of = [cost.duration_s(i, rank) for i, rank in layout.kinds]
     travel_of: list[float] = [_travel_s(cost, layout, i.op, index) for index, (i, _) in enumerate(layout.kinds)]
     travel = [travel_of[index] for index in layout.costs]
-    lanes: dict[int, tuple[object, ...]] = {}
+    lanes: dict[int, tuple[Key, ...]] = {}
     groups: dict[int, tuple[int, ...]] = {}
     for group in graph.collectives:
         first = graph.instructions[group[0]]
-        seconds = cost.reduce_s(first, sorted(graph.ranks[number] for number in group))
+        members = sorted(graph.ranks[number] for number in group)
+        seconds, ports = cost.reduce_s(first, members), cost.reduction_ports(first, members)
         for number in group:
+            if ports:
+                lanes[number] = ports
             groups[number] = group
             travel[number] = seconds
     blocks = [i.op in blocked for i in graph.instructions] if blocked else None
     for number, i in enumerate(graph.instructions):
         if i.op is Op.RECV:
             travel[number] = travel[layout.partners[number]] if rendezvous else 0
-            if contention:
-                link = (i.peer, graph.ranks[number])
-                lanes[number] = lanes[layout.partners[number]] = link
+            held = _message_lanes(cost, i.peer, graph.ranks[number], contention)
+            if held:
+                lanes[number] = lanes[layout.partners[number]] = held
         elif i.op is Op.FETCH or i.op is Op.EVICT:
-            lanes[number] = (graph.ranks[number], i.op, i.tier)
+            lanes[number] = ((graph.ranks[number], i.op, i.tier),)
     hold = [hold_of[index] for index in layout.costs]
     return Prices(hold, travel, blocks, lanes, groups, _copies(graph), _closing(layout), cost.pass_s)
+
+
+def _message_lanes(cost: CostModel, source: int, target: int, contention: bool) -> tuple[Key, ...]:
+    """What a message has for itself while it travels."""
+    ports = cost.ports(source, target)
+    return (*ports, (source, target)) if contention else ports
 
 
 def _closing(layout: Layout) -> list[list[int]]:

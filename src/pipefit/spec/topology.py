@@ -41,6 +41,8 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         latency_s: of its links.
         cores: processor cores that all devices of one unit of this level share, where a device is a process; None: each
             has its own.
+        one_port: whether all links of a unit of the level below leave it through one port of this bandwidth, and enter
+            it through another, as the processes of a server share its network card; else each link is by itself.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
     cores: float | None = None
+    one_port: bool = False
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,6 +139,20 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return level
         raise TopologyError(f"ranks {a} and {b} are not both among the {self.num_devices} devices of this topology")
 
+    def ports(self, a: int, b: int) -> tuple[tuple[object, ...], ...]:
+        """What a message from one rank to another shares with others: the port out of a unit, and that into a unit.
+
+        >>> Topology((Level("server", 4, 12e9), Level("rack", 2, 1e9, one_port=True))).ports(1, 6)
+        (('out', 1, 0), ('in', 1, 1))
+        """
+        unit = 1
+        for index, level in enumerate(self.levels):
+            span = unit * level.width
+            if a // span == b // span:
+                return (("out", index, a // unit), ("in", index, b // unit)) if level.one_port else ()
+            unit = span
+        raise TopologyError(f"ranks {a} and {b} are not both among the {self.num_devices} devices of this topology")
+
     @property
     def machine(self) -> tuple[int, float]:
         """Devices of a machine, and the cores that they share: those of the innermost level that has a number of them.
@@ -218,7 +235,9 @@ def _as_toml(topology: Topology) -> str:
     for title, table in tables:
         lines += ["", title]
         for key, value in table.items():
-            if isinstance(value, str):
+            if isinstance(value, bool):
+                lines += [f"{key} = true"] * value
+            elif isinstance(value, str):
                 lines.append(f'{key} = "{value}"')
             elif value is not None and math.isfinite(value):
                 lines.append(f"{key} = {value!r}")

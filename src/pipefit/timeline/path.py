@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
-from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.op import OP_SPEC, Kind, Lane, Op
 from pipefit.timeline.timeline import Event, Timeline
 
 __all__ = ["Wait", "critical_path", "waited_for"]
@@ -18,7 +18,8 @@ class Wait(NamedTuple):
     Attributes:
         reason: "start": nothing came before it; "rank": its rank was busy with `by`; "message", "reduction" or "copy":
             something it needs arrived with `by`; "sender", "receiver" or "member": that side, `by`, issued it last;
-            "link": another message, `by`, was on the link; "lane": another copy, `by`, was on the lane.
+            "link": another message or reduction, `by`, was on the link or at the port; "lane": another copy, `by`, was
+            on the lane.
         by: the event that held it up; None at the start.
         waited_s: for the compute lane: how long the rank stood idle before it; otherwise from its issuing until `by`
             let it happen.
@@ -120,10 +121,9 @@ def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
         sides = [s for s in sides if timeline.instruction(s).op is not Op.RECV or s.start_s >= s.end_s] or sides
     last = max(sides, key=lambda side: (_ready_s(timeline, side), side is event))
     ready = _ready_s(timeline, last)
-    if timeline.notes.get("contention"):
-        ahead = _ahead_on_link(timeline, event, sides, ready)
-        if ahead is not None:
-            return Wait("link", ahead, ahead.end_s - event.start_s)
+    ahead = _ahead_on_lane(timeline, event, ready)
+    if ahead is not None:
+        return Wait("link", ahead, ahead.end_s - event.start_s)
     if last is not event:
         reasons = {Op.SEND: "sender", Op.RECV: "receiver"}
         return Wait(reasons.get(timeline.instruction(last).op, "member"), last, max(ready - event.start_s, 0))
@@ -163,27 +163,47 @@ def _sides(timeline: Timeline, event: Event) -> list[Event]:
     return [event, *(side for side in found if side != event)]
 
 
-def _ahead_on_link(timeline: Timeline, event: Event, sides: list[Event], ready: float) -> Event | None:
-    """The message that left its link to this one, when this one was ready before."""
-    i = timeline.instruction(event)
-    if i.op is not Op.SEND and i.op is not Op.RECV:
-        return None
-    sender = event if i.op is Op.SEND else next((side for side in sides if side is not event), event)
-    link = timeline.instruction(sender).peer
-    sends = _sends_by_end(timeline).get((sender.rank, link), [])
-    before = bisect_left(sends, event.end_s, key=lambda other: other.end_s) - 1
-    return sends[before] if before >= 0 and sends[before].end_s > ready else None
+_Queue = tuple[object, ...]
 
 
-def _sends_by_end(timeline: Timeline) -> dict[tuple[int, int], list[Event]]:
-    """The sends of each link by their arrival, kept with the timeline."""
-    kept: dict[tuple[int, int], list[Event]] | None = timeline.__dict__.get("_sends_by_end")
+def _ahead_on_lane(timeline: Timeline, event: Event, ready: float) -> Event | None:
+    """What left its link or ports last to this one, when this one was ready before."""
+    found = []
+    for lane in _lanes(timeline, event):
+        users = _by_lane(timeline).get(lane, [])
+        before = bisect_left(users, event.end_s, key=lambda other: other.end_s) - 1
+        if before >= 0 and users[before].end_s > ready:
+            found.append(users[before])
+    return max(found, key=lambda other: other.end_s, default=None)
+
+
+def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
+    """The link of a message and the ports that it or a reduction keeps busy, where one has them at a time."""
+    i, graph = timeline.instruction(event), _graph(timeline)
+    hops: list[tuple[int, int]] = []
+    if i.op is Op.SEND or i.op is Op.RECV:
+        hops = [(event.rank, i.peer) if i.op is Op.SEND else (i.peer, event.rank)]
+    elif i.op is Op.REDUCE and i.kind != Kind.NORM:
+        number = graph.starts[event.rank] + event.position
+        members = sorted(graph.ranks[side] for side in graph.collectives[graph.collective_of[number]])
+        hops = list(zip(members, [*members[1:], *members[:1]], strict=True))
+    found: list[_Queue] = list(hops) if "contention" in timeline.notes and i.op is not Op.REDUCE else []
+    unit = int(timeline.notes.get("port_unit", 0))
+    if unit:
+        apart = [(a // unit, b // unit) for a, b in hops if a // unit != b // unit]
+        found += [lane for a, b in apart for lane in (("out", a), ("in", b))]
+    return found
+
+
+def _by_lane(timeline: Timeline) -> dict[_Queue, list[Event]]:
+    """The messages and reductions of each link and port by their end, kept with the timeline."""
+    kept: dict[_Queue, list[Event]] | None = timeline.__dict__.get("_by_lane")
     if kept is None:
-        kept = timeline.__dict__["_sends_by_end"] = {}
+        kept = timeline.__dict__["_by_lane"] = {}
         for event in sorted(timeline.events, key=lambda event: event.end_s):
-            i = timeline.instruction(event)
-            if i.op is Op.SEND:
-                kept.setdefault((event.rank, i.peer), []).append(event)
+            if timeline.instruction(event).op in (Op.SEND, Op.REDUCE):
+                for lane in _lanes(timeline, event):
+                    kept.setdefault(lane, []).append(event)
     return kept
 
 

@@ -100,7 +100,7 @@ def _measure(name: str, subject: Subject, config: NetworkConfig, lab: Lab, sessi
     ratio = paper_ratio(subject.scaled.published)
     bandwidth = config.bandwidth_bytes_per_s or bandwidth_for(ratio, weights, seconds, session.num_ranks)
     here = reduction_ratio(weights, seconds, session.num_ranks, bandwidth)
-    links = Level("lab", session.num_ranks, bandwidth * PAYLOAD, config.latency_s)
+    links = Level("lab", session.num_ranks, bandwidth * PAYLOAD, config.latency_s, one_port=True)
     topology = Topology((links,), name="lab")
     say(
         f"{name}: {weights / 1e6:.2f} MB of weights, {seconds * 1e3:.0f} ms per mini-batch on a device; links of "
