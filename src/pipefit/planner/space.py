@@ -212,11 +212,12 @@ def _groups_fit(topology: Topology, tensor: int) -> bool:
 
 
 def _grouped(topology: Topology, tensor: int) -> Topology:
-    levels, rest = [], tensor
+    levels: list[Level] = []
+    rest = tensor
     for level in topology.levels:
         cores = level.cores and level.cores / tensor
         width = max(level.width // rest, 1)
-        levels.append(Level(level.name, width, level.bandwidth_bytes_per_s, level.latency_s, cores))
+        levels.append(msgspec.structs.replace(level, width=width, cores=cores))
         rest = max(rest // level.width, 1)
     kept = [level for level in levels if level.width > 1 or level.cores] or levels[-1:]
     devices: tuple[Device, ...] = ()
