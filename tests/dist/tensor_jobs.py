@@ -3,6 +3,7 @@
 import os
 import signal
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +19,12 @@ from pipefit.parallel import Region, TensorRule, divide, make_mesh
 from pipefit.planner import plan
 from pipefit.runtime.session import current
 from pipefit.spec import Layer, Profile, Topology
+from pipefit.stage.split import named_layers
 from pipefit.testing import Outcome, Task, run_pipeline
+from pipefit.train.parts import profile_of_parts
+from pipefit.train.setup import make_plan
 
-SIZES = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 12, "context": 6}
+SIZES = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 12, "context": 8}
 
 
 def model(**options: Any) -> nn.Sequential:
@@ -56,6 +60,8 @@ TWO = {
     "t=2, sequence, dropout": task((4,), sequence_parallel=True, model={"dropout": 0.2}),
 }
 FOUR = {
+    "t=4": task((4,), tensor=4, clip_norm=0.05),
+    "t=4, sequence, dropout": task((4,), tensor=4, sequence_parallel=True, model={"dropout": 0.2}),
     "t=2 p=2": task((2, 2), clip_norm=0.05),
     "t=2 p=2, whole messages, dropout": task((2, 2), scatter_gather=False, model={"dropout": 0.2}),
     "t=2 p=2, sequence": task((2, 2), sequence_parallel=True, clip_norm=0.05, recompute=True),
@@ -171,6 +177,19 @@ def load_with_one(place: str) -> tuple[float, dict[str, Tensor]]:
     pipe = pipeline(model(), stages=1)
     pipe.load(f"{place}/adam")
     return pipe.step(*batch(4, 1)), pipe.state_dict()
+
+
+def measured_parts() -> dict[str, Any]:
+    """What two processes measure of their parts, and which of their threads give way."""
+    session = current()
+    layers = named_layers(model())
+    plan = make_plan(layers, num_ranks=1, schedule="1f1b", num_microbatches=2, tensor=2, sequence_parallel=True)
+    found = profile_of_parts(layers, plan, batch(4, 0), session, loss=mean_cross_entropy)
+    tasks = [
+        task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "gloo_tcp_loop"
+    ]
+    patient = [os.sched_getscheduler(int(task.name)) == os.SCHED_BATCH for task in tasks]
+    return {"profile": found, "class": type(layers[1].module).__name__, "carriers that give way": patient}
 
 
 def bytes_of_four() -> dict[str, tuple[int, float, int]]:

@@ -18,10 +18,8 @@ def all_reduce_s(size: float, tensor: int, link: Level) -> float:
     return moved / link.bandwidth_bytes_per_s + 2 * (tensor - 1).bit_length() * link.latency_s
 
 
-def widened(
-    profile: Profile, tensor: int, seconds: Callable[[float], float], *, ends: bool = False, sequence: bool = False
-) -> Profile:
-    """A GPT's layers divided over t devices as Megatron-LM divides them: what one of the t has of each.
+def widened(profile: Profile, tensor: int, seconds: Callable[[float], float]) -> Profile:
+    """A GPT's layers divided over t devices as Megatron-LM divides them: what one of the t has of each, by arithmetic.
 
     Each block makes two all-reduces of its output in the forward and two in the backward, not overlapped:
     8·b·s·h·(t−1)/t elements in all. Of the s·b·h(34 + 5as/h) bytes that a block keeps, s·b·h·10 are not divided (five
@@ -31,26 +29,19 @@ def widened(
         profile: an embedding, a layer per block, a head.
         tensor: t.
         seconds: of an all-reduce of so many bytes among the t.
-        ends: count also the one of the embedding's forward and the one of the head's backward.
-        sequence: the sequence is divided too: then the gradients of a layer's whole weights are summed, a short message
-            in each backward; and all that a block keeps is divided.
     """
     if tensor == 1:
         return profile
     layers = []
-    last = len(profile) - 1
     for index, layer in enumerate(profile.layers):
-        inner = 0 < index < last
-        forward = 2 if inner else int(ends and index == 0)
-        backward = 2 if inner else int(ends and index == last)
-        # What the head's backward sums is the gradient of its input, which is as large as a block's output.
-        wait_s = seconds(profile.layers[index - 1].output_bytes if index == last else layer.output_bytes)
-        whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner and not sequence else 0.0
+        inner = 0 < index < len(profile) - 1
+        wait_s = 2 * seconds(layer.output_bytes) if inner else 0.0
+        whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner else 0.0
         layers.append(
             Layer(
                 layer.name,
-                layer.forward_s / tensor + forward * wait_s,
-                layer.backward_input_s / tensor + backward * wait_s + (seconds(0) if sequence else 0.0),
+                layer.forward_s / tensor + wait_s,
+                layer.backward_input_s / tensor + wait_s,
                 layer.backward_weight_s / tensor,
                 layer.output_bytes,
                 whole + (layer.saved_bytes - whole) / tensor,

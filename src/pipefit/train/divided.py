@@ -42,7 +42,15 @@ class Divided:
             PipefitError: the processes do not go with the plan, or the model cannot be divided so.
         """
         num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
-        mesh = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, device, sequence)
+        return cls.on(layers, make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, device, sequence))
+
+    @classmethod
+    def on(cls, layers: Sequence[NamedLayer], mesh: Mesh) -> Divided:
+        """Divides the layers, in place, over a mesh.
+
+        Raises:
+            ModelError: the model cannot be divided so.
+        """
         last = rule_of(layers[-1].module)
         divide([(layer.prefix, layer.module) for layer in layers], mesh)
         return cls(mesh, layers, mesh.region is not None and last is not None and last.gives_shares)

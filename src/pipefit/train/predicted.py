@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 import torch.distributed as dist
 
 from pipefit.cost import CostModel
-from pipefit.cost.tensor import widened
 from pipefit.errors import TopologyError
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
@@ -50,23 +48,22 @@ def cost_of(
     topology: Topology,
     state_per_weight: float = 2.0,
     runtime: RuntimeCosts = USUAL,
-    all_reduce_s: Callable[[float], float] | None = None,
 ) -> CostModel:
     """Costs of the plan's stages on these links, with what the executor itself costs.
 
     Args:
-        profile: of the whole model in one process.
+        profile: of the whole model in one process; with tensor parallelism, of what each process of a rank has of it
+            (`pipefit.train.parts`).
         plan: how it is divided.
         topology: links between the processes.
         state_per_weight: optimizer bytes per weight byte.
         runtime: what the executor costs.
-        all_reduce_s: seconds in which the processes of a rank sum so many bytes, for tensor parallelism.
     """
-    if plan.tensor > 1:
-        return _of_parts(profile, plan, topology, state_per_weight, runtime, all_reduce_s or (lambda size: 0.0))
+    # The profile is one of parts already: nothing is left to divide.
+    partition = Partition(tuple(msgspec.structs.replace(stage, tensor=1) for stage in plan.partition.stages))
     cost = CostModel.from_profile(
         profile,
-        plan.partition,
+        partition,
         topology,
         optimizer_bytes_per_weight_byte=state_per_weight,
         loss_s=profile.loss_s,
@@ -78,8 +75,7 @@ def cost_of(
     parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
     cost = replace(cost, optim_bytes=tuple(size / num for size, num in zip(cost.optim_bytes, parts, strict=True)))
     steps = tuple(
-        profile.optimizer_of(stage.layers) / stage.tensor / num
-        for stage, num in zip(plan.partition.stages, parts, strict=True)
+        profile.optimizer_of(stage.layers) / num for stage, num in zip(plan.partition.stages, parts, strict=True)
     )
     synchronous = find(plan.schedule).is_synchronous
     host_s = dict(runtime.host_s)
@@ -87,33 +83,7 @@ def cost_of(
         # One pass holds all steps: its batches are cut as they are loaded.
         host_s[Op.LOAD.value] += runtime.cut_s
     pass_s = runtime.pass_s + runtime.cut_s * plan.num_microbatches if synchronous else 0.0
-    return replace(cost, step_s=steps, host_s=host_s, pass_s=pass_s)
-
-
-def _of_parts(
-    profile: Profile,
-    plan: Plan,
-    topology: Topology,
-    state_per_weight: float,
-    runtime: RuntimeCosts,
-    all_reduce_s: Callable[[float], float],
-) -> CostModel:
-    """The same where several processes share each rank."""
-    t, sequence = plan.tensor, plan.sequence_parallel
-    stages = tuple(msgspec.structs.replace(stage, tensor=1) for stage in plan.partition.stages)
-    whole = msgspec.structs.replace(plan, partition=Partition(stages), sequence_parallel=False)
-    part = widened(profile, t, all_reduce_s, ends=True, sequence=sequence)
-    cost = cost_of(part, whole, topology, state_per_weight, runtime)
-    share = t if sequence else 1
-    return replace(
-        cost,
-        step_s=tuple(seconds / t for seconds in cost.step_s),
-        # The divided loss exchanges two short messages.
-        loss_s=cost.loss_s / t + 2 * all_reduce_s(0),
-        act_bytes=tuple(size / share for size in cost.act_bytes),
-        grad_bytes=tuple(size / share for size in cost.grad_bytes),
-        tensor=t,
-    )
+    return replace(cost, step_s=steps, host_s=host_s, pass_s=pass_s, tensor=plan.tensor)
 
 
 def predict(program: Program, cost: CostModel, repeats: int = 1) -> Timeline:

@@ -28,11 +28,11 @@ from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, compare
 from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import runtime_costs
-from pipefit.train.collectives import all_reduce_law
 from pipefit.train.config import RunConfig
 from pipefit.train.live import Live, Rated, rated
 from pipefit.train.memory import held_memory_bytes, peak_memory_bytes
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
+from pipefit.train.parts import profile_of_parts
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
@@ -113,6 +113,10 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
             observer.rated(rated(layers, example, bundle.loss, config.ranks, device=config.device))
     plan = with_sharding(plan or _plan(config, session, bundle, profile, topology), config.shard_optimizer)
     profile = profile.at(largest_part(example[0], plan.num_microbatches))
+    parts = profile
+    if plan.tensor > 1:
+        clips = bool(config.clip)
+        parts = profile_of_parts(layers, plan, example, session, loss=bundle.loss, optimizer=optimizer, clips=clips)
     pipe = Pipeline(
         bundle.layers,
         loss=bundle.loss,
@@ -126,9 +130,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         device=config.device or None,
         spill=tiers_of(config),
     )
-    cost = cost_of(
-        profile, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session), all_reduce_law(pipe.region)
-    )
+    cost = cost_of(parts, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session))
     if pipe.program.header.spill is not None:
         cost = replace(cost, tiers=topology.tiers or (rates_of(config, pipe.device),))
     forecast = _forecast(pipe, cost)

@@ -6,8 +6,8 @@
     2-1         three processes, the first stage on two of them
 
 Each is (t, p, d): tensor width, pipeline depth, data width. Contestants run in turns inside the same processes, and
-medians are taken. What is predicted knows the layers as they were measured here, the links, the reductions, and the
-all-reduces inside the stages by a measured law.
+medians are taken. What is predicted knows the layers as they were measured here, whole or as they are divided, the
+links, the cores, the reductions, and every sum inside the layers as it was measured among processes at work.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import torch.distributed as dist
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import Session, current
-from pipefit.spec import Profile
+from pipefit.spec import Plan, Profile
 from pipefit.stage.split import named_layers
 from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import RuntimeCosts, runtime_costs
-from pipefit.train.collectives import all_reduce_law
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
+from pipefit.train.parts import profile_of_parts
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict
 from pipefit.train.profiled import agreed_profile
@@ -110,7 +110,7 @@ def hybrid(config: HybridConfig = CONFIG) -> list[HybridRow]:
 
 
 def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
-    """The contest on this process, which has a core of its own where there are enough."""
+    """The contest on this process, which stays on a core of its own where there are enough."""
     session = current()
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
     if len(cores) >= session.num_ranks:
@@ -122,7 +122,7 @@ def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
     optimizer = make_optimizer("adamw", 1e-3)
     layers = named_layers(bundle.layers)
     profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer)
-    contest = _Contest(config, session, profile, runtime_costs(session))
+    contest = _Contest(config, session, profile, example, runtime_costs(session))
     pipes = {name: contest.pipeline(settings) for name, (_, settings) in ways.items()}
     seconds = contest.run(pipes, [bundle.example(config.batch, step) for step in range(config.steps)])
     return [contest.row(name, ways[name][0], pipe, seconds[name]) for name, pipe in pipes.items()]
@@ -138,6 +138,7 @@ class _Contest:
     config: HybridConfig
     session: Session
     profile: Profile
+    example: tuple[Any, Any]
     runtime: RuntimeCosts
 
     def pipeline(self, settings: dict[str, Any]) -> Pipeline:
@@ -150,6 +151,12 @@ class _Contest:
         return Pipeline(
             bundle.layers, loss=bundle.loss, optimizer=make_optimizer("adamw", 1e-3), plan=plan, device="cpu"
         )
+
+    def parts(self, plan: Plan) -> Profile:
+        """What one of the processes of a rank has of the layers."""
+        bundle = _bundle(self.config)
+        layers, optimizer = named_layers(bundle.layers), make_optimizer("adamw", 1e-3)
+        return profile_of_parts(layers, plan, self.example, self.session, loss=bundle.loss, optimizer=optimizer)
 
     def run(self, pipes: dict[str, Pipeline], batches: Sequence[Any]) -> dict[str, list[float]]:
         """Seconds per update of every turn but the first two."""
@@ -170,8 +177,8 @@ class _Contest:
     def row(self, name: str, shape: tuple[int, int, int], pipe: Pipeline, seconds: list[float]) -> HybridRow:
         """Predicted beside measured."""
         topology = links_of(self.session, self.session.num_ranks)
-        law = all_reduce_law(pipe.region)
-        cost = cost_of(self.profile, pipe.plan, topology, STATE_PER_WEIGHT["adamw"], self.runtime, law)
+        profile = self.profile if pipe.plan.tensor == 1 else self.parts(pipe.plan)
+        cost = cost_of(profile, pipe.plan, topology, STATE_PER_WEIGHT["adamw"], self.runtime)
         steps = self.config.steps
         predicted_s = predict(pipe.program, cost, steps).makespan_s / steps
         moved = traffic(self.session, pipe.history.moved_bytes)
