@@ -71,6 +71,12 @@ def test_options_reach_the_pipeline(capsys):
     assert data["equal"] and (data["steps"], data["dtype"], data["num_ranks"]) == (2, "float32", 2)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_half_precision_is_held_against_one_process_in_it(precision, capsys):
+    data = answered(capsys, *SMALL, "--precision", precision, "--loss-scale", "64")
+    assert data["equal"] and (data["precision"], data["dtype"], data["tolerance"]) == (precision, "float32", 1e-4)
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     (tmp_path / "users_models.py").write_text(OWN)

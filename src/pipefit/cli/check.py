@@ -31,7 +31,14 @@ def command(
     stages: Annotated[str | None, help_of("Layers of each stage, like 3,3; default: as even as can be.")] = None,
     steps: Annotated[int, help_of("Weight updates.")] = 3,
     batch: Annotated[int | None, help_of("Samples of a step; default: two for each micro-batch, and one more.")] = None,
-    dtype: Annotated[Literal["float64", "float32"], help_of("Of weights and data.")] = "float64",
+    dtype: Annotated[
+        Literal["float64", "float32"] | None,
+        help_of("Of weights and data; default: float64, with --precision float32."),
+    ] = None,
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"], help_of("bf16 or fp16: both sides run their layers under autocast.")
+    ] = "fp32",
+    loss_scale: Annotated[float | None, help_of("The first scale of the loss; default: 65536 with fp16.")] = None,
     transport: Annotated[
         Literal["local", "distributed"] | None,
         help_of("All ranks in this process, or a process for each; default: local, but for --tensor."),
@@ -59,6 +66,7 @@ def command(
     from pipefit.train.setup import ranks_of
 
     transport = transport or ("local" if tensor == 1 else "distributed")
+    dtype = dtype or ("float64" if precision == "fp32" else "float32")
     for name, value in (
         ("--tensor", tensor),
         ("--ranks", ranks),
@@ -92,8 +100,11 @@ def command(
             seed=seed,
             device=device,
             options=pairs("--schedule-option", schedule_option),
+            precision=precision,
+            loss_scale=loss_scale,
         )
     facts = {"schedule": schedule, "num_ranks": ranks, "num_microbatches": microbatches, "dtype": dtype}
+    facts |= {"precision": precision} if precision != "fp32" else {}
     facts |= {"tensor": tensor, "sequence_parallel": sequence_parallel} if tensor > 1 else {}
     data = result.as_dict() | facts | {"transport": transport, "steps": steps}
     return Answer(data, _told(result, bundle, data), FINE if result.equal else FINDING)
@@ -106,7 +117,7 @@ def _told(result: CheckResult, model: ModelBundle, data: dict[str, Any]) -> str:
             f"{model.describe()}",
             f"{data['schedule']} on {data['num_ranks']} ranks{_width(data)} ({data['transport']}), "
             f"{data['num_microbatches']} "
-            f"micro-batches, {data['steps']} steps in {data['dtype']}: {verdict}",
+            f"micro-batches, {data['steps']} steps in {data.get('precision', data['dtype'])}: {verdict}",
             f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
             f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})",
         ]

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import ModelError, PipefitError, PlanError
 from pipefit.runtime.launch import launch
 from pipefit.schedules import find
+from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.testing.delayed import delayed_reference
 from pipefit.testing.pipeline import run_pipeline
@@ -83,6 +84,8 @@ def check(
     seed: int = 0,
     device: str = "cpu",
     options: Mapping[str, int] | None = None,
+    precision: str = "fp32",
+    loss_scale: float | None = None,
 ) -> CheckResult:
     """Trains a model by a pipeline and by one process on the same random data, and compares all numbers.
 
@@ -116,10 +119,14 @@ def check(
         seed: of data and dropout.
         device: where both sides compute.
         options: integers particular to the schedule.
+        precision: "bf16" or "fp16": both sides run their layers under autocast; needs float32.
+        loss_scale: the first scale of the loss; None: what the precision needs.
 
     Raises:
         PipefitError: what was given does not fit together.
     """
+    if half_of(precision) is not None and dtype != torch.float32:
+        raise PipefitError(f"precision {precision}: autocast takes float32 alone, but weights and data are {dtype}")
     layers, loss, example = _parts(model, loss, example)
     sizes = _sizes(batch_size, steps, num_microbatches)
     task = Task(
@@ -143,9 +150,11 @@ def check(
         tensor=tensor,
         sequence_parallel=sequence_parallel,
         scatter_gather=scatter_gather,
+        precision=precision,
+        loss_scale=loss_scale,
     )
     transport = transport or ("local" if tensor == 1 else "distributed")
-    return compare(run(task, transport), expected(task), tolerance_of(dtype))
+    return compare(run(task, transport), expected(task), tolerance_of(dtype, task.half, tensor))
 
 
 def run(task: Task, transport: str = "local") -> Outcome:
@@ -162,8 +171,14 @@ def expected(task: Task) -> Outcome:
     return reference(task) if find(task.schedule).is_synchronous else delayed_reference(task)
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
-    """The largest relative difference that rounding explains."""
+def tolerance_of(dtype: torch.dtype, half: torch.dtype | None = None, tensor: int = 1) -> float:
+    """The largest relative difference that rounding explains.
+
+    Under autocast both sides round the same numbers to the half type, and add up in float32. Only processes that share
+    a layer add up parts that are rounded already.
+    """
+    if half is not None and tensor > 1:
+        return torch.finfo(half).eps ** 0.5
     return {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, torch.finfo(dtype).eps ** 0.5)
 
 

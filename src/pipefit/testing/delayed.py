@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipefit.errors import PipefitError
 from pipefit.stage.batchnorm import deferred
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
-from pipefit.testing.reference import aliases, micro_batches, on_device, shares_of
+from pipefit.testing.reference import aliases, as_sent, for_the_loss, micro_batches, on_device, shares_of
 from pipefit.testing.task import Outcome, Task
 
 __all__ = ["delayed_reference", "version_rule"]
@@ -75,11 +76,20 @@ class _Part:
     size: int
     sums: dict[int, Gradients]
 
-    def accumulate(self, update: int) -> None:
-        """Adds the gradients of the micro-batch that has just run to those of its update."""
+    def accumulate(self, update: int, scale: float) -> None:
+        """Adds the gradients of the micro-batch that has just run to those of its update.
+
+        Raises:
+            PipefitError: one is not finite; which later losses would have another scale is in no formula here.
+        """
+        if scale != 1 and not all(torch.isfinite(p.grad).all() for p in self.parameters if p.grad is not None):
+            raise PipefitError(
+                f"a gradient overflows at a loss scale of {scale:g}, and skipped updates are not compared without a "
+                "flush; give a smaller loss scale"
+            )
         sums = self.sums.setdefault(update, [None] * len(self.parameters))
         for index, parameter in enumerate(self.parameters):
-            sums[index] = _plus(sums[index], parameter.grad)
+            sums[index] = _plus(sums[index], None if parameter.grad is None else parameter.grad / scale)
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -121,6 +131,7 @@ def _part(task: Task, index: int, size: int) -> _Part:
     start = sum(task.counts[:index])
     mine: list[NamedLayer] = layers[start : start + task.counts[index]]
     stage = Stage(index, mine, torch.device(task.device), task.seed)
+    stage.half = task.half
     trained = [(p, names) for p, names in aliases(mine) if p.requires_grad]
     parameters = [p for p, _ in trained]
     masters = [nn.Parameter(p.detach().clone()) for p in parameters]
@@ -141,12 +152,13 @@ def _run(task: Task, parts: Sequence[_Part], version: Rule, k: int, x: Any, y: A
     payload = on_device(x, task.device)
     for s, part in enumerate(parts):
         _point(part, version(s, k))
-        payload = part.stage.forward(payload, k, update=k // part.size)
-    loss = task.loss(payload, on_device(y, task.device)) * share
+        payload = part.stage.forward(as_sent(payload, task.half) if s else payload, k, update=k // part.size)
+    scale = task.first_scale or 1.0
+    loss = task.loss(for_the_loss(payload, task.half), on_device(y, task.device)) * share
     if loss.requires_grad:
-        loss.backward()
+        (loss * scale).backward()
     for part in parts:
-        part.accumulate(k // part.size)
+        part.accumulate(k // part.size, scale)
     return float(loss.detach().double())
 
 

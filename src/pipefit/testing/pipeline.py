@@ -39,6 +39,8 @@ def make_pipeline(task: Task) -> Pipeline:
         seed=task.seed,
         device=task.device,
         options=task.options,
+        precision=task.precision,
+        loss_scale=task.loss_scale,
     )
 
 

@@ -2,6 +2,9 @@
 
 Nothing here comes from the executor. Only what the *definition* of the numbers needs is shared with it: the seeds of a
 layer's random numbers and the running averages of batch norm (`pipefit.stage`).
+
+Mixed precision is torch's own, autocast and `GradScaler`. One thing of the pipeline is part of its definition: what
+crosses from stage to stage is rounded to the half type there, and so is its gradient.
 """
 
 from __future__ import annotations
@@ -20,30 +23,33 @@ from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
 from pipefit.testing.task import Outcome, Task
 
-__all__ = ["aliases", "micro_batches", "on_device", "reference", "shares_of"]
+__all__ = ["aliases", "as_sent", "for_the_loss", "micro_batches", "on_device", "reference", "shares_of"]
 
 
 def reference(task: Task) -> Outcome:
     """Trains the whole model in this process: forward and backward of each micro-batch, then one optimizer step."""
     layers = named_layers(copy.deepcopy(task.model))
     model = Stage(0, layers, torch.device(task.device), task.seed)
+    stages = [model] if task.half is None else _stages(layers, task)
     parameters = model.parameters()
     optimizer = task.optimizer(parameters) if parameters else None
     scheduler = task.scheduler(optimizer) if task.scheduler and optimizer else None
+    scale = task.first_scale
+    scaler = torch.amp.GradScaler(task.device, scale or 1.0, enabled=scale is not None and optimizer is not None)
     norms = list(deferred(layer.module for layer in layers))
     first: dict[str, Tensor] = {}
     losses = []
     for step, batch in enumerate(task.batches):
-        losses.append(_accumulate(model, batch, task, step * task.num_microbatches))
+        losses.append(_accumulate(stages, batch, task, step * task.num_microbatches, scaler))
+        if optimizer is not None:
+            scaler.unscale_(optimizer)
         if task.clip_norm is not None and parameters:
             torch.nn.utils.clip_grad_norm_(parameters, task.clip_norm)
-        if step == 0:
-            first = _gradients(layers)
-        if optimizer is not None:
-            optimizer.step()
-            optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
+        gradients = first or _gradients(layers)
+        if optimizer is None or _taken(scaler, optimizer):
+            first = gradients
+            if scheduler is not None:
+                scheduler.step()
         for norm in norms:
             norm.commit(step)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -51,16 +57,40 @@ def reference(task: Task) -> Outcome:
     return Outcome(losses, {0: first}, {0: weights}, names)
 
 
-def _accumulate(model: Stage, batch: tuple[Any, Any], task: Task, first: int) -> float:
+def _stages(layers: Sequence[NamedLayer], task: Task) -> list[Stage]:
+    """The layers of each stage by themselves, under autocast."""
+    ends = [0, *itertools.accumulate(task.counts)]
+    parts = [layers[start:end] for start, end in itertools.pairwise(ends)]
+    stages = [Stage(index, part, torch.device(task.device), task.seed) for index, part in enumerate(parts)]
+    for stage in stages:
+        stage.half = task.half
+    return stages
+
+
+def _taken(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Steps, unless a gradient is not finite."""
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return not scaler.is_enabled() or scaler.get_scale() >= before
+
+
+def _accumulate(
+    stages: Sequence[Stage], batch: tuple[Any, Any], task: Task, first: int, scaler: torch.amp.GradScaler
+) -> float:
     """Adds up the gradients of a batch, micro-batch by micro-batch; returns its loss."""
     total = 0.0
     targets = micro_batches(batch[1], task.num_microbatches)
     inputs = micro_batches(batch[0], task.num_microbatches)
     for index, (x, y, share) in enumerate(zip(inputs, targets, shares_of(targets, task.weigh), strict=True)):
-        output = model.forward(on_device(x, task.device), first + index, update=first // task.num_microbatches)
-        loss = task.loss(output, on_device(y, task.device)) * share
+        payload = on_device(x, task.device)
+        for number, stage in enumerate(stages):
+            given = as_sent(payload, task.half) if number else payload
+            payload = stage.forward(given, first + index, update=first // task.num_microbatches)
+        loss = task.loss(for_the_loss(payload, task.half), on_device(y, task.device)) * share
         if loss.requires_grad:
-            loss.backward()
+            scaler.scale(loss).backward()
         total += float(loss.detach().double())
     return total
 
@@ -78,6 +108,20 @@ def shares_of(targets: Sequence[Any], weigh: Callable[[Any], float] | None) -> l
     """The share of each micro-batch in the mean loss of its batch."""
     counts = [float(weigh(target)) if weigh else float(len(pytree.tree_leaves(target)[0])) for target in targets]
     return [count / sum(counts) for count in counts]
+
+
+def as_sent(payload: Any, half: torch.dtype | None) -> Any:
+    """What a stage has from the one before: rounded to the half type where it carries a gradient, as float32 again."""
+
+    def rounded(leaf: Tensor) -> Tensor:
+        return leaf.to(half).float() if leaf.requires_grad and leaf.dtype in (torch.float32, half) else leaf
+
+    return payload if half is None else pytree.tree_map(rounded, payload)
+
+
+def for_the_loss(payload: Any, half: torch.dtype | None) -> Any:
+    """The model's output, in float32 where it came in the half type."""
+    return payload if half is None else pytree.tree_map(lambda x: x.float() if x.dtype == half else x, payload)
 
 
 def on_device(payload: Any, device: str) -> Any:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipefit.stage.precision import first_scale, half_of
+
 __all__ = ["Outcome", "Task", "descend", "mean_cross_entropy"]
 
 
@@ -52,6 +54,8 @@ class Task:
         tensor: processes that share each rank by tensor parallelism.
         sequence_parallel: they also divide the sequence.
         scatter_gather: messages between ranks travel in pieces.
+        precision: "fp32": the model's own type; "bf16" or "fp16": both sides compute in it under autocast.
+        loss_scale: the first scale of the loss; None: what the precision needs.
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -74,6 +78,18 @@ class Task:
     tensor: int = 1
     sequence_parallel: bool = False
     scatter_gather: bool = True
+    precision: str = "fp32"
+    loss_scale: float | None = None
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The type that autocast computes in; None: no autocast."""
+        return half_of(self.precision)
+
+    @property
+    def first_scale(self) -> float | None:
+        """What the first loss is multiplied with; None: losses are not scaled."""
+        return first_scale(self.half, self.loss_scale)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ __all__ = ["Contestant", "Subject", "contestant", "sgd", "turn"]
 # Torch's buckets are 25 MB beside the 553 MB of VGG-16's weights; here they are as large a part of the model's.
 _BUCKET_PART = 25 / 553
 _LR = 1e-4
+# Running averages stay with their rank; torch 2.13 calls by another name what earlier ones call `broadcast_buffers`.
+_NAMES = inspect.signature(DistributedDataParallel).parameters
+_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 
 
 @dataclass
@@ -108,8 +112,8 @@ def _data_parallel(subject: Subject, updates: int, each: int) -> Callable[[int],
     model = DistributedDataParallel(
         copy.deepcopy(subject.bundle.layers),
         bucket_cap_mb=bucket,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
+        **{_BUFFERS: False},
     )
     optimizer, (x, y) = sgd(list(model.parameters())), subject.batch(1)
 
