@@ -39,8 +39,8 @@ def written(folder, steps=2):
     tier = DiskTier(folder)
     tier.reserve({A: SIZE, B: SIZE})
     for step in range(1, steps + 1):
-        writes = [tier.write(key, step, filled(step)) for key in (A, B)]
-        tier.commit(step, f"state {step}".encode(), writes).wait()
+        writes = [tier.write(key, 10 + step, filled(step)) for key in (A, B)]
+        tier.commit(step, 10 + step, f"state {step}".encode(), writes).wait()
     return tier
 
 
@@ -64,18 +64,18 @@ def test_a_version_that_is_not_there_is_refused(tmp_path):
 def test_a_run_goes_on_from_the_step_it_committed_last(tmp_path):
     written(tmp_path).close()
     tier = DiskTier(tmp_path)
-    assert tier.recover() == (2, b"state 2")
-    assert read(tier, A, 2) == read(tier, B, 2) == (2, 2)
+    assert tier.recover() == (2, 12, b"state 2")
+    assert read(tier, A, 12) == read(tier, B, 12) == (2, 2)
     tier.close()
 
 
 def test_what_was_written_after_the_commit_is_rolled_back(tmp_path):
     tier = written(tmp_path)
-    tier.write(A, 3, filled(3)).wait()
+    tier.write(A, 13, filled(3)).wait()
     tier.close()
     tier = DiskTier(tmp_path)
     assert tier.recover()[0] == 2
-    assert read(tier, A, 2) == (2, 2)
+    assert read(tier, A, 12) == (2, 2)
     tier.close()
 
 
@@ -86,30 +86,67 @@ def test_a_write_that_was_cut_off_anywhere_loses_nothing(tmp_path, cut):
     record = tier._records[A]
     start = record.position(1 - record.current)
     tier.close()
-    new = RecordHeader(str(A), 3, SIZE, 12345).pack() + bytes([3]) * SIZE
+    new = RecordHeader(str(A), 13, SIZE, 12345).pack() + bytes([3]) * SIZE
     with tier._file.path.open("r+b") as file:
         file.seek(start)
         file.write(new[:cut])
     tier = DiskTier(tmp_path)
     assert tier.recover()[0] == 2
-    assert read(tier, A, 2) == (2, 2)
+    assert read(tier, A, 12) == (2, 2)
     tier.close()
 
 
-@pytest.mark.parametrize("offset", [0, 20, HEADER_BYTES, HEADER_BYTES + 5000, HEADER_BYTES + SIZE - 1])
-def test_a_flipped_bit_is_found(tmp_path, offset):
-    tier = written(tmp_path)
-    record = tier._records[A]
-    place = record.position(record.current) + offset
-    tier.close()
+def flip(tier, record, copy, offset):
+    """Flips a bit of a closed tier's file."""
+    place = record.position(copy) + offset
     with tier._file.path.open("r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]
         file.seek(place)
         file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("offset", [0, 20, HEADER_BYTES, HEADER_BYTES + 5000, HEADER_BYTES + SIZE - 1])
+def test_a_flipped_bit_is_found_and_the_step_before_taken_while_that_is_whole(tmp_path, offset):
+    tier = written(tmp_path)
+    record = tier._records[A]
+    tier.close()
+    flip(tier, record, record.current, offset)
+    tier = DiskTier(tmp_path)
+    assert tier.recover() == (1, 11, b"state 1")
+    assert read(tier, A, 11) == read(tier, B, 11) == (1, 1)
+    tier.close()
+    flip(tier, record, 1 - record.current, offset)
     tier = DiskTier(tmp_path)
     with pytest.raises(TierError, match="does not fit its checksum; go on from a checkpoint"):
         tier.recover()
+    tier.close()
+
+
+def test_a_step_that_others_have_not_committed_can_be_passed_over(tmp_path):
+    written(tmp_path, steps=3).close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover().step == 3
+    found = tier.recover(at_most=2)
+    assert found == (2, 12, b"state 2") and read(tier, B, 12) == (2, 2)
+    tier.goes_on_from(found)
+    assert [committed.step for committed in tierfile.read_commits(tmp_path, "rank-0")] == [2]
+    tier.commit(3, 13, b"again", [tier.write(key, 13, filled(33)) for key in (A, B)]).wait()
+    tier.close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover() == (3, 13, b"again") and read(tier, A, 13) == (33, 33)
+    with pytest.raises(TierError, match="step 1 is asked for, the first that is there is 2"):
+        tier.recover(at_most=1)
+    tier.close()
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"?", lambda data: b""])
+def test_a_commit_that_is_damaged_gives_way_to_the_one_before(tmp_path, damage):
+    written(tmp_path).close()
+    path = tmp_path / "rank-0.commit"
+    path.write_bytes(damage(path.read_bytes()))
+    tier = DiskTier(tmp_path)
+    assert tier.recover() == (1, 11, b"state 1") and read(tier, A, 11) == (1, 1)
     tier.close()
 
 
@@ -123,16 +160,16 @@ def test_a_folder_that_goes_away_stops_the_next_commit(tmp_path):
     tier = written(tmp_path / "tier")
     shutil.rmtree(tmp_path / "tier")
     with pytest.raises(TierError, match="the last committed step, 2, is whole"):
-        tier.commit(3, b"").wait()
+        tier.commit(3, 13, b"").wait()
     tier.close()
 
 
 def test_a_failed_write_fails_the_commit_and_keeps_the_step_before(tmp_path, monkeypatch):
     tier = written(tmp_path)
     monkeypatch.setattr(tierfile.os, "pwritev", _full)
-    write = tier.write(A, 3, filled(3))
+    write = tier.write(A, 13, filled(3))
     with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
-        tier.commit(3, b"", [write]).wait()
+        tier.commit(3, 13, b"", [write]).wait()
     monkeypatch.undo()
     tier.close()
     tier = DiskTier(tmp_path)

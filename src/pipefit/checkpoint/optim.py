@@ -14,7 +14,7 @@ from pipefit.checkpoint.manifest import Optimization
 from pipefit.errors import ModelError, PipefitError
 from pipefit.runtime.worker import Owned, Worker
 
-__all__ = ["OPTIM", "optimization_of", "optimizer_tensors", "restore_optimizer"]
+__all__ = ["OPTIM", "optimization_of", "optimizer_tensors", "restore_optimizer", "trained_of"]
 
 OPTIM = "optim/"
 # How an optimizer computes, not what: a run keeps its own, so that it may go on with another device.
@@ -29,7 +29,7 @@ def _saved_name(owned: Owned) -> str:
     return owned.tie.owner if owned.tie else owned.name
 
 
-def _trained(worker: Worker, stage: int) -> list[tuple[str, nn.Parameter, Owned]]:
+def trained_of(worker: Worker, stage: int) -> list[tuple[str, nn.Parameter, Owned]]:
     """(saved name, what the optimizer steps, parameter) of all that a stage's optimizer steps."""
     stepped = {id(p) for group in worker.optimizers[stage].param_groups for p in group["params"]}
     pairs = zip(worker.owned[stage], worker.stores[stage].masters, strict=True)
@@ -41,7 +41,7 @@ def optimizer_tensors(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]
     optimizer = worker.optimizers.get(stage)
     if optimizer is None:
         return
-    for saved, master, owned in _trained(worker, stage):
+    for saved, master, owned in trained_of(worker, stage):
         if saved == owned.name:
             for key, value in optimizer.state.get(master, {}).items():
                 if isinstance(value, Tensor):
@@ -58,7 +58,7 @@ def optimization_of(worker: Worker, stages: Sequence[int]) -> list[Optimization]
     for stage, optimizer in worker.optimizers.items():
         if stage not in stages:
             continue
-        names = {id(master): saved for saved, master, _ in _trained(worker, stage)}
+        names = {id(master): saved for saved, master, _ in trained_of(worker, stage)}
         groups = [
             {
                 "parameters": [names[id(p)] for p in group["params"]],
@@ -74,7 +74,7 @@ def optimization_of(worker: Worker, stages: Sequence[int]) -> list[Optimization]
                 for key, value in optimizer.state.get(master, {}).items()
                 if not isinstance(value, Tensor)
             }
-            for saved, master, _ in _trained(worker, stage)
+            for saved, master, _ in trained_of(worker, stage)
         }
         scheduler = worker.schedulers.get(stage)
         result.append(
@@ -137,7 +137,7 @@ def restore_optimizer(
         ModelError: another optimizer, or settings that differ between parameters that now share a group.
     """
     optimizer = worker.optimizers[stage]
-    trained = _trained(worker, stage)
+    trained = trained_of(worker, stage)
     names = {id(master): saved for saved, master, _ in trained}
     origins = _origins(records)
     _check_kinds(worker, stage, [saved for saved, _, _ in trained], origins)

@@ -64,7 +64,7 @@ def command(
     output: Annotated[
         Path | None, help_of("Folder for checkpoints, pictures, trace and metrics.", "--output", "-o")
     ] = None,
-    resume: Annotated[Path | None, help_of("Go on from the checkpoint of this folder.")] = None,
+    resume: Annotated[Path | None, help_of("Go on from a checkpoint's folder, or from that of --disk.")] = None,
     checkpoint_every: Annotated[int, help_of("Steps between checkpoints; 0: only at the end.")] = 0,
     sample: Annotated[int, help_of("Bytes to generate at the end, for language models.")] = 200,
     device: Annotated[str | None, help_of("Where ranks compute, like cpu or cuda; default: what there is.")] = None,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from pipefit.errors import TierError
 from pipefit.memory.arena import aligned, pin, unpin
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
-from pipefit.memory.tierfile import TierFile
+from pipefit.memory.tierfile import Committed, TierFile
 from pipefit.memory.tiers import Key
 
 __all__ = ["DiskTier"]
@@ -55,6 +56,9 @@ class DiskTier:
     A run that is cut off goes on from `recover`: the records of the last committed step are whole, because what the
     next step writes goes to the other copy of each.
 
+    Attributes:
+        about: JSON data that tells what the records are of; set it before `reserve`, read it after `recover`.
+
     Args:
         folder: for the file; made if its parent exists.
         name: of the file, without ending; one for each rank and trial.
@@ -75,6 +79,7 @@ class DiskTier:
         device: torch.device | None = None,
     ) -> None:
         self._file = TierFile(Path(folder), name, direct)
+        self.about: dict[str, Any] = {}
         self._device = device or torch.device("cpu")
         self._lanes = lanes or Lanes(self._device)
         self._own_lanes = lanes is None
@@ -90,6 +95,11 @@ class DiskTier:
         return sum(r.copies * (HEADER_BYTES + r.num_bytes) for r in self._records.values())
 
     @property
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each record."""
+        return {key: record.num_bytes for key, record in self._records.items()}
+
+    @property
     def is_direct(self) -> bool:
         """Whether it goes past the page cache."""
         return self._file.is_direct
@@ -97,19 +107,22 @@ class DiskTier:
     def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
         """See `TierStore`. What an earlier run left in the file is forgotten."""
         self._place(sizes, scratch)
-        if self._device.type == "cuda":
-            largest = max(sizes.values(), default=0)
-            self._pinned = {lane: aligned(largest) for lane in ("read", "write")}
-            for buffer in self._pinned.values():
-                pin(buffer)
         self._file.allocate(self.num_bytes)
-        self._file.write_table([[*key, record.num_bytes, record.copies] for key, record in self._records.items()])
+        self._file.write_table(self._rows(), self.about)
+
+    def _rows(self) -> list[list[Any]]:
+        return [[*key, record.num_bytes, record.copies] for key, record in self._records.items()]
 
     def _place(self, sizes: Mapping[Key, int], scratch: Sequence[Key]) -> None:
         position = 0
         for key, size in sizes.items():
             record = self._records[key] = _Record(position, size, 1 if key in scratch else 2)
             position = record.position(record.copies)
+        if self._device.type == "cuda":
+            largest = max(sizes.values(), default=0)
+            self._pinned = {lane: aligned(largest) for lane in ("read", "write")}
+            for buffer in self._pinned.values():
+                pin(buffer)
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`."""
@@ -159,41 +172,62 @@ class DiskTier:
         """See `TierStore`."""
         return self._records[key].asked
 
-    def commit(self, step: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
+    def commit(self, step: int, version: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`. Nothing waits for it but what is written later."""
 
         def work() -> None:
-            self._file.commit(step, state)
+            self._file.commit(step, version, state)
 
         return self._lanes.write.submit(work, len(state), after)
 
-    def recover(self) -> tuple[int, bytes]:
+    def recover(self, at_most: int | None = None) -> Committed:
         """Goes back to the last committed step, whatever was being written when the run before was cut off.
 
-        Returns:
-            The step, and the state that was committed with it.
+        Every record of it is read and checked. Where one is damaged, the step before is taken if that is whole.
+
+        Args:
+            at_most: a later step is passed over. It is still there for a later call, until something is written.
 
         Raises:
-            TierError: there is no committed step, or a record of it is damaged.
+            TierError: there is no committed step, or records are damaged.
         """
-        step, state = self._file.committed()
-        table = self._file.read_table()
-        keys = [(Key(stage, kind, mb), size, copies) for stage, kind, mb, size, copies in table]
-        self._records.clear()
-        self._place({key: size for key, size, _ in keys}, [key for key, _, copies in keys if copies == 1])
+        commits = self._file.commits()
+        if not commits:
+            raise TierError(f"{self._file.path.parent}: no step was committed there")
+        rows, self.about = self._file.table()
+        keys = {Key(stage, kind, mb): (size, copies) for stage, kind, mb, size, copies in rows}
+        if not self._records:
+            self._place({key: size for key, (size, _) in keys.items()}, [key for key in keys if keys[key][1] == 1])
         self._file.check_size(self.num_bytes)
-        for key, record in self._records.items():
-            if record.copies == 1:
-                continue
-            buffer = mmap.mmap(-1, record.num_bytes) if record.num_bytes else memoryview(b"")
-            found = [self._load(key, record, copy, memoryview(buffer), step) for copy in range(record.copies)]
-            if all(version is None for version in found):
-                raise TierError(
-                    f"{key} of step {step} in {self._file.path} does not fit its checksum; go on from a checkpoint"
-                )
-            record.current = next(copy for copy, version in enumerate(found) if version is not None)
-            record.version = record.asked = found[record.current]
-        return step, state
+        wanted = [committed for committed in commits if at_most is None or committed.step <= at_most]
+        if not wanted:
+            first = commits[-1].step
+            raise TierError(f"{self._file.path}: step {at_most} is asked for, the first that is there is {first}")
+        damaged: list[Key] = []
+        for committed in wanted:
+            version = committed.version
+            damaged = [key for key, record in self._records.items() if not self._finds(key, record, version)]
+            if not damaged:
+                return committed
+        raise TierError(
+            f"{damaged[0]} of step {wanted[-1].step} in {self._file.path} does not fit its checksum; go on from a "
+            "checkpoint"
+        )
+
+    def goes_on_from(self, committed: Committed) -> None:
+        """What was committed after a step, and passed over by `recover`, is forgotten."""
+        self._file.goes_on_from(committed)
+
+    def _finds(self, key: Key, record: _Record, version: int) -> bool:
+        """Whether there is a whole copy of a version, which then counts."""
+        if record.copies == 1:
+            return True
+        buffer = memoryview(mmap.mmap(-1, record.num_bytes)) if record.num_bytes else memoryview(b"")
+        for copy in range(record.copies):
+            if self._load(key, record, copy, buffer, version) == version:
+                record.current, record.version, record.asked = copy, version, version
+                return True
+        return False
 
     def close(self) -> None:
         """Waits for what is under way and closes the file, which stays."""

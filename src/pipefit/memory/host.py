@@ -91,7 +91,7 @@ class HostTier:
         """See `TierStore`."""
         return self._asked.get(key)
 
-    def commit(self, step: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
+    def commit(self, step: int, version: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
         """Nothing to do: memory does not outlive the process."""
         return self._lanes.write.submit(lambda: None, 0, after)
 

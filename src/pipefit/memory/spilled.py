@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class SpilledStore:
 
     Attributes:
         masters: what the optimizer gets.
+        known: places of the states that its optimizer has made.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class SpilledStore:
         self._zero_at_first = zero_at_first
         self._device = device
         self._optimizer: Optimizer | None = None
-        self._known: set[int] = set()
+        self.known: set[int] = set()
         self._base = self._version = 0
+        self._is_held = False
         self._slots: dict[str, int] = {}
         self._reached: set[int] = set()
         self.masters: list[nn.Parameter] = []
@@ -88,13 +91,17 @@ class SpilledStore:
         self._arena, self._tier, self._lanes = arena, tier, lanes
 
     @torch.no_grad()
-    def store_first(self, slot: int, fill: Callable[[], None] | None = None) -> None:
+    def store_first(self, slot: int, fill: Callable[[], None] | None = None, held: int | None = None) -> None:
         """Moves its weights to the tier, by way of a slot; the memory that they had is free.
 
         Args:
             slot: that it goes through.
             fill: gives the weights their first values, in the slot; None: they have them already.
+            held: the version that its records on the tier hold, of an earlier run; nothing is written then.
         """
+        if held is not None and fill is None:
+            self.hold(held)
+            return
         room = self._arena.slot(WEIGHTS, slot)
         for copy in room.taken():
             copy.wait()
@@ -104,9 +111,26 @@ class SpilledStore:
             parameter.data = view
         if fill is not None:
             fill()
+        if held is not None:
+            self.hold(held)
+            return
         self._unbind()
         record = room.bytes[: self.layout.num_bytes]
         room.busy.append(self._tier.write(Key(self.stage, WEIGHTS), 0, record))
+
+    def hold(self, version: int) -> None:
+        """Its records on the tier hold a version, and count."""
+        self._base, self._is_held = version, True
+        self._unbind()
+
+    @property
+    def stand_ins(self) -> set[int]:
+        """Where the memory begins of what stands for weights and states while its records hold them."""
+        states: list[Any] = []
+        if self._optimizer is not None:
+            of = self._optimizer.state
+            states = [of.get(self._master_of[id(p)], {}).get(spec.key) for p, spec in self._states]
+        return {tensor.data_ptr() for tensor in (*self._moved, *states) if tensor is not None}
 
     def make_masters(self, trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Makes the optimizer's parameters; they share the memory of the live ones wherever that is.
@@ -122,7 +146,9 @@ class SpilledStore:
     def take_optimizer(self, optimizer: Optimizer, slot: int = 0) -> None:
         """Learns whose states it moves; those that the optimizer has made already go to the tier."""
         self._optimizer = optimizer
-        if self.state_layout is not None and any(optimizer.state.values()):
+        if self._is_held:
+            self._unbind_states()
+        elif self.state_layout is not None and any(optimizer.state.values()):
             self._slots[OPTIM] = slot
             for copy in self._arena.slot(OPTIM, slot).taken():
                 copy.wait()
@@ -295,7 +321,7 @@ class SpilledStore:
         if self._optimizer is None:
             return
         for index, view in enumerate(self.state_layout.views(record)):
-            if self._zero_at_first or index in self._known:
+            if self._zero_at_first or index in self.known:
                 parameter, spec = self._states[index]
                 self._optimizer.state[self._master_of[id(parameter)]][spec.key] = view
 
@@ -317,9 +343,9 @@ class SpilledStore:
             state = self._optimizer.state.get(self._master_of[id(parameter)], {})
             value = state.get(spec.key)
             if value is None:
-                self._known.discard(index)
+                self.known.discard(index)
                 continue
-            self._known.add(index)
+            self.known.add(index)
             if value.data_ptr() == view.data_ptr():
                 continue
             if value.shape != view.shape or value.dtype != view.dtype:

@@ -59,9 +59,9 @@ class SplitTier:
         """See `TierStore`."""
         return self._home[key].holds(key)
 
-    def commit(self, step: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
+    def commit(self, step: int, version: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
         """Finds out whether the disk still takes what is written; what the host holds does not outlive the process."""
-        return self.disk.commit(step, state, after)
+        return self.disk.commit(step, version, state, after)
 
     def close(self) -> None:
         """See `TierStore`."""

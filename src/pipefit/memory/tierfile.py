@@ -8,13 +8,31 @@ import fcntl
 import json
 import os
 import shutil
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipefit.errors import TierError
 from pipefit.units import format_bytes
 
-__all__ = ["TierFile"]
+__all__ = ["Committed", "TierFile", "read_commits", "read_table"]
+
+_FORMAT = "pipefit.tier/2"
+
+
+class Committed(NamedTuple):
+    """A step whose records are whole.
+
+    Attributes:
+        step: weight updates done.
+        version: of the records that belong to it.
+        state: what else must be known to go on from there.
+    """
+
+    step: int
+    version: int
+    state: bytes
 
 
 class TierFile:
@@ -28,7 +46,7 @@ class TierFile:
     def __init__(self, folder: Path, name: str, direct: bool) -> None:
         self.path = folder / f"{name}.tier"
         self._table = folder / f"{name}.json"
-        self._commit = folder / f"{name}.commit"
+        self._commit, self._before = (folder / f"{name}.{ending}" for ending in ("commit", "before"))
         self._step: int | None = None
         try:
             folder.mkdir(exist_ok=True)
@@ -53,7 +71,9 @@ class TierFile:
             TierError: there is not enough.
         """
         try:
-            self._commit.unlink(missing_ok=True)
+            for path in (self._commit, self._before):
+                path.unlink(missing_ok=True)
+            _sync_folder(self.path.parent)
             os.ftruncate(self._fd, 0)
             if num_bytes:
                 os.posix_fallocate(self._fd, 0, num_bytes)
@@ -97,8 +117,8 @@ class TierFile:
         except OSError as problem:
             raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
 
-    def commit(self, step: int, state: bytes) -> None:
-        """Forces everything to the disk, then names the step whose records are whole.
+    def commit(self, step: int, version: int, state: bytes) -> None:
+        """Forces everything to the disk, then names the step whose records are whole; the one before stays beside it.
 
         Raises:
             TierError: the disk refused, or the folder is no longer there.
@@ -107,50 +127,55 @@ class TierFile:
             os.fdatasync(self._fd)
             if self.path.stat().st_ino != self._inode:
                 raise FileNotFoundError(errno.ENOENT, "it is no longer the file that was opened")
-            head = json.dumps({"format": "pipefit.tier/1", "step": step, "state_bytes": len(state)}).encode()
+            facts = {"step": step, "version": version, "bytes": len(state), "checksum": zlib.crc32(state)}
             temporary = self._commit.with_suffix(".writing")
-            with temporary.open("wb") as file:
-                file.write(head + b"\n" + state)
-                file.flush()
-                os.fsync(file.fileno())
+            _write(temporary, json.dumps({"format": _FORMAT, **facts}).encode() + b"\n" + state)
+            if self._step is not None:
+                self._commit.replace(self._before)
             temporary.replace(self._commit)
+            # What is written next overwrites the step before: the names must be on the disk first.
+            _sync_folder(self.path.parent)
         except OSError as problem:
             raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
         self._step = step
 
-    def committed(self) -> tuple[int, bytes]:
-        """The last committed step and its state.
+    def commits(self) -> list[Committed]:
+        """The committed steps whose records may be whole, the last one first."""
+        found = read_commits(self.path.parent, self.path.stem)
+        self._step = found[0].step if found else None
+        return found
+
+    def goes_on_from(self, committed: Committed) -> None:
+        """Forgets what was committed after a step.
 
         Raises:
-            TierError: there is none.
+            TierError: the folder cannot be written.
         """
         try:
-            head, _, state = self._commit.read_bytes().partition(b"\n")
-            found = json.loads(head)
-            self._step = int(found["step"])
-            if len(state) != found["state_bytes"]:
-                raise ValueError("cut short")
-        except FileNotFoundError:
-            raise TierError(f"{self._commit} is not there: no step was committed in this folder") from None
-        except (OSError, ValueError, KeyError) as problem:
-            raise TierError(f"{self._commit} cannot be read: {problem}") from None
-        return self._step, state
+            with contextlib.suppress(TierError):
+                if _read_commit(self._commit) == committed:
+                    return
+            if _read_commit(self._before) == committed:
+                self._before.replace(self._commit)
+                _sync_folder(self.path.parent)
+        except OSError as problem:
+            raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
+        finally:
+            self._step = committed.step
 
-    def write_table(self, rows: list[list[Any]]) -> None:
-        """Notes where the records lie."""
+    def write_table(self, rows: list[list[Any]], about: Mapping[str, Any]) -> None:
+        """Notes where the records lie, and of what they are."""
         try:
             temporary = self._table.with_suffix(".writing")
-            temporary.write_text(json.dumps({"format": "pipefit.tier/1", "records": rows}))
+            _write(temporary, json.dumps({"format": _FORMAT, "about": about, "records": rows}).encode())
             temporary.replace(self._table)
+            _sync_folder(self.path.parent)
         except OSError as problem:
             raise TierError(f"{self._table}: {problem.strerror}") from None
 
-    def read_table(self) -> list[list[Any]]:
-        """Where the records lie."""
-        try:
-            return list(json.loads(self._table.read_text())["records"])
-        except (OSError, ValueError, KeyError) as problem:
-            raise TierError(f"{self._table} cannot be read: {problem}") from None
+    def table(self) -> tuple[list[list[Any]], dict[str, Any]]:
+        """Where the records lie, and of what they are."""
+        return read_table(self.path.parent, self.path.stem)
 
     def close(self) -> None:
         """Closes it; it stays."""
@@ -158,7 +183,7 @@ class TierFile:
 
     def remove(self) -> None:
         """Removes it and what stands beside it."""
-        for path in (self._commit, self._table, self.path):
+        for path in (self._commit, self._before, self._table, self.path):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -170,3 +195,64 @@ def _open(path: Path, direct: bool) -> tuple[int, bool]:
         with contextlib.suppress(OSError):
             return os.open(path, flags | os.O_DIRECT, 0o600), True
     return os.open(path, flags, 0o600), False
+
+
+def read_commits(folder: Path, name: str) -> list[Committed]:
+    """The committed steps of a tier, the last one first; none where there is no tier.
+
+    Raises:
+        TierError: what is there cannot be read.
+    """
+    found, problems = [], []
+    for ending in ("commit", "before"):
+        try:
+            found.append(_read_commit(folder / f"{name}.{ending}"))
+        except TierError as problem:
+            problems.append(problem)
+    whole = [committed for committed in found if committed is not None]
+    if problems and not whole:
+        raise problems[0]
+    return whole
+
+
+def _read_commit(path: Path) -> Committed | None:
+    try:
+        head, _, state = path.read_bytes().partition(b"\n")
+        facts = json.loads(head)
+        if len(state) != facts["bytes"] or zlib.crc32(state) != facts["checksum"]:
+            raise ValueError("it does not fit its checksum")
+        return Committed(int(facts["step"]), int(facts["version"]), state)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError) as problem:
+        raise TierError(f"{path} cannot be read: {problem}; go on from a checkpoint") from None
+
+
+def read_table(folder: Path, name: str) -> tuple[list[list[Any]], dict[str, Any]]:
+    """Where the records of a tier lie, and of what they are.
+
+    Raises:
+        TierError: they cannot be read.
+    """
+    path = folder / f"{name}.json"
+    try:
+        data = json.loads(path.read_text())
+        return list(data["records"]), dict(data["about"])
+    except (OSError, ValueError, KeyError) as problem:
+        raise TierError(f"{path} cannot be read: {problem}; go on from a checkpoint") from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Forces the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

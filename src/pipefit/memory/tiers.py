@@ -70,11 +70,12 @@ class TierStore(Protocol):
     def holds(self, key: Key) -> int | None:
         """The version that was written last (or is being written); None: none yet."""
 
-    def commit(self, step: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
+    def commit(self, step: int, version: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
         """All records as written so far belong to `step`, with what else must be known to go on from there.
 
         Args:
-            step: their version.
+            step: weight updates done.
+            version: of the records.
             state: for `recover`.
             after: the writes since the last commit; if one of them fails, so does the commit.
         """

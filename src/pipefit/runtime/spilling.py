@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.errors import InfeasibleError, ModelError, PlanError
+from pipefit.errors import InfeasibleError, ModelError, PlanError, TierError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
@@ -22,6 +22,7 @@ from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.spilled import SpilledStore
 from pipefit.memory.split import SplitTier
 from pipefit.memory.states import is_zero_at_first, probe_states
+from pipefit.memory.tierfile import Committed
 from pipefit.memory.tiers import Key, TierStore
 from pipefit.runtime.executor import Execution
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
@@ -30,9 +31,14 @@ from pipefit.stage.split import NamedLayer
 if TYPE_CHECKING:
     from pipefit.runtime.worker import Training, Worker
 
-__all__ = ["SpillPlace", "Spilling", "evict", "fetch", "norm_part", "norms_of", "presence"]
+__all__ = ["SpillPlace", "Spilling", "evict", "fetch", "norm_part", "norms_of", "presence", "tier_name"]
 
 SLOTTED = ("weights", "wgrad", "optim")
+
+
+def tier_name(rank: int) -> str:
+    """What the files of a rank's disk tier are called."""
+    return f"rank-{rank}"
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,20 @@ class SpillPlace:
         folder: of the disk tier; None: the host's memory.
         host_bytes: most that the host tier may take; with a folder, the rest lies there. None: no limit, or no host.
         direct: whether the disk is read and written past the page cache.
+        about: JSON data that is kept beside the records: what they are of.
+        resume: go on from the records that are in the folder; a number: from that step or one before.
     """
 
     folder: Path | None = None
     host_bytes: int | None = None
     direct: bool = True
+    about: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool | int = False
+
+    @property
+    def latest(self) -> int | None:
+        """The last step to go on from; None: whichever it is."""
+        return None if isinstance(self.resume, bool) else self.resume
 
     def tier(self, rank: int, kind: str, lanes: Lanes, device: torch.device) -> TierStore:
         """Opens the tier of a rank.
@@ -60,7 +75,8 @@ class SpillPlace:
             return HostTier(self.host_bytes, lanes, device)
         if self.folder is None:
             raise PlanError("the plan spills to disk: say where, by --disk FOLDER or spill=Spilled(disk=FOLDER)")
-        disk = DiskTier(self.folder, f"rank-{rank}", lanes, self.direct, device)
+        disk = DiskTier(self.folder, tier_name(rank), lanes, self.direct, device)
+        disk.about = dict(self.about)
         if self.host_bytes is None:
             return disk
         return SplitTier(HostTier(None, lanes, device), disk, self.host_bytes)
@@ -75,6 +91,7 @@ class Spilling:
         arena: the slots.
         tier: where the stages live.
         lanes: that copy.
+        resumed: what an earlier run committed, from which this one goes on.
         committed: the last commit that was asked for.
         parts: norms of the gradients of stages that have left the device, by update and stage.
     """
@@ -83,6 +100,7 @@ class Spilling:
     arena: Arena
     tier: TierStore
     lanes: Lanes
+    resumed: Committed | None = None
     committed: Copy | None = None
     writes: list[Copy] = field(default_factory=list)
     parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -129,25 +147,52 @@ class Spilling:
         tier = place.tier(rank, spill.tier, lanes, device)
         moving = {i.kind for i in program.ranks[rank] if i.op is Op.EVICT}
         kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or Kind.WGRAD.value in moving}
-        tier.reserve(kept, [key for key in kept if key.kind == Kind.WGRAD])
+        try:
+            resumed = _recovered(tier, kept, place) if place.resume is not False else None
+            if resumed is None:
+                tier.reserve(kept, [key for key in kept if key.kind == Kind.WGRAD])
+        except TierError:
+            lanes.close()
+            tier.close()
+            raise
         for number, (stage, store) in enumerate(stores.items()):
             store.attach(arena, tier, lanes)
             fill = _filling(layers[stage], training.seed, own) if is_new(layers[stage]) else None
-            store.store_first(number % spill.weights_slots, fill)
-        return cls(stores, arena, tier, lanes)
+            store.store_first(number % spill.weights_slots, fill, resumed.version if resumed else None)
+        return cls(stores, arena, tier, lanes, resumed)
 
-    def end_pass(self, state: bytes = b"") -> None:
-        """A program has ended: what it wrote becomes the committed step, once it is written.
+    def go_back_to(self, step: int) -> None:
+        """Before the first program: takes the records of a step that is not after the one that was found.
+
+        Raises:
+            TierError: they are not whole.
+        """
+        assert isinstance(self.tier, DiskTier) and self.resumed is not None
+        if step < self.resumed.step:
+            self.resumed = self.tier.recover(step)
+        self.tier.goes_on_from(self.resumed)
+        for store in self.stores.values():
+            store.hold(self.resumed.version)
+
+    def end_pass(self) -> None:
+        """A program has ended.
 
         Raises:
             TierError: the commit of the program before has failed.
         """
         self.parts.clear()
         self.settle()
-        if self.writes:
-            step = max(store.num_updates for store in self.stores.values())
-            self.committed = self.tier.commit(step, state, self.writes)
-            self.writes = []
+
+    def commit(self, step: int, state: bytes) -> None:
+        """What was written becomes the committed step, once that has ended.
+
+        Args:
+            step: weight updates done.
+            state: what else must be known to go on from there.
+        """
+        version = max(store.num_updates for store in self.stores.values())
+        self.committed = self.tier.commit(step, version, state, self.writes)
+        self.writes = []
 
     def settle(self) -> None:
         """Waits until the last step that was asked to is committed.
@@ -170,6 +215,18 @@ class Spilling:
             self.tier.discard()
         else:
             self.tier.close()
+
+
+def _recovered(tier: TierStore, kept: Mapping[Key, int], place: SpillPlace) -> Committed:
+    """Goes back to what an earlier run committed; its records must be those of this one."""
+    if not isinstance(tier, DiskTier):
+        raise TierError("only what lies wholly on disk can be gone on from; go on from a checkpoint")
+    found = tier.recover(place.latest)
+    if tier.sizes != dict(kept):
+        key = next(key for key in {**tier.sizes, **kept} if tier.sizes.get(key) != kept.get(key))
+        was, wanted = (f"{sizes[key]} bytes" if key in sizes else "none" for sizes in (tier.sizes, kept))
+        raise TierError(f"{place.folder}: {key}: its record has {was}, this run's {wanted}; it is of another run")
+    return found
 
 
 def is_new(layers: Iterable[NamedLayer]) -> bool:

@@ -48,7 +48,7 @@ def assemble(
     ranks = [mesh.rank_of(session.rank)] if session.is_distributed else list(range(header.num_ranks))
     ties = tied_parameters(layers, plan.partition)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
-    kept = spillings(ranks, parts, program, training, ties, device, spill, model)
+    kept = spillings(ranks, parts, program, training, ties, device, spill, model, session)
     workers = [
         Worker.create(rank, training, part, ties, device, spilling)
         for rank, part, spilling in zip(ranks, parts, kept, strict=True)

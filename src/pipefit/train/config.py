@@ -41,7 +41,7 @@ class RunConfig:
         clip: largest global gradient norm; 0: none.
         seed: of weights, data order and dropout.
         output: folder of the run.
-        resume: a run's folder to go on from.
+        resume: a run's folder to go on from; or that of `disk`, with what a run that was cut off has left there.
         checkpoint_every: steps between checkpoints; 0: only at the end.
         sample: bytes to generate at the end, for language models.
         device: "cpu", "cuda"; "": what is there.

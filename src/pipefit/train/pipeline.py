@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.checkpoint import Checkpoint, load, save
+from pipefit.checkpoint.committed import commit_step, take_over
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
@@ -40,7 +41,7 @@ from pipefit.train.profiled import profile_of
 from pipefit.train.report import PipelineReport
 from pipefit.train.setup import check_ranks, default_device, make_plan, wanted_ranks
 from pipefit.train.sharding import release_flat, with_sharding
-from pipefit.train.spilled import Spilled, plan_of, spilled_shape
+from pipefit.train.spilled import Spilled, plan_of, same_plan, spilled_shape, told_apart
 from pipefit.train.stream import stream_feed
 from pipefit.train.traffic import traffic
 from pipefit.verify import verify
@@ -123,6 +124,7 @@ class Pipeline:
         self.device = torch.device(device) if device is not None else default_device()
         self._weigh = weigh
         self.spill = spill
+        plan = plan or same_plan(spill, stages == "auto", self._session)
         if spill is not None and plan is None:
             schedule = "spilled" if schedule == "1f1b" and not self._session.is_distributed else schedule
             if spill.cap_bytes is not None:
@@ -160,16 +162,20 @@ class Pipeline:
         self._training = Training(
             loss, optimizer, scheduler, clip_norm, seed, half=half, loss_scale=first_scale(half, loss_scale)
         )
+        self.spill = told_apart(spill, self.layers, self.plan, self._training, self._session)
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
         # Replicas of a stage that share out whole mini-batches need one each, so a round of them is the least to run.
         in_turn = self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL)
         self.program = self._program(math.lcm(*map(len, self.plan.placement.ranks)) if in_turn else 1)
         self._engine = assemble(
-            self.program, self.plan, self._divided, self._training, self._session, self.device, spill, model
+            self.program, self.plan, self._divided, self._training, self._session, self.device, self.spill, model
         )
         self.num_updates = 0
         self._next_ordinal = 0
+        # What a step on a disk tier is committed with beside the training itself, such as the position in the data.
+        self.notes: Callable[[], Mapping[str, Any]] | None = None
+        self.noted = take_over(self) if spill is not None and spill.resume is not False else {}
         self.history = PassHistory()
         self.held_bytes: float | None = None
         # Whether every step also tells all ranks of each other's bubble and memory, and the last it told.
@@ -259,6 +265,7 @@ class Pipeline:
     def _advance(self, num_steps: int) -> None:
         self.num_updates += num_steps
         self._next_ordinal += num_steps * self.plan.num_microbatches
+        commit_step(self, self.notes)
 
     def fit(self, batches: Iterable[Any], steps: int | None = None, on_step: OnStep | None = None) -> list[float]:
         """Trains on batches of (input, target), each one step's worth, and gives the loss of every step.
@@ -363,6 +370,7 @@ class Pipeline:
             for index, stage in worker.stages.items():
                 with presence(worker, index, change=True):
                     stage.load_state_dict(state)
+        commit_step(self, self.notes)
 
     def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None) -> Path:
         """Saves weights (the user's names, safetensors), optimizers and where the training stands.
@@ -395,7 +403,9 @@ class Pipeline:
         Raises:
             PipefitError: there is none, or it is of another model or optimizer; nothing was changed.
         """
-        return load(self, path, weights_only=weights_only)
+        found = load(self, path, weights_only=weights_only)
+        commit_step(self, lambda: found.extra)
+        return found
 
     def timeline(self, last: int = 3) -> Timeline:
         """The last passes as they were measured, of all ranks. Every rank of a run must ask together."""

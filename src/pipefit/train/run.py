@@ -36,10 +36,11 @@ from pipefit.train.parts import profile_of_parts
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
 from pipefit.train.profiled import agreed_profile
+from pipefit.train.resumed import going_on
 from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sharding import with_sharding
 from pipefit.train.sources import Source, example_of, source_of
-from pipefit.train.spilled import bundle_of, capped, discard, rates_of, tiers_of
+from pipefit.train.spilled import bundle_of, capped, let_go, rates_of, tiers_of
 from pipefit.train.traffic import Traffic, traffic
 
 __all__ = ["Observer", "RunResult", "run"]
@@ -93,17 +94,19 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         PipefitError: something in the configuration does not fit; nothing has been trained.
     """
     session = current()
+    config, resumed = going_on(config, session.rank)
     torch.manual_seed(config.seed)
     options = parse_options(config.options, config.model)
     bundle = bundle_of(config.model, options, config.seed, bool(config.device_memory))
     source = source_of(config, bundle)
     optimizer = make_optimizer(config.optimizer, config.lr)
     example = example_of(config, bundle, source)
-    plan = Plan.load(config.plan) if config.plan else None
+    plan = resumed or (Plan.load(config.plan) if config.plan else None)
     layers = named_layers(bundle.layers)
     sizes = _sizes(config, plan, example)
     if config.device_memory:
         plan, profile, topology = capped(config, layers, optimizer, example, bundle.loss)
+        plan = resumed or plan
     else:
         profile = agreed_profile(
             layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer, clips=bool(config.clip)
@@ -128,7 +131,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         loss_scale=config.loss_scale or None,
         seed=config.seed,
         device=config.device or None,
-        spill=tiers_of(config),
+        spill=tiers_of(config, resumed is not None),
     )
     cost = cost_of(parts, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session))
     if pipe.program.header.spill is not None:
@@ -136,8 +139,11 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     forecast = _forecast(pipe, cost)
     plan = msgspec.structs.replace(plan, prediction=prediction_of(plan, forecast, config.batch))
     observer.planned(plan, profile, bundle, source)
-    if config.resume:
+    if resumed is not None:
+        source.resume(pipe.noted.get("data", {}))
+    elif config.resume:
         _resume(pipe, config, source)
+    pipe.notes = lambda: {"data": source.state()}
     pipe.tells_live = True
     losses, seconds = _train(pipe, config, source, observer)
     measured = pipe.timeline(last=8 if pipe.schedule.is_synchronous else 1)
@@ -156,7 +162,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         predict(measured.program, cost, measured.num_repeats),
         measured,
     )
-    discard(pipe._engine.workers)
+    let_go(pipe._engine.workers, pipe.num_updates >= config.steps)
     return result
 
 
@@ -333,7 +339,8 @@ def _leave(
     plan.save(folder / "plan.json")
     profile.save(folder / "profile.json")
     program_text.save(pipe.program, folder / "program.pipe")
-    lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(result.losses, 1))
+    first = pipe.num_updates - len(result.losses) + 1
+    lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(result.losses, first))
     write_atomically(folder / "metrics.jsonl", "\n".join(lines) + "\n")
     forecast.save_trace(folder / "predicted.trace.json")
     measured.save_trace(folder / "measured.trace.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,25 @@ class Source:
             self.batches.load_state_dict(state)
 
 
+class _Counted:
+    """Batches of an endless iterator, with the position that a checkpoint keeps."""
+
+    def __init__(self, batches: Iterator[tuple[Any, Any]]) -> None:
+        self._batches, self._position = batches, 0
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for batch in self._batches:
+            self._position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for _ in islice(self._batches, state["position"] - self._position):
+            self._position += 1
+
+
 def example_of(config: RunConfig, bundle: ModelBundle, source: Source) -> tuple[Any, Any]:
     """A batch like those that come: random ones of the model's, or, where it has none, of the data.
 
@@ -87,7 +107,7 @@ def source_of(config: RunConfig, bundle: ModelBundle) -> Source:
         first = images.train_x[: config.batch], images.train_y[: config.batch]
         return Source("digits", batches, ((images.test_x, images.test_y),), counts_hits=True, example=first)
     if wanted == ("synthetic",):
-        return Source("synthetic", synthetic(bundle.example, config.batch, seed=config.seed))
+        return Source("synthetic", _Counted(synthetic(bundle.example, config.batch, seed=config.seed)))
     paths = None if wanted == ("text",) else [Path(path) for path in wanted]
     x, _ = bundle.example(1, 0)
     if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:

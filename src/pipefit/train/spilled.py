@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from pipefit.memory.states import probe_states
 from pipefit.models import ModelBundle, build
 from pipefit.planner.spilling import plan_spilling
 from pipefit.profiling import analytic_profile, measure_device, measure_tier
+from pipefit.runtime.session import Session, current
 from pipefit.runtime.spilling import Spilling, SpillPlace
 from pipefit.runtime.worker import MakeOptimizer, Tie, Training, Worker
 from pipefit.schedules.shape import Shape
@@ -28,19 +29,22 @@ from pipefit.stage.materialise import can_be_drawn, initialise, is_meta, materia
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
+from pipefit.train.resumed import agree_on_step, check_same, committed_step, facts_of, identity, recorded_plan
 from pipefit.units import parse_quantity
 
 __all__ = [
     "Spilled",
     "bundle_of",
     "capped",
-    "discard",
+    "let_go",
     "plan_of",
     "rates_of",
+    "same_plan",
     "spilled_shape",
     "spillings",
     "state_per_weight",
     "tiers_of",
+    "told_apart",
 ]
 
 
@@ -56,6 +60,10 @@ class Spilled:
         slots: stages whose weights and gradients are on the device at once: one computes, the others load.
         optim_slots: the same for the optimizer's states; 0: these stay on the device.
         prefetch: stages ahead that the next is loaded; None: as soon as a slot is free; 0: when it is needed.
+        resume: go on from the last step that a run which was cut off has committed in `disk`, instead of beginning
+            anew. Model, plan and training must be the same; weights, optimizers, schedules and random numbers stand
+            where they stood, and `Pipeline.num_updates` says where that is. A number: from that step or one before.
+        about: JSON data on what else must be the same to go on from there, each by the name that a message calls it.
         place: in place of `disk` and `host_memory`, for runs that share slots and lanes.
     """
 
@@ -65,6 +73,8 @@ class Spilled:
     slots: int = 2
     optim_slots: int = 1
     prefetch: int | None = None
+    resume: bool | int = False
+    about: Mapping[str, Any] = field(default_factory=dict)
     place: SpillPlace | None = None
 
     @property
@@ -78,7 +88,14 @@ class Spilled:
         if self.place is not None:
             return self.place
         host = _bytes(self.host_memory, "host_memory")
-        return SpillPlace(None if self.disk is None else Path(self.disk), None if host is None else int(host))
+        folder = None if self.disk is None else Path(self.disk)
+        return SpillPlace(folder, None if host is None else int(host), about=self.about, resume=self.resume)
+
+    @property
+    def committed(self) -> int | None:
+        """The step that `resume` would go on from, of this process's rank; None: there is none."""
+        folder = self.where.folder
+        return None if folder is None else committed_step(folder, current().rank)
 
     def measured(self, device: torch.device) -> Tier:
         """The tier with its rates, measured now."""
@@ -185,9 +202,19 @@ def _draws(bundle: ModelBundle) -> bool:
     return hasattr(bundle.layers, "initialise_layer") and can_be_drawn(named_layers(bundle.layers))
 
 
-def tiers_of(config: RunConfig) -> Spilled | None:
-    """Where the stages of a run live, if it asks for a tier."""
-    return Spilled(None, config.host_memory or None, config.disk or None) if config.spills else None
+def tiers_of(config: RunConfig, resume: bool = False) -> Spilled | None:
+    """Where the stages of a run live, if it asks for a tier.
+
+    Args:
+        config: of the run.
+        resume: it goes on from the records there. It must still have a step to do, so that it can be measured: a run
+            that was cut off after its last one does that again.
+    """
+    if not config.spills:
+        return None
+    latest = config.steps - 1 if resume else False
+    about = facts_of(config)
+    return Spilled(None, config.host_memory or None, config.disk or None, resume=latest, about=about)
 
 
 def rates_of(config: RunConfig, device: torch.device) -> Tier:
@@ -195,12 +222,12 @@ def rates_of(config: RunConfig, device: torch.device) -> Tier:
     return (tiers_of(config) or Spilled()).measured(device)
 
 
-def discard(workers: Sequence[Worker]) -> None:
-    """A run has ended well and saved what it wanted: its records go."""
+def let_go(workers: Sequence[Worker], finished: bool) -> None:
+    """A run has ended and saved what it wanted: its records go, if it was not stopped before its last step."""
     for worker in workers:
         if worker.spilling is not None:
             worker.spilling.settle()
-            worker.spilling.close(discard=True)
+            worker.spilling.close(discard=finished)
 
 
 def capped(
@@ -222,6 +249,44 @@ def capped(
     return plan_of(layers, spill, optimizer, example, config.microbatches, loss, bool(config.clip), device)
 
 
+def same_plan(spill: Spilled | None, is_balanced: bool, session: Session) -> Plan | None:
+    """The plan of the run that another goes on from, where it followed from measurements; None: it is told, or new.
+
+    Args:
+        spill: what is asked for.
+        is_balanced: whether the stages were to be balanced by a profile.
+        session: the ranks.
+    """
+    if spill is None or spill.resume is False or not (is_balanced or spill.cap_bytes is not None):
+        return None
+    return recorded_plan(_resumable(spill), session.rank)
+
+
+def told_apart(
+    spill: Spilled | None, layers: Sequence[NamedLayer], plan: Plan, training: Training, session: Session
+) -> Spilled | None:
+    """The same, with what tells the run apart; what it goes on from, if it does, must be the same run.
+
+    Raises:
+        TierError: it is another.
+    """
+    if spill is None:
+        return None
+    about = identity(layers, plan, training, spill.about)
+    if spill.resume is not False:
+        folder = _resumable(spill)
+        recorded_plan(folder, session.rank)
+        check_same(folder, session.rank, about)
+    return replace(spill, place=replace(spill.where, about=about, resume=spill.resume))
+
+
+def _resumable(spill: Spilled) -> Path:
+    folder = spill.where.folder
+    if folder is None:
+        raise PlanError("spill=Spilled(resume=True) needs the disk= that the records are on")
+    return folder
+
+
 def spillings(
     ranks: Sequence[int],
     parts: Sequence[dict[int, list[NamedLayer]]],
@@ -231,6 +296,7 @@ def spillings(
     device: torch.device,
     spill: Spilled | None,
     model: object,
+    session: Session,
 ) -> list[Spilling | None]:
     """The tiers of the ranks of this process; layers of the meta device get their weights, wherever they will lie."""
     own = getattr(model, "initialise_layer", None)
@@ -244,6 +310,8 @@ def spillings(
             if not program.header.is_spilled(stage) and is_meta(layers):
                 materialise(layers, training.seed, device, own)
         result.append(made)
+    if spill is not None and spill.resume is not False:
+        agree_on_step(session, result)
     return result
 
 
