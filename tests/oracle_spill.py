@@ -54,8 +54,11 @@ class SpillingMachine(Machine):
             for stage in self.spilled(rank):
                 self.tier[rank]["weights", stage] = 0, self.weights[rank][stage][0]
                 self.weights[rank][stage] = Seat(self, rank, stage)
-                if self.spill.optim:
+                if self.moves_states(stage):
                     self.tier[rank]["optim", stage] = 0, self.optim[rank].pop(stage)
+
+    def moves_states(self, stage):
+        return self.spill.optim and stage not in self.spill.on_host
 
     def spilled(self, rank):
         return [s for s, ranks in enumerate(self.header.placement) if rank in ranks and s in self.spill.stages]
@@ -86,6 +89,8 @@ class SpillingMachine(Machine):
         self.copies[copy.rank].remove(copy)
         if copy.i.op == "fetch":
             self._fetched(copy.rank, copy.i)
+        elif copy.i.op == "host_step":
+            self._stepped(copy.rank, copy.i)
         else:
             self._evicted(copy.rank, copy.i, copy.slot)
 
@@ -145,6 +150,7 @@ class SpillingMachine(Machine):
             for c in self.copies[rank]
             if (c.i.op == "evict" and c.slot == i.slot and c.i.kind in spaces)
             or (c.i.op == "evict" and (c.i.kind, c.i.stage) == (i.kind, i.stage))
+            or (c.i.op == "host_step" and ("weights", c.i.stage) == (i.kind, i.stage))
             or (i.kind == "wgrad" and c.i.op == "fetch" and c.i.kind == "weights" and c.slot == i.slot)
         ]
         if i.kind != "wgrad":
@@ -195,11 +201,27 @@ class SpillingMachine(Machine):
         if i.stage not in self.spill.stages:
             return super()._step(rank, i)
         self._await(rank, "wgrad", i.stage)
-        if self.spill.optim:
+        if self.moves_states(i.stage):
             self.optim[rank][i.stage] = self.read(rank, "optim", i.stage, i.version)
         super()._step(rank, i)
-        if self.spill.optim:
+        if self.moves_states(i.stage):
             self.write(rank, "optim", i.stage, i.version + 1, self.optim[rank].pop(i.stage))
+
+    def _host_step(self, rank, i):
+        mine = [c for c in self.copies[rank] if c.i.stage == i.stage and (c.i.op, c.i.kind) != ("fetch", "optim")]
+        if self.header.clip:
+            self.norms[rank][i.version]  # known before it is asked for
+        self.copies[rank].append(Copy(rank, i, -1, mine))
+
+    def _stepped(self, rank, i):
+        version, weights = self.tier[rank]["weights", i.stage]
+        update, content = self.tier[rank].pop(("wgrad", i.stage))
+        if (version, update) != (i.version, i.version):
+            raise BrokenProgramError(f"{i}: the host has weights {version} and gradients {update}")
+        norm = self.norms[rank][i.version] if self.header.clip else ""
+        state = self.optim[rank][i.stage]
+        state = self.optim[rank][i.stage] = self.term("o", str(i.stage), state, self._frozen(content), norm)
+        self.tier[rank]["weights", i.stage] = version + 1, self.term("w", f"{i.stage}.{i.version}", weights, state)
 
     def _members(self, i):
         return tuple(self.header.placement[i.stage]) if i.kind == "norm" and i.stage >= 0 else super()._members(i)

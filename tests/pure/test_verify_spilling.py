@@ -33,6 +33,8 @@ def spilling(draw):
     stages = draw(st.sets(st.integers(0, num_stages - 1), min_size=1)) | set(ties[0] if ties else ())
     slots = draw(st.integers(2 if ties else 1, 3))
     optim = draw(st.integers(0, 2))
+    tier = draw(st.sampled_from(["host", "disk"]))
+    on_host = draw(st.sets(st.sampled_from(sorted(stages)))) if tier == "host" else ()
     shape = Shape(
         depth=depth,
         num_microbatches=draw(st.integers(2, 4)),
@@ -42,9 +44,7 @@ def spilling(draw):
         ties=ties,
         clip=draw(st.booleans()),
         recompute=draw(st.sampled_from([(), None])),
-        spill=Spill(
-            draw(st.sampled_from(["host", "disk"])), slots, optim, optim > 0, tuple(sorted(stages)), draw(st.booleans())
-        ),
+        spill=Spill(tier, slots, optim, optim > 0, tuple(sorted(stages)), draw(st.booleans()), tuple(sorted(on_host))),
         prefetch=draw(st.sampled_from([None, 0, 1, 2])),
     )
     return name, shape
@@ -119,6 +119,8 @@ CASES = [
     ("spilled", Shape(3, 2, spill=Spill("host", 1, 0, False, (0, 1, 2), True))),
     ("breadth-first", Shape(2, 2, num_chunks=2, spill=Spill("host", 1, 1, True, (0, 1, 2, 3), True))),
     ("interleaved", Shape(2, 2, num_chunks=2, clip=True, spill=Spill("host", 1, 1, True, (0, 2, 3)))),
+    ("spilled", Shape(3, 1, num_steps=2, spill=Spill("host", 2, 0, False, (0, 1, 2), False, (0, 1, 2)))),
+    ("spilled", Shape(3, 1, clip=True, ties=((0, 2),), spill=Spill("host", 2, 1, True, (0, 1, 2), False, (0, 2)))),
 ]
 
 
@@ -132,6 +134,43 @@ def test_every_mutant_of_a_spilling_program_is_refused_or_trains_the_same_model(
         if verify(mutant).ok:
             assert not (found := difference(p, mutant, ADVERSARIES)), f"{how} is accepted: {found}"
     assert count > 300
+
+
+HALF = Shape(3, 1, num_steps=2, spill=Spill("host", 2, 1, True, (0, 1, 2), False, (1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("line", "before", "says"),
+    [
+        ("host_step s2 w0", "evict s2 wgrad w0 host", "the gradients of update 0 on the host, which holds none"),
+        ("host_step s2 w0", "drop s2 w0", "w0 of stage 2 is still on the device, and stale after this: drop it first"),
+        (
+            "fetch s1 weights w1 host @1",
+            "host_step s1 w0",
+            "but the host holds w0 of the weights of stage 1",
+        ),
+        ("host_step s1 w0", "", "steps from w1 on the host, which holds w0 of stage 1"),
+        ("evict s1 wgrad w1 host", "", "the gradients of update 1 on the host, which holds none"),
+    ],
+)
+def test_a_host_steps_once_it_has_the_gradients_and_before_the_weights_are_fetched_again(line, before, says):
+    program = generate("spilled", HALF)
+    own = list(program.ranks[0])
+    i = parse_instruction(line)
+    i = i if i in own else next(j for j in own if replace(j, slot=i.slot) == i)
+    own.remove(i)
+    if before:
+        own.insert(own.index(parse_instruction(before)), i)
+    messages = told(program.with_ranks([own]))
+    assert any(says in message for message in messages), messages
+
+
+def test_where_a_stage_steps_is_what_the_header_says():
+    program = generate("spilled", HALF)
+    other = replace(program.header, spill=replace(program.header.spill, on_host=(0, 1)))
+    messages = told(type(program)(other, program.ranks))
+    assert any("stage 2 steps on its device: expected step" in message for message in messages)
+    assert any("stage 0 steps on the host: expected host_step" in message for message in messages)
 
 
 class Hasty(SpillingMachine):

@@ -26,6 +26,7 @@ _PER_STAGE = (
     "backward_weight_s",
     "recompute_s",
     "step_s",
+    "host_step_s",
     "act_bytes",
     "grad_bytes",
     "saved_bytes",
@@ -47,6 +48,7 @@ class CostModel:
         backward_weight_s: seconds of the other half; a full backward takes both.
         recompute_s: seconds of a replay; (): those of the forward.
         step_s: seconds of an optimizer step.
+        host_step_s: seconds of one on the host; (): those of the device.
         loss_s: seconds of the loss and its gradient.
         load_s: seconds of loading a slice of the batch.
         act_bytes: of a stage's output, as it travels to the next.
@@ -78,6 +80,7 @@ class CostModel:
     backward_weight_s: tuple[float, ...]
     recompute_s: tuple[float, ...] = ()
     step_s: tuple[float, ...] = ()
+    host_step_s: tuple[float, ...] = ()
     loss_s: float = 0
     load_s: float = 0
     act_bytes: tuple[float, ...] = ()
@@ -105,7 +108,7 @@ class CostModel:
         num_stages = len(self.forward_s)
         if not num_stages:
             raise PlanError("cost: expected at least one stage, got none")
-        defaults = {"recompute_s": self.forward_s, "grad_bytes": self.act_bytes}
+        defaults = {"recompute_s": self.forward_s, "host_step_s": self.step_s, "grad_bytes": self.act_bytes}
         for name in _PER_STAGE:
             given = tuple(getattr(self, name)) or tuple(defaults.get(name, ())) or (0,) * num_stages
             if name == "half_bytes" and not self.half_bytes:
@@ -211,7 +214,7 @@ class CostModel:
         return ways * (d - 1).bit_length() * latency + seconds
 
     def local_s(self, instruction: Instruction, rank: int) -> float:
-        """Seconds of what completes by itself on one rank: fetch, evict (by their tier's rates) and gather.
+        """Seconds of what completes by itself on one rank: fetch, evict (by their tier's rates), gather, host_step.
 
         Raises:
             PlanError: the tier is unknown.
@@ -221,6 +224,8 @@ class CostModel:
             size = self.size_bytes(Value(whole, instruction.stage, instruction.mb))
             bandwidth, latency = self.link(rank, rank)
             return latency + _over(size * (self.tensor - 1), bandwidth) / self.tensor
+        if instruction.op is Op.HOST_STEP:
+            return self.host_step_s[instruction.stage]
         for tier in self.tiers:
             if tier.name == instruction.tier:
                 rate = tier.read_bytes_per_s if instruction.op is Op.FETCH else tier.write_bytes_per_s

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, duration, measures, title_of
 from pipefit.draw.look import FAMILIES
-from pipefit.draw.scene import COPY_LANES, Box, Scene, scene_of
+from pipefit.draw.scene import Box, Scene, scene_of
 from pipefit.timeline import Timeline
 
 __all__ = ["draw_grid", "grid"]
@@ -100,9 +100,9 @@ def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool
 def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: int) -> list[str]:
     """What comes to the device and what goes back, in a line each; a copy too short for a column is left out."""
     lines = []
-    for kind in COPY_LANES if scene.copies else ():
+    for kind in scene.lanes:
         row = [_IDLE] * length
-        for bar in scene.copies:
+        for bar in (*scene.copies, *scene.host_steps):
             if (bar.rank, bar.kind) == (rank, kind):
                 start, end = round(bar.start_s * per_second), min(round(bar.end_s * per_second), length)
                 room = end - start

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from pipefit.draw.caption import stages_words
 from pipefit.draw.look import FAMILIES, THIN
-from pipefit.draw.scene import COPY_LANES, Scene
+from pipefit.draw.scene import COPY_LANES, HOST_LANE, Scene
 
 __all__ = ["Item", "Layout", "layout_of"]
 
-_LANE_ORDER = {"act": 0, "grad": 1, "reduce": 2, "fetch": 2, "evict": 2}
+_LANE_ORDER = {"act": 0, "grad": 1, "reduce": 2, "fetch": 2, "evict": 2, "host": 2}
 _COPY_HEIGHT = 13
 
 
@@ -80,7 +80,7 @@ class Layout:
     def copy_y(self, rank: int, kind: str) -> float:
         """The top of a lane of copies."""
         lanes = self.lane_rows * self.lane_height + (2 if self.lane_rows else 0)
-        return self.y(rank) + self.cell_height + lanes + 3 + COPY_LANES.index(kind) * _COPY_HEIGHT
+        return self.y(rank) + self.cell_height + lanes + 3 + (*COPY_LANES, HOST_LANE).index(kind) * _COPY_HEIGHT
 
     def lane_offset(self, kind: str) -> int:
         """How far below its cells a thin lane lies."""
@@ -139,7 +139,7 @@ def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, v
         row_gap=10 if lanes or scene.copies else 7,
         lane_rows=rows,
         lane_height=5,
-        copy_rows=len(COPY_LANES) if scene.copies else 0,
+        copy_rows=len(scene.lanes),
         number_size=int(10 * size) / 10 if size >= 6.0 else 0.0,
         version_size=min(7.6, int(10 * (cell - 2) / (0.62 * (digits + 1))) / 10),
         versions=versions,

@@ -44,6 +44,7 @@ THIN: dict[str, tuple[str, str, str]] = {
     "reduce": ("reduction", "#b3456f", "#e07ba0"),
     "fetch": ("fetch", "#c58410", "#e5b04c"),
     "evict": ("evict", "#7a5c1e", "#b89450"),
+    "host": ("step on the host", "#5b6472", "#b6c0cf"),
 }
 
 # Everything that is not a cell: (light, dark).

@@ -14,9 +14,10 @@ from pipefit.ir.op import OP_SPEC, Lane, Op
 from pipefit.ir.program import Header, WeightRule
 from pipefit.timeline import Event, Timeline
 
-__all__ = ["COPY_LANES", "Box", "Facts", "Scene", "Thin", "scene_of"]
+__all__ = ["COPY_LANES", "HOST_LANE", "Box", "Facts", "Scene", "Thin", "scene_of"]
 
 COPY_LANES = ("fetch", "evict")
+HOST_LANE = "host"
 """The lanes of copies, in the order in which they are drawn below a rank."""
 
 
@@ -51,7 +52,7 @@ _MOVED = {"weights": "w", "optim": "o", "wgrad": "g"}
 class Thin(NamedTuple):
     """A message on its way to a rank, a reduction, or a copy: what runs beside the boxes.
 
-    `kind` is "act", "grad", "reduce", "fetch" or "evict"; of a copy, `what` is "weights", "optim" or the like, and
+    `kind` is "act", "grad", "reduce", "fetch", "evict" or "host"; of a copy, `what` is "weights", "optim" or the like, and
     `mb` the micro-batch of activations.
     """
 
@@ -68,8 +69,12 @@ class Thin(NamedTuple):
 
     @property
     def short(self) -> str:
-        """A copy in a few letters: "w3" moves the weights of stage 3, o states, g gradients, a activations."""
-        return f"{_MOVED.get(self.what, 'a')}{self.stage}"
+        """A copy in a few letters: "w3" moves the weights of stage 3, o states, g gradients, a activations.
+
+        "S3" is the step of stage 3 on the host.
+        """
+        letter = "S" if self.kind == HOST_LANE else _MOVED.get(self.what, "a")
+        return f"{letter}{self.stage}"
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,16 @@ class Scene:
             return ()
         found = [bar for bar in self.thin if bar.kind in COPY_LANES]
         return tuple(sorted(found, key=lambda bar: (bar.rank, COPY_LANES.index(bar.kind), bar.start_s, bar.position)))
+
+    @cached_property
+    def host_steps(self) -> tuple[Thin, ...]:
+        """The optimizer's steps on the host, where a program takes some there."""
+        return tuple(bar for bar in self.thin if bar.kind == HOST_LANE)
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """What runs beside the computation of each rank, in a program that spills."""
+        return (*(COPY_LANES if self.copies else ()), *((HOST_LANE,) if self.host_steps else ()))
 
     @cached_property
     def items(self) -> tuple[Box | Thin, ...]:
@@ -230,7 +245,8 @@ def _spill_words(header: Header) -> str:
     if spill is None:
         return ""
     slots = f"{spill.weights_slots} slot{'s' if spill.weights_slots > 1 else ''}"
-    return f"{len(spill.stages)} stages on the {spill.tier} · {slots}"
+    steps = f" · {len(spill.on_host)} step there" if spill.on_host else ""
+    return f"{len(spill.stages)} stages on the {spill.tier} · {slots}{steps}"
 
 
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
@@ -262,8 +278,8 @@ def _thin_of(event: Event, i: Instruction, graph: Graph, at: Mapping[tuple[int, 
         # Likewise: it moves once the piece of this process is there.
         pieces = (at.get((pred, event.repeat)) for pred in graph.preds[graph.starts[event.rank] + event.position])
         start = max([start, *(piece.end_s for piece in pieces if piece)])
-    names = {Op.REDUCE: "reduce", Op.FETCH: "fetch", Op.EVICT: "evict"}
+    names = {Op.REDUCE: "reduce", Op.FETCH: "fetch", Op.EVICT: "evict", Op.HOST_STEP: HOST_LANE}
     kind = names.get(i.op) or ("grad" if i.kind.startswith("grad") else "act")
-    moved = (i.stage, i.kind, i.mb) if i.op in (Op.FETCH, Op.EVICT) else (-1, "", -1)
+    moved = (i.stage, i.kind, i.mb) if i.op in (Op.FETCH, Op.EVICT, Op.HOST_STEP) else (-1, "", -1)
     end = max(event.end_s, start) - zero
     return Thin(event.rank, kind, str(i), start - zero, end, *moved, event.position, event.repeat)

@@ -10,7 +10,7 @@ from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, describe, measures, percent, stages_words, title_of
 from pipefit.draw.layout import Layout, layout_of
 from pipefit.draw.look import cell_rules
-from pipefit.draw.scene import COPY_LANES, Box, Scene, scene_of
+from pipefit.draw.scene import Box, Scene, scene_of
 from pipefit.timeline import Timeline
 from pipefit.units import format_bytes
 
@@ -190,7 +190,7 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
 def _thin_bars(scene: Scene, plan: Layout) -> list[str]:
     parts = []
     for bar in scene.thin:
-        if scene.copies and bar.kind in COPY_LANES:
+        if bar.kind in scene.lanes:
             continue
         y = plan.y(bar.rank) + plan.cell_height + plan.lane_offset(bar.kind)
         x = plan.x(bar.start_s)
@@ -206,15 +206,14 @@ def _thin_bars(scene: Scene, plan: Layout) -> list[str]:
 def _copies(scene: Scene, plan: Layout) -> list[str]:
     """The lanes of copies: what comes to the device, and below it what goes back."""
     parts: list[str] = []
-    ranks = range(scene.num_ranks) if scene.copies else ()
-    for rank, kind in product(ranks, COPY_LANES):
+    for rank, kind in product(range(scene.num_ranks), scene.lanes):
         y = plan.copy_y(rank, kind)
         parts.append(
             f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" '
             f'height="{plan.copy_height}" rx="2"/>'
             f'<text class="soft end" font-size="9" x="{plan.left - 14}" y="{y + 9:.1f}">{kind}</text>'
         )
-    for bar in scene.copies:
+    for bar in (*scene.copies, *scene.host_steps):
         x, y, size = plan.x(bar.start_s), plan.copy_y(bar.rank, bar.kind), 8.5
         width = max(plan.x(bar.end_s) - x, 1.5)
         parts.append(

@@ -14,7 +14,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
-from pipefit.ir.values import OPTIM, SAVED, WEIGHTS, Value, consumes, makes, needs
+from pipefit.ir.values import OPTIM, SAVED, WEIGHTS, WGRAD, Value, consumes, makes, needs
 
 __all__ = [
     "Lifetime",
@@ -142,7 +142,10 @@ def arena_bytes(header: Header, rank: int, size: Callable[[Value], float]) -> fl
     own = [stage for stage in header.stages_of(rank) if header.is_spilled(stage)]
     if not own or header.spill is None:
         return 0.0
-    largest = {kind: max(size(Value(kind, stage, 0)) for stage in own) for kind in SLOTTED}
+    largest = {
+        kind: max((size(value) for stage in own if lies_in_slot(header, value := Value(kind, stage, 0))), default=0)
+        for kind in SLOTTED
+    }
     return sum(header.spill.slots(kind) * size_bytes for kind, size_bytes in largest.items())
 
 
@@ -167,18 +170,21 @@ def device_peak_bytes(
 def tier_peak_bytes(program: Program, rank: int, size: Callable[[Value], float]) -> tuple[float, int]:
     """The most that a rank's tier holds at once, and the first instruction where it does (−1: the start).
 
-    Weights and states have their room there throughout; gradients and activations from their first eviction on. One
+    Weights and states have their room there throughout, and so have the gradients of stages that step there; other
+    gradients and activations from their first eviction on. One
     copy of each is counted: a disk that keeps two, so that a torn write loses nothing, needs twice as much for weights
     and states.
     """
     header = program.header
-    kinds = (WEIGHTS, OPTIM) if header.spill and header.spill.optim else (WEIGHTS,)
     own = [stage for stage in header.stages_of(rank) if header.is_spilled(stage)]
-    held = highest = sum(size(Value(kind, stage, 0)) for stage in own for kind in kinds)
+    homes = {(WEIGHTS, stage) for stage in own}
+    homes |= {(OPTIM, stage) for stage in own if not header.keeps_states(stage)}
+    homes |= {(WGRAD, stage) for stage in own if header.steps_on_host(stage)}
+    held = highest = sum(size(Value(kind, stage, 0)) for kind, stage in sorted(homes))
     where = -1
     there: set[Value] = set()
     for index, i in enumerate(program.ranks[rank]):
-        if i.op not in (Op.FETCH, Op.EVICT) or i.kind in kinds:
+        if i.op not in (Op.FETCH, Op.EVICT) or i.kind == OPTIM or (i.kind, i.stage) in homes:
             continue
         value = Value(i.kind, i.stage, i.version)
         if i.op is Op.FETCH and value in there:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import Final, NamedTuple
 
-__all__ = ["COMPUTE_OPS", "OP_SPEC", "Kind", "Lane", "Op", "OpSpec"]
+__all__ = ["COMPUTE_OPS", "OP_SPEC", "STEP_OPS", "Kind", "Lane", "Op", "OpSpec"]
 
 
 class Op(enum.StrEnum):
@@ -27,6 +27,7 @@ class Op(enum.StrEnum):
     GATHER = "gather"
     REDUCE = "reduce"
     STEP = "step"
+    HOST_STEP = "host_step"
     DROP = "drop"
     FETCH = "fetch"
     EVICT = "evict"
@@ -138,6 +139,13 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "weights[s,w+1] = optimizer(weights[s,w], wgrad[s,w])",
         "in place when weights[s,w] is dropped next",
     ),
+    Op.HOST_STEP: OpSpec(
+        ("stage", "version"),
+        Lane.COPY,
+        "",
+        "on the host: weights[s,w+1] = optimizer(weights[s,w], wgrad[s,w])",
+        "only after the gradients are written back; a fetch of weights[s,w+1] waits for it",
+    ),
     Op.DROP: OpSpec(("stage", "version"), Lane.COMPUTE, "", "forget weights[s,w]"),
     Op.FETCH: OpSpec(
         ("stage", "kind", "version", "tier", "slot"),
@@ -158,3 +166,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
 
 COMPUTE_OPS: Final = frozenset({Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT})
 """The operations whose time is the model's: what schedules order."""
+
+STEP_OPS: Final = (Op.STEP, Op.HOST_STEP)
+"""The operations that make an update, on the device or on the host."""

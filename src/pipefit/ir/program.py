@@ -114,8 +114,17 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return self.spill is not None and stage in self.spill.stages
 
     def is_optim_spilled(self, stage: int) -> bool:
-        """Whether the optimizer's states of a stage are moved too."""
-        return self.spill is not None and self.spill.optim and stage in self.spill.stages
+        """Whether the optimizer's states of a stage come and go too."""
+        spill = self.spill
+        return spill is not None and spill.optim and stage in spill.stages and stage not in spill.on_host
+
+    def steps_on_host(self, stage: int) -> bool:
+        """Whether a stage steps on the host, where its weights and its optimizer's states are."""
+        return self.spill is not None and stage in self.spill.on_host
+
+    def keeps_states(self, stage: int) -> bool:
+        """Whether the optimizer's states of a stage stay on its device."""
+        return not self.is_optim_spilled(stage) and not self.steps_on_host(stage)
 
     def is_sharded(self, stage: int) -> bool:
         """Whether replicas of a stage step a part of its weights each."""

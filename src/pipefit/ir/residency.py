@@ -44,6 +44,7 @@ def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
     fetch: the evict that wrote what it reads; the drop or evict that frees its slot (a step frees gradients); of
     gradients also the fetch of their weights, which clears the slot.
     bwd: the fetch of the gradients it adds to.
+    host_step: the evict of its gradients, what wrote the weights it starts from, and the fetches that read these.
     """
     waits: dict[int, tuple[int, ...]] = {}
     if program.header.spill is None:
@@ -52,6 +53,7 @@ def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
     written: dict[tuple[str, int, int, str], int] = {}
     gradients: dict[tuple[int, int], int] = {}
     filled: dict[int, tuple[int, ...]] = {}
+    read: dict[int, int] = {}
     for index, i in enumerate(program.ranks[rank]):
         if i.op is Op.FETCH:
             waits[index] = _of_fetch(i, slots, written)
@@ -60,6 +62,7 @@ def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
                 waits[index] += tuple(before for before in filled.get(i.slot, ()) if before not in waits[index])
             elif i.kind == _WEIGHTS:
                 filled[i.slot] = (index,)
+                read[i.stage] = index
         elif i.op is Op.EVICT:
             written[i.kind, i.stage, i.version, i.tier] = index
             slots.leave(i.kind, i.stage, index)
@@ -67,6 +70,11 @@ def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
             slots.leave(_WEIGHTS, i.stage, index)
         elif i.op is Op.STEP:
             slots.leave(_WGRAD, i.stage, index)
+        elif i.op is Op.HOST_STEP:
+            tier = program.header.spill.tier
+            found = [written.get((kind, i.stage, i.version, tier)) for kind in (_WEIGHTS, _WGRAD)]
+            waits[index] = tuple(sorted({n for n in (*found, read.get(i.stage)) if n is not None}))
+            written[_WEIGHTS, i.stage, i.version + 1, tier] = index
         elif (i.op is Op.BWD or i.op is Op.BWD_WEIGHT) and (_WEIGHTS, i.stage) in slots.home:
             slots.home[_WGRAD, i.stage] = slots.home[_WEIGHTS, i.stage]
             fetched = gradients.get((i.stage, program.header.update_of(i.stage, i.mb)))

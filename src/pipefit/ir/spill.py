@@ -35,6 +35,8 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         optim: whether the optimizer's states are moved too.
         stages: the spilled stages, in increasing order; all others stay on their device.
         activations: whether what enters a spilled stage waits on the tier too, from its forward to its replay.
+        on_host: those of them that step on the host, in increasing order: their gradients are written back, and the
+            optimizer's states never leave it. Only where the tier is the host.
     """
 
     tier: str
@@ -43,6 +45,7 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optim: bool
     stages: tuple[int, ...]
     activations: bool = False
+    on_host: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -56,6 +59,16 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if not self.stages or any(a >= b for a, b in zip(self.stages, self.stages[1:], strict=False)):
             raise ScheduleError(f"spill: expected distinct stages in increasing order, got {self.stages}")
+        if self.on_host and self.tier != "host":
+            raise ScheduleError(
+                f"spill: a step on the host needs weights, gradients and states in its memory, not on {self.tier}; "
+                "spill to the host, or step on the device"
+            )
+        if self.on_host != tuple(stage for stage in self.stages if stage in self.on_host):
+            raise ScheduleError(
+                f"spill: expected spilled stages to step on the host, distinct and in increasing order, got "
+                f"{self.on_host} of {self.stages}"
+            )
 
     @classmethod
     def of(

@@ -101,16 +101,23 @@ def _spill_line(spill: Spill) -> str:
     """How a header says what is spilled: "spill host weights 2 optim 2 stages 0 1 2"."""
     stages = " ".join(map(str, spill.stages))
     parked = " activations" if spill.activations else ""
-    return f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}{parked}"
+    stepped = "".join(f" {word}" for word in ("on-host", *map(str, spill.on_host))) if spill.on_host else ""
+    return (
+        f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}{parked}{stepped}"
+    )
 
 
 def _spill(words: list[str]) -> Spill:
     if words[1:6:2] != ["weights", "optim", "stages"]:
         raise ValueError(f"expected 'spill TIER weights N optim N stages S …', got {' '.join(words)!r}")
     optim = int(words[4])
+    on_host: tuple[int, ...] = ()
+    if "on-host" in words:
+        place = words.index("on-host")
+        words, on_host = words[:place], tuple(map(int, words[place + 1 :]))
     activations = words[-1] == "activations"
     stages = tuple(map(int, words[6:-1] if activations else words[6:]))
-    return Spill(words[0], int(words[2]), optim, optim > 0, stages, activations)
+    return Spill(words[0], int(words[2]), optim, optim > 0, stages, activations, on_host)
 
 
 def parse_instruction(text: str) -> Instruction:

@@ -136,6 +136,11 @@ def _step_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...
     return (*own, *_states(i, program, 0), *norm)
 
 
+def _host_step_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    """What it works on lies on the tier, and is no value of the rank's device: see `ir.residency`."""
+    return (Value(NORM, -1, i.version),) if program.header.clip else ()
+
+
 def _step_makes(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     if program.header.is_sharded(i.stage):
         return (Value(SHARDS, i.stage, i.version),)
@@ -159,6 +164,7 @@ _NEEDS: dict[Op, Rule] = {
     Op.GATHER: lambda i, program, rank: (Value(_PIECE[i.kind], i.stage, i.mb),),
     Op.REDUCE: _reduce_needs,
     Op.STEP: _step_needs,
+    Op.HOST_STEP: _host_step_needs,
     Op.DROP: lambda i, program, rank: (Value(WEIGHTS, i.stage, i.version),),
     Op.EVICT: lambda i, program, rank: (Value(i.kind, i.stage, i.version),),
 }

@@ -67,6 +67,7 @@ def with_spilling(program: Program, spill: Spill, prefetch: int | None = None) -
     for rank, instructions in enumerate(program.ranks):
         listed = [i for i in instructions if not (i.op is Op.DROP and i.stage in spill.stages)]
         listed = _finished_at_once(program.header, rank, listed)
+        listed = [_stepped(program.header, i) for i in listed]
         listed = _replayed(program.header, rank, listed)
         ranks.append(_with_copies(program.header, rank, listed, prefetch))
     return program.with_ranks(ranks)
@@ -94,6 +95,12 @@ def _finished_at_once(header: Header, rank: int, listed: list[Instruction]) -> l
     return result + after.get(len(listed), [])
 
 
+def _stepped(header: Header, i: Instruction) -> Instruction:
+    """The step of a stage, where the header says that it is."""
+    on_host = i.op is Op.STEP and header.steps_on_host(i.stage)
+    return Instruction(Op.HOST_STEP, i.stage, version=i.version) if on_host else i
+
+
 def _past_messages(listed: list[Instruction], index: int) -> int:
     """The place after the messages that follow: others wait for those."""
     while index < len(listed) and listed[index].op in _MESSAGES:
@@ -117,7 +124,14 @@ def _visited(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
 def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[Stay]:
     assert header.spill is not None
     visits = [(index, stages) for index, i in enumerate(listed) if (stages := _visited(header, rank, i))]
-    return stays(visits, header.spill.weights_slots)
+    # Weights that step on the host are stale here: their stage goes once nothing uses them before that.
+    last: dict[int, int] = {}
+    leaving: set[tuple[int, int]] = set()
+    for index, i in enumerate(listed):
+        last.update(dict.fromkeys(_visited(header, rank, i), index))
+        if i.op is Op.HOST_STEP:
+            leaving.add((last[i.stage], i.stage))
+    return stays(visits, header.spill.weights_slots, leaving)
 
 
 def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Instruction]:
@@ -169,7 +183,8 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
             placed += [(start, 1, stay.first, i) for i in _filling(header.spill, kind, stay)]
             end = _past_messages(listed, stay.last + 1)
             needed, start = after.get(id(stay), (len(listed), end))
-            placed += [(start if prefetch == 0 else end, 0, needed, i) for i in _freeing(header.spill, kind, stay)]
+            at_need = prefetch == 0 and not stay.goes_at_once
+            placed += [(start if at_need else end, 0, needed, i) for i in _freeing(header.spill, kind, stay)]
     if header.spill.activations:
         placed += _parked(header, listed, weights, prefetch)
     placed.sort(key=lambda item: item[:3])
@@ -219,11 +234,14 @@ def _starts(
         ahead: (first visit, start) of others that come first where they are needed first.
     """
     starts: list[int] = []
+    stepped = _host_steps(listed)
     for number, stay in enumerate(found):
         start = _past_messages(listed, stay.before.last + 1) if stay.before else 0
         start = max((start, *(other for first, other in ahead if first < stay.first)))
         if prefetch is not None and number >= prefetch:
             start = max(start, found[number - prefetch].first)
+        if stay.version and stay.stage in stepped:
+            start = max(start, stepped[stay.stage][stay.version - 1] + 1)
         starts.append(max(start, starts[-1]) if starts else start)
     return starts
 
@@ -232,8 +250,13 @@ def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> 
     """Says for each stay which version comes and goes, and which gradients, half summed, come and go with it."""
     version: dict[int, int] = defaultdict(int)
     summing: dict[int, int] = {}
+    stepped = _host_steps(listed)
     for stay in found:
         stage = stay.stage
+        if stage in stepped:
+            version[stage] = sum(index < stay.first for index in stepped[stage])
+            if summing.get(stage, version[stage]) < version[stage]:
+                del summing[stage]
         mine = [listed[index] for index in stay.visits]
         stay.version = version[stage]
         if stage in summing and any(i.op in _ON_GRADIENTS for i in mine):
@@ -247,6 +270,15 @@ def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> 
                 summing.pop(stage, None)
         stay.left = version[stage]
         stay.gradients_left = summing[stage] if here else -1
+
+
+def _host_steps(listed: list[Instruction]) -> dict[int, list[int]]:
+    """Where each stage steps on the host."""
+    found: dict[int, list[int]] = {}
+    for index, i in enumerate(listed):
+        if i.op is Op.HOST_STEP:
+            found.setdefault(i.stage, []).append(index)
+    return found
 
 
 def _filling(spill: Spill, kind: str, stay: Stay) -> list[Instruction]:

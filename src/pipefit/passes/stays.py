@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from pipefit.errors import ScheduleError
@@ -27,6 +27,7 @@ class Stay:
         left: the version it has when it goes.
         gradients: the update whose half summed gradients are loaded with it, −1: none.
         gradients_left: likewise when it goes.
+        goes_at_once: whether it goes after its last visit, whoever may want the slot.
     """
 
     stage: int
@@ -37,6 +38,7 @@ class Stay:
     left: int = 0
     gradients: int = -1
     gradients_left: int = -1
+    goes_at_once: bool = False
 
     @property
     def first(self) -> int:
@@ -49,7 +51,9 @@ class Stay:
         return self.visits[-1]
 
 
-def stays(visits: Sequence[tuple[int, tuple[int, ...]]], num_slots: int) -> list[Stay]:
+def stays(
+    visits: Sequence[tuple[int, tuple[int, ...]]], num_slots: int, leaving: Collection[tuple[int, int]] = ()
+) -> list[Stay]:
     """The stays that serve some visits with the fewest loads, in the order of their first visits.
 
     Whoever is visited again the latest goes; of those never visited again, the one that has been done the longest.
@@ -61,6 +65,7 @@ def stays(visits: Sequence[tuple[int, tuple[int, ...]]], num_slots: int) -> list
     Args:
         visits: index of an instruction and the stages that it uses, in order.
         num_slots: how many stages there is room for.
+        leaving: index of an instruction and a stage that goes after it: what it has there is of no use any more.
 
     Raises:
         ScheduleError: one instruction uses more stages than there are slots.
@@ -71,6 +76,7 @@ def stays(visits: Sequence[tuple[int, tuple[int, ...]]], num_slots: int) -> list
             coming[stage].append(index)
     here: dict[int, Stay] = {}
     found: list[Stay] = []
+    free: list[tuple[int, Stay | None]] = [(slot, None) for slot in range(num_slots)]
 
     def urgency(stage: int, index: int) -> tuple[int, int]:
         later = coming[stage]
@@ -85,11 +91,15 @@ def stays(visits: Sequence[tuple[int, tuple[int, ...]]], num_slots: int) -> list
             )
         for stage in stages:
             if stage not in here:
-                before = None
-                if len(here) == num_slots:
-                    gone = max((s for s in here if s not in stages), key=lambda s: urgency(s, index))
-                    before = here.pop(gone)
-                here[stage] = Stay(stage, before.slot if before else len(here), before)
+                if not free:
+                    gone = here.pop(max((s for s in here if s not in stages), key=lambda s: urgency(s, index)))
+                    free.append((gone.slot, gone))
+                here[stage] = Stay(stage, *free.pop(0))
                 found.append(here[stage])
             here[stage].visits.append(index)
+        for stage in stages:
+            if (index, stage) in leaving:
+                gone = here.pop(stage)
+                gone.goes_at_once = True
+                free.append((gone.slot, gone))
     return found

@@ -11,7 +11,7 @@ from itertools import pairwise, repeat
 from pipefit.cost.model import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.graph import Graph, collective_members
-from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.op import OP_SPEC, Kind, Lane, Op
 from pipefit.ir.program import Program
 from pipefit.simulate.engine import Engine, Key, Prices
 from pipefit.simulate.layout import Layout, layout_of
@@ -179,7 +179,7 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
             held = _message_lanes(cost, i.peer, graph.ranks[number], contention)
             if held:
                 lanes[number] = lanes[layout.partners[number]] = held
-        elif i.op is Op.FETCH or i.op is Op.EVICT:
+        elif i.op is Op.FETCH or i.op is Op.EVICT or i.op is Op.HOST_STEP:
             lanes[number] = ((graph.ranks[number], i.op, i.tier),)
     hold = [hold_of[index] for index in layout.costs]
     return Prices(hold, travel, blocks, lanes, groups, _copies(graph), _closing(layout), cost.pass_s)
@@ -219,6 +219,9 @@ def _copies(graph: Graph) -> dict[int, tuple[int, ...]]:
         elif i.op is Op.EVICT:
             found[number] = ()
             last[rank, i.kind, i.stage] = last[rank, i.kind, slots.get((rank, i.kind, i.stage), -1), "slot"] = number
+        elif i.op is Op.HOST_STEP:
+            found[number] = ()
+            last[rank, Kind.WEIGHTS.value, i.stage] = number
     return found | {number: tuple({last[key] for key in keys if key in last}) for number, keys in written.items()}
 
 
@@ -226,7 +229,7 @@ def _travel_s(cost: CostModel, layout: Layout, op: Op, index: int) -> float:
     i, rank = layout.kinds[index]
     if op is Op.SEND:
         return cost.message_s(i, rank)
-    return cost.local_s(i, rank) if op in (Op.GATHER, Op.FETCH, Op.EVICT) else 0
+    return cost.local_s(i, rank) if op in (Op.GATHER, Op.FETCH, Op.EVICT, Op.HOST_STEP) else 0
 
 
 def _events(engine: Engine) -> tuple[Event, ...]:

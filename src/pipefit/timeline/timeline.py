@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, Lane, Op
+from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, Lane, Op
 from pipefit.ir.program import Program
 
 if TYPE_CHECKING:
@@ -125,11 +125,12 @@ class Timeline:
         size, total = header.num_microbatches, header.total_microbatches
         ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
         ranks = self.program.ranks
-        for rank, position, repeat, _, end in self._work:
+        stepped = [event for event in self.events if ranks[event[0]][event[1]].op is Op.HOST_STEP]
+        for rank, position, repeat, _, end in (*self._work, *stepped):
             i = ranks[rank][position]
             if i.mb >= 0:
                 step = i.mb // size
-            elif i.op is Op.STEP:
+            elif i.op in STEP_OPS:
                 step = (min((i.version + 1) * header.updates[i.stage], total) - 1) // size
             else:
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import STEP_OPS, Kind, Op
 from pipefit.verify.subject import Finding, Subject
 
 __all__ = ["complete", "ownership"]
@@ -105,7 +105,7 @@ def _gathered(s: Subject) -> Iterator[Finding]:
     for rank, instructions in enumerate(s.program.ranks):
         steps: dict[int, list[int]] = {}
         for number, i in enumerate(instructions, graph.starts[rank]):
-            if i.op is Op.STEP:
+            if i.op in STEP_OPS:
                 steps.setdefault(i.stage, []).append(number)
             elif i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
                 update = header.update_of(i.stage, i.mb)

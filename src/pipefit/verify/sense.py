@@ -90,6 +90,20 @@ def _step(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
     return "complete", f"there is no update {i.version}: stage {i.stage} makes {header.num_updates(i.stage)} updates"
 
 
+def _step_on_device(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    problem = _step(header, i, rank)
+    if problem or not header.steps_on_host(i.stage):
+        return problem
+    return "residency", f"the header says that stage {i.stage} steps on the host: expected host_step"
+
+
+def _step_on_host(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    problem = _step(header, i, rank)
+    if problem or header.steps_on_host(i.stage):
+        return problem
+    return "residency", f"the header says that stage {i.stage} steps on its device: expected step"
+
+
 def _kept_version(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
     return _stage(header, i, rank) or _version(header, i, header.num_updates(i.stage))
 
@@ -148,7 +162,7 @@ def _moved(header: Header, i: Instruction) -> tuple[str, str] | None:
         there = 0 <= i.version < header.total_microbatches
         return None if there else ("ownership", f"there is no micro-batch {i.version} of stage {i.stage}")
     if not header.is_spilled(i.stage) or (i.kind == Kind.OPTIM and not header.is_optim_spilled(i.stage)):
-        return "residency", f"the {i.kind} of stage {i.stage} stay on the device: the header does not spill them"
+        return "residency", f"the {i.kind} of stage {i.stage} do not come and go: the header does not spill them"
     if i.kind == Kind.WGRAD:
         return _step(header, i, 0)
     return _version(header, i, header.num_updates(i.stage))
@@ -174,7 +188,8 @@ _CHECKS: dict[Op, Check] = {
     Op.RECV: _message,
     Op.GATHER: _gather,
     Op.REDUCE: _reduce,
-    Op.STEP: _step,
+    Op.STEP: _step_on_device,
+    Op.HOST_STEP: _step_on_host,
     Op.DROP: _kept_version,
     Op.FETCH: _tiered,
     Op.EVICT: _tiered,

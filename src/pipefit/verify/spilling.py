@@ -61,7 +61,7 @@ def residency(s: Subject) -> Iterator[Finding]:
         for stage in s.header.stages_of(rank):
             if s.header.is_spilled(stage):
                 state.tier[_WEIGHTS, stage] = 0
-                if spill.optim:
+                if s.header.is_optim_spilled(stage):
                     state.tier[_OPTIM, stage] = 0
         for number, i in enumerate(instructions, s.graph.starts[rank]):
             rule = _RULES.get(i.op)
@@ -160,6 +160,19 @@ def _step(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str
             state.enter(kind, i.stage, i.version + 1, slot)
 
 
+def _host_step(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+    held, summed = (state.tier.get((kind, i.stage)) for kind in (_WEIGHTS, _WGRAD))
+    if held != i.version:
+        yield f"steps from w{i.version} on the host, which holds w{held} of stage {i.stage}"
+    if summed != i.version:
+        there = "none" if summed is None else f"those of update {summed}"
+        yield f"needs the gradients of update {i.version} on the host, which holds {there}: evict them first"
+    if (_WEIGHTS, i.stage) in state.homes:
+        yield f"w{i.version} of stage {i.stage} is still on the device, and stale after this: drop it first"
+    state.tier[_WEIGHTS, i.stage] = i.version + 1
+    state.tier.pop((_WGRAD, i.stage), None)
+
+
 def _at_home(state: _Rank, rank: int) -> Iterator[Finding]:
     for (kind, _), (stage, at) in sorted(state.slots.items()):
         yield Finding(
@@ -191,4 +204,5 @@ _RULES: dict[Op, _Rule] = {
     Op.BWD: _backward,
     Op.BWD_WEIGHT: _backward,
     Op.STEP: _step,
+    Op.HOST_STEP: _host_step,
 }

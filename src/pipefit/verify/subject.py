@@ -41,7 +41,8 @@ class Subject:
         graph: its dependencies.
         kept: of each of its instructions, the index in the program that was given (None: the same).
         by_microbatch: for each operation with a micro-batch, the numbers of its instructions by (stage, micro-batch).
-        by_version: for each operation with a version and no micro-batch, by (stage, version).
+        by_version: for each operation with a version and no micro-batch, by (stage, version); a step on the host is a
+            step.
     """
 
     program: Program
@@ -61,7 +62,7 @@ class Subject:
             if i.mb >= 0:
                 by_microbatch[i.op][last if i.op is Op.LOSS else i.stage, i.mb].append(number)
             else:
-                by_version[i.op][i.stage, i.version].append(number)
+                by_version[Op.STEP if i.op is Op.HOST_STEP else i.op][i.stage, i.version].append(number)
         return cls(program, graph, kept, by_microbatch, by_version)
 
     @property
