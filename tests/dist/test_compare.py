@@ -11,7 +11,9 @@ from pipefit.compare.bench.lean import lean
 from pipefit.runtime.launch import launch
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session, current
-from pipefit.train.calibrate import USUAL, RuntimeCosts, runtime_costs
+from pipefit.spec import Topology
+from pipefit.train.calibrate import runtime_costs
+from pipefit.train.predicted import USUAL, RuntimeCosts, links_of
 
 SMALL = CompareConfig(
     model="gpt",
@@ -100,14 +102,14 @@ def test_what_cannot_be_compared_is_refused_in_one_message(words, told, capsys):
 
 
 def calibrated() -> RuntimeCosts:
-    return runtime_costs(current())
+    return runtime_costs(current(), links_of(current(), 2))
 
 
 def test_what_the_executor_costs_is_measured_once_for_all_ranks():
     first, second = launch(calibrated, 2, threads=1, quiet=True)
     assert first == second
     assert USUAL.overhead_s <= first.overhead_s < 5e-3
-    assert runtime_costs(Session(0, 1, None, Progress())) == USUAL
+    assert runtime_costs(Session(0, 1, None, Progress()), Topology.local(1)) == USUAL
 
 
 def test_benchmarks_are_listed_and_an_unknown_one_is_refused(capsys):

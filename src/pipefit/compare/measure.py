@@ -41,10 +41,10 @@ from pipefit.runtime.session import Session, current
 from pipefit.spec import Partition, Profile, Topology
 from pipefit.stage.split import named_layers
 from pipefit.train.batch import largest_part
-from pipefit.train.calibrate import RuntimeCosts, runtime_costs
+from pipefit.train.calibrate import runtime_costs
 from pipefit.train.config import RunConfig
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
-from pipefit.train.predicted import cost_of, links_of, predict
+from pipefit.train.predicted import RuntimeCosts, cost_of, links_of, predict
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan
 from pipefit.train.sources import source_of
@@ -101,7 +101,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
         raise DataError(f"a batch of {config.batch} cannot be cut into {list(config.microbatches)} micro-batches")
     profiles = _profiles(subject, batches[0], counts, session)
     topology = links_of(session, session.num_ranks)
-    runtime = runtime_costs(session)
+    runtime = runtime_costs(session, topology)
     say(f"the executor costs {runtime.overhead_s * 1e6:.0f} us per instruction")
     partition = _partition(subject, config, profiles[counts[len(counts) // 2]])
     cells, refused = _cells(config, wanted, subject, partition, profiles, say)

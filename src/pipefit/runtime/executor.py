@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ __all__ = ["Execution", "Feed"]
 
 Key = tuple[str, int, int]
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
+
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
+"""Lets the threads that carry messages have the core between two instructions, where each rank has only one: a message
+that others wait for would otherwise lie there until the scheduler ends this thread's turn, some milliseconds later."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class Execution:
             starts[index] = clock()
             handlers[instruction.op](self, instruction)
             ends[index] = clock()
+            _give_way()
             if look is not None:
                 look()
             for value in frees[index]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import statistics
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,49 +13,33 @@ import torch.distributed as dist
 from torch import nn
 
 from pipefit.ir.op import Op
+from pipefit.ir.program import Program
 from pipefit.profiling import profile_layers
 from pipefit.runtime.session import Session
-from pipefit.spec import Profile
+from pipefit.spec import Plan, Profile, Topology
 from pipefit.train.batch import feed_of
 from pipefit.train.pipeline import Pipeline
+from pipefit.train.predicted import USUAL, RuntimeCosts, cost_of, predict
 
-__all__ = ["USUAL", "RuntimeCosts", "runtime_costs"]
+__all__ = ["runtime_costs"]
 
-_WIDTH, _PASSES = 8, 20
+_WIDTH, _PASSES = 8, 40
 _FEW, _MANY = 4, 16
 _COLD = 1 << 19
+_HALVINGS = 10
+_SCHEDULES = ("1f1b", "gpipe")
 
 
-class RuntimeCosts(NamedTuple):
-    """Seconds of the executor.
-
-    Attributes:
-        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond what the profile measured.
-        post_s: of posting one message.
-        host_s: on instructions by operation, beyond what the profile measured.
-        pass_s: of a rank between two passes over a synchronous program.
-        cut_s: of cutting the batch, for each of its micro-batches.
-        copy_s_per_byte: of a send, on the sender's core.
-    """
-
-    overhead_s: float
-    post_s: float
-    host_s: Mapping[str, float] = MappingProxyType({})
-    pass_s: float = 0.0
-    cut_s: float = 0.0
-    copy_s_per_byte: float = 0.2e-9
-
-
-USUAL = RuntimeCosts(10e-6, 20e-6)
-"""Where nothing was measured: ranks in one process, or a GPU, whose work hides it."""
-
-
-def runtime_costs(session: Session) -> RuntimeCosts:
-    """Measures, in about a second; every rank of the run must ask, and all get the first rank's figures.
+def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
+    """Measures, in about two seconds; every rank of the run must ask, and all get the first rank's figures.
 
     Forward, backward, loss, load, send and step are timed in the executor, less what the profiler says of the same tiny
-    layer. What a pass then still needs in processor time is the receives', as far as it grows with the micro-batches,
-    and for the rest that of the pass itself. Where cores are few, that of the threads that carry the messages counts.
+    layer. What the simulator then still lacks of the time of a pass is the receives', as far as it grows with the
+    micro-batches, and for the rest that of the pass itself.
+
+    Args:
+        session: of the run.
+        topology: the links between its ranks.
     """
     if not session.is_distributed or torch.cuda.is_available():
         return USUAL
@@ -67,71 +50,89 @@ def runtime_costs(session: Session) -> RuntimeCosts:
         list(layers), x[:1], nn.functional.mse_loss, x[:1], repeats=_PASSES, threads=None, optimizer=_sgd
     )
     cut_s = _cut_s(x)
-    few, many = (_passes(layers, x[:num], num) for num in (_FEW, _MANY))
-    costs = _told(alone, few, many, cut_s)
+    few, many = ([_passes(layers, x[:num], schedule) for schedule in _SCHEDULES] for num in (_FEW, _MANY))
+    costs = _rest(_told(alone, many[0].kinds, cut_s), alone, topology, few, many)
     torch.set_rng_state(random)
     return _from_rank_0(costs)
 
 
 class _Passes(NamedTuple):
-    """Processor time of a pass on this rank, the least of several, and median seconds of operations by stage."""
+    """Mean seconds of a pass on this rank, and median ones of operations by stage; what ran."""
 
-    used_s: float
+    pass_s: float
     kinds: dict[tuple[str, int], float]
+    plan: Plan
+    program: Program
+
+    def foretold_s(self, costs: RuntimeCosts, alone: Profile, topology: Topology) -> float:
+        """Seconds of a pass, as the simulator has it."""
+        return predict(self.program, cost_of(alone, self.plan, topology, 0.0, costs)).makespan_s
 
 
-def _passes(layers: nn.Sequential, x: torch.Tensor, num: int) -> _Passes:
+def _passes(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Passes:
     pipe = Pipeline(
         layers,
         loss=nn.functional.mse_loss,
         optimizer=_sgd,
-        schedule="1f1b",
-        microbatches=num,
+        schedule=schedule,
+        microbatches=len(x),
         stages=[1] * len(layers),
         device="cpu",
     )
-    used_s, clock = [], _clock(len(layers))
+    seconds = []
     for _ in range(_PASSES):
-        began = clock()
+        began = time.perf_counter()
         pipe.step(x, x)
-        used_s.append(clock() - began)
-    times = pipe.timeline(last=_PASSES - 2).by_kind()
-    # The least: what is beyond it is somebody else's.
-    return _Passes(min(used_s), {key: item.median_s for key, item in times.items()})
+        seconds.append(time.perf_counter() - began)
+    timeline = pipe.timeline(last=_PASSES - 2)
+    kinds = {key: item.median_s for key, item in timeline.by_kind().items()}
+    # Not the median: where the threads that carry the messages have no core of their own, a pass now and then stands
+    # still for a while, and so do those of a real model.
+    usual = sorted(seconds)[: -(_PASSES // 10)]
+    return _Passes(statistics.fmean(usual), kinds, pipe.plan, timeline.program)
 
 
-def _clock(num_ranks: int) -> Callable[[], float]:
-    """Processor time: of this thread, or of all where those that carry the messages have no core of their own."""
-    return time.thread_time if len(os.sched_getaffinity(0)) >= 2 * num_ranks else time.process_time
-
-
-def _told(alone: Profile, few: _Passes, many: _Passes, cut_s: float) -> RuntimeCosts:
+def _told(alone: Profile, kinds: Mapping[tuple[str, int], float], cut_s: float) -> RuntimeCosts:
     """The first rank's view: it loads, and its loss is another's."""
-    kinds = many.kinds
     last = max(stage for _, stage in kinds)
     forward, backward = (kinds[op.value, 0] for op in (Op.FWD, Op.BWD))
-    load, send = kinds[Op.LOAD.value, 0], kinds[Op.SEND.value, 0]
     step = kinds[Op.STEP.value, 0]
     loss = next((seconds for (op, _), seconds in kinds.items() if op == Op.LOSS.value), 0.0)
     first, final = alone.layers[0], alone.layers[last]
     # Beyond the first stage a forward takes a message, whose gradient goes back.
     beyond = (forward - first.forward_s + kinds[Op.FWD.value, last] - final.forward_s) / 2
-    growth = (many.used_s - few.used_s) / (_MANY - _FEW)
-    receive = growth - forward - backward - load - send - cut_s
-    pass_s = many.used_s - _MANY * growth - step
     host = {
         Op.FWD: beyond,
         Op.RECOMPUTE: beyond,
         Op.BWD: (backward - first.backward_s + kinds[Op.BWD.value, last] - final.backward_s) / 2,
         Op.LOSS: loss - alone.loss_s,
-        Op.LOAD: load,
+        Op.LOAD: kinds[Op.LOAD.value, 0],
         Op.STEP: step - alone.optimizer_of([0]),
-        Op.SEND: send,
-        Op.RECV: receive,
+        Op.SEND: kinds[Op.SEND.value, 0],
     }
     host_s = {op.value: max(seconds, 1e-6) for op, seconds in host.items()}
     overhead_s = max(host_s[Op.FWD], USUAL.overhead_s)
-    return RuntimeCosts(overhead_s, host_s[Op.SEND], host_s, max(pass_s, 0.0), cut_s)
+    return RuntimeCosts(overhead_s, host_s[Op.SEND], host_s, 0.0, cut_s)
+
+
+def _rest(
+    costs: RuntimeCosts, alone: Profile, topology: Topology, few: list[_Passes], many: list[_Passes]
+) -> RuntimeCosts:
+    """What the simulator lacks, as the receives' and the pass's own."""
+
+    def receiving(seconds: float) -> RuntimeCosts:
+        return costs._replace(host_s={**costs.host_s, Op.RECV.value: seconds})
+
+    def lacking_s(passes: list[_Passes], told: RuntimeCosts) -> float:
+        return statistics.fmean(each.pass_s - each.foretold_s(told, alone, topology) for each in passes)
+
+    low, high = 0.0, max(each.pass_s for each in many) / _MANY
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        told = receiving(middle)
+        low, high = (middle, high) if lacking_s(many, told) > lacking_s(few, told) else (low, middle)
+    told = receiving(low)
+    return told._replace(pass_s=max(lacking_s(many, told), 0.0))
 
 
 def _cut_s(x: torch.Tensor) -> float:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -17,11 +20,35 @@ from pipefit.schedules import find
 from pipefit.simulate import simulate
 from pipefit.spec import Partition, Plan, Prediction, Profile, Topology
 from pipefit.timeline import Timeline
-from pipefit.train.calibrate import USUAL, RuntimeCosts
 
-__all__ = ["cost_of", "links_of", "predict", "prediction_of"]
+__all__ = ["USUAL", "RuntimeCosts", "cost_of", "links_of", "predict", "prediction_of"]
 
 _TRIES = 3
+
+
+class RuntimeCosts(NamedTuple):
+    """Seconds of the executor.
+
+    Attributes:
+        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond what the profile measured.
+        post_s: of posting one message.
+        host_s: on instructions by operation, beyond what the profile measured; on a receive, also what messages cost
+            the cores that compute, where none is left for the threads that carry them.
+        pass_s: of a rank between two passes over a synchronous program.
+        cut_s: of cutting the batch, for each of its micro-batches.
+        copy_s_per_byte: of a send, on the sender's core.
+    """
+
+    overhead_s: float
+    post_s: float
+    host_s: Mapping[str, float] = MappingProxyType({})
+    pass_s: float = 0.0
+    cut_s: float = 0.0
+    copy_s_per_byte: float = 0.2e-9
+
+
+USUAL = RuntimeCosts(10e-6, 20e-6)
+"""Where nothing was measured: ranks in one process, or a GPU, whose work hides it."""
 
 
 def links_of(session: Session, num_ranks: int) -> Topology:

@@ -29,11 +29,11 @@ from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan, Profile
 from pipefit.stage.split import named_layers
 from pipefit.train.batch import largest_part
-from pipefit.train.calibrate import RuntimeCosts, runtime_costs
+from pipefit.train.calibrate import runtime_costs
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.parts import profile_of_parts
 from pipefit.train.pipeline import Pipeline
-from pipefit.train.predicted import cost_of, links_of, predict
+from pipefit.train.predicted import RuntimeCosts, cost_of, links_of, predict
 from pipefit.train.profiled import agreed_profile
 from pipefit.train.setup import make_plan
 from pipefit.train.traffic import traffic
@@ -122,7 +122,7 @@ def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
     optimizer = make_optimizer("adamw", 1e-3)
     layers = named_layers(bundle.layers)
     profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer)
-    contest = _Contest(config, session, profile, example, runtime_costs(session))
+    contest = _Contest(config, session, profile, example, runtime_costs(session, links_of(session, session.num_ranks)))
     pipes = {name: contest.pipeline(settings) for name, (_, settings) in ways.items()}
     seconds = contest.run(pipes, [bundle.example(config.batch, step) for step in range(config.steps)])
     return [contest.row(name, ways[name][0], pipe, seconds[name]) for name, pipe in pipes.items()]
