@@ -7,13 +7,14 @@ import pytest
 from tests.pure.planner.cases import model
 
 from pipefit.errors import InfeasibleError, PlanError, ProfileError, TopologyError
-from pipefit.ir.liveness import lifetimes, peak
+from pipefit.ir.liveness import lifetimes, peak, peak_inflight
 from pipefit.planner import gpt_profile, plan
+from pipefit.planner.held import holds_all
 from pipefit.planner.judge import costs_of, judge
 from pipefit.planner.planning import ground_of, space_of
 from pipefit.planner.rehearse import plan_of, rehearse
 from pipefit.planner.space import Config, configs
-from pipefit.schedules import program_of
+from pipefit.schedules import Shape, find, generate, names, program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Device, Level, Profile, Topology
 from pipefit.spec.published import load_profile
@@ -73,6 +74,19 @@ def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunk
         held = peak(lifetimes(program, rank), cost.size_bytes) + cost.resident_bytes(program.header.stages_of(rank))
         assert judged.peak_bytes[rank] >= held * (1 - 1e-9)
         assert judged.peak_bytes[rank] == pytest.approx(held, rel=1e-9 if count < 160 else 0.25)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in names() if find(name).layout != "replicas" and not find(name).spills]
+)
+def test_whether_a_schedule_holds_every_microbatch_is_the_same_on_two_ranks_as_on_four(name):
+    made = find(name)
+    for chunks in (1, 2, 3) if made.chunks else (1,):
+        few, many = (
+            peak_inflight(generate(name, Shape(4, count, chunks, num_steps=1 if made.is_synchronous else 3)), 0)
+            for count in (12, 16)
+        )
+        assert holds_all(name, chunks) == (many == pytest.approx(few + 4)) == (name in ("gpipe", "breadth-first"))
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
