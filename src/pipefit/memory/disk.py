@@ -130,15 +130,17 @@ class DiskTier:
         assert source.numel() == record.num_bytes, f"{key}: {source.numel()} bytes for a record of {record.num_bytes}"
         through = self._pinned["write"][: record.num_bytes] if source.is_cuda else source
         data = memoryview(through.numpy())
+        # A computation waits for the slowest of its threads, so a lane that took checksums beside it would cost it that
+        # time on every core. Whoever has computed the data takes them, on all cores.
+        known = None if source.is_cuda or after else chunk_sum(data)
 
         def work() -> None:
             if source.is_cuda:
                 through.copy_(source)
+            checksum = chunk_sum(data) if known is None else known
             copy = (record.current + 1) % record.copies
-            start = record.position(copy)
-            checksum = self._chunks(self._writers, self._file.write, data, start + HEADER_BYTES)
             self._head["write"][:] = RecordHeader(str(key), version, record.num_bytes, checksum).pack()
-            self._file.write(memoryview(self._head["write"]), start)
+            self._move(self._writers, self._file.write, self._head["write"], data, record.position(copy))
             record.current, record.version = copy, version
 
         record.asked = version
@@ -148,25 +150,34 @@ class DiskTier:
     def read(self, key: Key, version: int, into: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`.
 
-        The copy fails with a `TierError` where the record holds another version or does not fit its checksum.
+        The copy fails with a `TierError` where the record holds another version or does not fit its checksum; into
+        the host's memory, the checksum is taken by the thread that waits for the copy.
         """
         record = self._records[key]
         through = self._pinned["read"][: record.num_bytes] if into.is_cuda else into[: record.num_bytes]
         data = memoryview(through.numpy())
 
+        found: list[RecordHeader | None] = []
+
         def work() -> None:
             if record.version != version:
                 raise TierError(f"{key}: asked for version {version}, {self._file.path} holds {record.version}")
-            if self._load(key, record, record.current, data) != version:
+            found.append(self._load(key, record, record.current, data))
+            if into.is_cuda:
+                check()
+                into[: record.num_bytes].copy_(through)
+
+        def check() -> None:
+            header = found[0]
+            if header is None or header.version != version or header.checksum != chunk_sum(data):
                 raise TierError(
                     f"{key} in {self._file.path} does not fit its checksum: the disk did not keep what was written; "
                     f"{self._file.cure()}"
                 )
-            if into.is_cuda:
-                into[: record.num_bytes].copy_(through)
 
         waits = (*after, *([record.written] if record.written else []))
-        return self._lanes.read.submit(work, record.num_bytes, waits)
+        copy = self._lanes.read.submit(work, record.num_bytes, waits)
+        return copy if into.is_cuda else copy.checked_by(check)
 
     def holds(self, key: Key) -> int | None:
         """See `TierStore`."""
@@ -224,7 +235,8 @@ class DiskTier:
             return True
         buffer = memoryview(mmap.mmap(-1, record.num_bytes)) if record.num_bytes else memoryview(b"")
         for copy in range(record.copies):
-            if self._load(key, record, copy, buffer, version) == version:
+            header = self._load(key, record, copy, buffer)
+            if header is not None and header.version == version and header.checksum == chunk_sum(buffer):
                 record.current, record.version, record.asked = copy, version, version
                 return True
         return False
@@ -245,33 +257,24 @@ class DiskTier:
         self.close()
         self._file.remove()
 
-    def _load(self, key: Key, record: _Record, copy: int, data: memoryview, wanted: int | None = None) -> int | None:
-        """Reads one copy of a record; its version, None if it is no whole copy or not the one that is wanted."""
-        start = record.position(copy)
-        self._file.read(memoryview(self._head["read"]), start)
+    def _load(self, key: Key, record: _Record, copy: int, data: memoryview) -> RecordHeader | None:
+        """Reads one copy of a record; its header, None if that is not whole, or another record's."""
+        self._move(self._readers, self._file.read, self._head["read"], data, record.position(copy))
         header = RecordHeader.unpack(self._head["read"][:])
-        if header is None or header.name != str(key) or header.num_bytes != record.num_bytes:
-            return None
-        if wanted is not None and header.version != wanted:
-            return None
-        checksum = self._chunks(self._readers, self._file.read, data, start + HEADER_BYTES)
-        return header.version if checksum == header.checksum else None
+        fits = header is not None and header.name == str(key) and header.num_bytes == record.num_bytes
+        return header if fits else None
 
-    def _chunks(
+    def _move(
         self,
         pool: ThreadPoolExecutor,
         move: Callable[[memoryview, int], None],
+        head: mmap.mmap,
         data: memoryview,
         start: int,
-    ) -> int:
-        """Moves a payload in chunks and gives its checksum."""
-
-        def one(offset: int) -> int:
-            piece = data[offset : offset + _CHUNK_BYTES]
-            move(piece, start + offset)
-            return chunk_sum(piece)
-
-        checksum = 0
-        for part in pool.map(one, range(0, len(data), _CHUNK_BYTES)):
-            checksum = (checksum * 0x9E3779B1 + part) & 0xFFFFFFFF
-        return checksum
+    ) -> None:
+        """Moves a header and its payload, in pieces, several of them at once."""
+        pieces = [(memoryview(head), start)]
+        for offset in range(0, len(data), _CHUNK_BYTES):
+            pieces.append((data[offset : offset + _CHUNK_BYTES], start + HEADER_BYTES + offset))
+        for _ in pool.map(lambda piece: move(*piece), pieces):
+            pass

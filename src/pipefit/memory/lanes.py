@@ -1,7 +1,8 @@
 """Copy lanes: threads that move records between tiers while the rank computes.
 
 A lane does its copies one after the other, in the order in which they were asked for. A copy may have to wait for
-earlier ones of either lane; those of the write lane never wait for the read lane, so that no circle can arise.
+earlier ones of any lane, and only for what was asked for before it, so that no circle can arise. The optimizer's steps
+on the host have a lane of their own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Copy:
         self.num_bytes = num_bytes
         self.started_s = self.ended_s = 0.0
         self._future: Future[None] = Future()
+        self._check: Callable[[], None] | None = None
 
     def tell(self, starts: list[float], ends: list[float], index: int) -> None:
         """Writes down when it ran, as soon as that is known."""
@@ -36,13 +38,22 @@ class Copy:
 
         self._future.add_done_callback(write)
 
+    def checked_by(self, check: Callable[[], None]) -> Copy:
+        """Has the one who waits for it look at what has come, once: on cores that are the waiting one's own."""
+        self._check = check
+        return self
+
     def wait(self) -> None:
         """Waits for its end.
 
         Raises:
-            TierError: it has failed, or one that it had to wait for has.
+            TierError: it has failed, or one that it had to wait for has, or what has come is not what it should be.
         """
         self._future.result()
+        check = self._check
+        if check is not None:
+            check()
+            self._check = None
 
     def run(self, work: Callable[[], None], after: Sequence[Copy]) -> None:
         """Does the work on the calling thread, once all copies of `after` have ended."""
@@ -103,13 +114,16 @@ class Lanes:
     Attributes:
         read: towards the device.
         write: away from it.
+        host: the optimizer's steps on the host.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         device = device or torch.device("cpu")
         self.read, self.write = Lane("read", device), Lane("write", device)
+        self.host = Lane("step", torch.device("cpu"))
 
     def close(self) -> None:
-        """Ends both threads once their copies have ended."""
+        """Ends the threads once what they have been given is done."""
         self.read.close()
         self.write.close()
+        self.host.close()

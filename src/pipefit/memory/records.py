@@ -10,7 +10,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-import numpy as np
+import torch
 
 from pipefit.memory.tiers import ALIGNMENT
 
@@ -56,6 +56,13 @@ def chunk_sum(data: memoryview, seed: int = 0) -> int:
     """A checksum of whole blocks, made to run at the speed of memory: the CRC of the sums of their 64-bit words.
 
     A block that is missing, old, moved or flipped in a bit changes it; words that change places inside a block do not.
+    It works on all of the calling thread's cores, so call it where nothing else computes.
+
+    Args:
+        data: writable memory; a multiple of `ALIGNMENT`.
+        seed: the sum of what came before, so that pieces give the sum of the whole.
     """
-    words = np.frombuffer(data, dtype=np.uint64).reshape(-1, _WORDS)
-    return zlib.crc32(words.sum(axis=1, dtype=np.uint64), seed)
+    if not data:
+        return seed
+    words = torch.frombuffer(data, dtype=torch.int64).view(-1, _WORDS)
+    return zlib.crc32(words.sum(1).numpy(), seed)
