@@ -1,7 +1,8 @@
 """What each process of a rank takes for its parts of the layers: its work measured as divided, then every exchange.
 
 The work is measured in a rehearsal, where nobody waits. Each kind and size of exchange found in it is measured by
-itself, among all processes, between stretches of work: partners come to a sum neither together nor to warm caches.
+itself, among all processes, between stretches of work as long as those of the layers: partners come to a sum neither
+together nor to warm caches, the less so the longer they have worked.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pipefit.train.profiled import agreed_profile
 
 __all__ = ["profile_of_parts"]
 
-_WORK, _REPEATS, _COUNTED = 512, 25, 0.9
+_WORK, _REPEATS, _COUNTED = 512, 40, 0.95
 
 Seconds = Mapping[Exchange, float]
 
@@ -75,8 +76,9 @@ def profile_of_parts(
         batch = batch_of(example[0])
         x, y = (map_tensors(lambda leaf: leaf.to(device), take(item, size, batch)) for item in example)
         each, ends = _exchanges(layers, x, y, shared, rehearsal, device)
-    seconds = _measured(mesh.region, each, ends, device)
-    return _priced(measured, each, ends, seconds)
+    num_exchanges = sum(len(way) for ways in each for way in ways) + len(ends)
+    work = _work(measured.step_s / num_exchanges if measured.step_s and num_exchanges else 0.0, device)
+    return _priced(measured, each, ends, _measured(mesh.region, each, ends, work, device))
 
 
 @contextmanager
@@ -124,30 +126,60 @@ def _both_ways(
     return result, forward, rehearsal.exchanges.copy()
 
 
-def _measured(region: Region, each: Sequence[Ways], ends: Sequence[Exchange], device: torch.device) -> Seconds:
+def _work(seconds: float, device: torch.device) -> Callable[[], None]:
+    """Matrix products that take about so long, as many on every process."""
+    one = torch.ones(_WORK, _WORK, device=device)
+    samples = []
+    for _ in range(5):
+        began = time.perf_counter()
+        one @ one
+        _settle(device)
+        samples.append(time.perf_counter() - began)
+    count = torch.tensor(max(round(seconds / min(samples)), 1))
+    dist.broadcast(count, 0)
+
+    def work() -> None:
+        for _ in range(int(count)):
+            one @ one
+
+    return work
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _measured(
+    region: Region,
+    each: Sequence[Ways],
+    ends: Sequence[Exchange],
+    work: Callable[[], None],
+    device: torch.device,
+) -> Seconds:
     """Seconds of every different exchange, as the first process of the run has them."""
     found = list(dict.fromkeys([*(one for ways in each for way in ways for one in way), *ends]))
     silent = Rehearsal(region.group, region.size, 0, region.sequence)
-    told = torch.tensor([_exchange_s(one, region, silent, device) for one in found], dtype=torch.float64)
+    told = torch.tensor([_exchange_s(one, region, silent, work, device) for one in found], dtype=torch.float64)
     if len(found):
         dist.broadcast(told, 0)
     return dict(zip(found, told.tolist(), strict=True))
 
 
-def _exchange_s(exchange: Exchange, region: Region, silent: Region, device: torch.device) -> float:
-    """Seconds that an exchange adds to work, beyond what it takes in a rehearsal; the slowest tenth left out."""
+def _exchange_s(
+    exchange: Exchange, region: Region, silent: Region, work: Callable[[], None], device: torch.device
+) -> float:
+    """Seconds that an exchange adds to work, beyond what it takes in a rehearsal; the slowest few left out."""
     x = torch.zeros(exchange.shape, dtype=exchange.dtype, device=device)
-    work = torch.ones(_WORK, _WORK, device=device)
 
     def seconds(among: Region) -> list[float]:
         samples = []
         dist.barrier()
         for _ in range(_REPEATS):
             began = time.perf_counter()
-            work @ work
+            work()
             exchange.run(among, x)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            _settle(device)
             samples.append(time.perf_counter() - began)
         return sorted(samples[2:])
 
