@@ -1,5 +1,6 @@
 """Grids, pages, drawings and files."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 
+import msgspec
 import pytest
 from tests import golden
 
@@ -17,7 +19,7 @@ import pipefit.draw
 from pipefit.cost import CostModel
 from pipefit.draw import chart, grid, html, save
 from pipefit.draw.caption import TITLES
-from pipefit.draw.drawing import draw, gallery
+from pipefit.draw.drawing import draw, drawing_of, gallery
 from pipefit.draw.encode import Entry, decode_boxes, decode_copies, encode_scene, to_script, to_text
 from pipefit.draw.look import chunk_colour
 from pipefit.draw.reasons import Why, critical_path, reasons
@@ -25,7 +27,7 @@ from pipefit.draw.scene import Box, scene_of
 from pipefit.draw.slots import stays_of
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError, ScheduleError
-from pipefit.ir import Op, bwd, fwd
+from pipefit.ir import Op, Spill, bwd, fwd
 from pipefit.ir.text import load
 from pipefit.schedules import Shape, find, generate, names, registry, schedule
 from pipefit.simulate import simulate
@@ -161,19 +163,30 @@ SPILLED = [
     ("spilled", (5, 3), {}),
     ("spilled", (4, 2), {"slots": 1, "activations": True}),
     ("interleaved", (2, 4, 3), {"slots": 2}),
+    ("spilled", (4, 3), {"on_host": (1, 3)}),
     ("1f1b", (3, 4), {"slots": 1, "copy": 0.7}),
 ]
 
 
+def spilled_timeline(name, shape, options):
+    timeline = draw(name, *shape, **{key: value for key, value in options.items() if key != "on_host"}).timeline
+    if "on_host" not in options:
+        return timeline
+    spill = msgspec.structs.replace(timeline.program.header.spill, on_host=options["on_host"])
+    program = generate(name, Shape(*shape, spill=spill))
+    return simulate(program, CostModel.unit(program.header, 1, 2), rendezvous=False)
+
+
 @pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
 def test_the_copies_in_the_page_come_back_as_the_bars_they_were_made_from(name, shape, options):
-    scene = scene_of(draw(name, *shape, **options).timeline)
+    scene = scene_of(spilled_timeline(name, shape, options))
     data = json.loads(to_text(Entry("x", scene)))
     found = reasons(scene)
     assert [reason for _, reason in decode_boxes(data)] == found[: len(scene.boxes)]
     copies = decode_copies(data)
-    assert len(copies) == len(scene.copies) == sum(i.op in (Op.FETCH, Op.EVICT) for _, _, i in scene.timeline.program)
-    for (bar, reason), own, why in zip(copies, scene.copies, found[len(scene.boxes) :], strict=True):
+    beside = (Op.FETCH, Op.EVICT, Op.HOST_STEP)
+    assert len(copies) == len(scene.beside) == sum(i.op in beside for _, _, i in scene.timeline.program)
+    for (bar, reason), own, why in zip(copies, scene.beside, found[len(scene.boxes) :], strict=True):
         assert (bar.rank, bar.kind, bar.short, bar.mb) == (own.rank, own.kind, own.short, own.mb)
         assert (bar.start_s, bar.end_s) == pytest.approx((own.start_s, own.end_s), abs=1e-5)
         assert (reason.why, reason.item) == (why.why, why.item)
@@ -182,7 +195,7 @@ def test_the_copies_in_the_page_come_back_as_the_bars_they_were_made_from(name, 
 
 @pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
 def test_what_something_waited_for_was_over_when_it_began(name, shape, options):
-    scene = scene_of(draw(name, *shape, **options).timeline)
+    scene = scene_of(spilled_timeline(name, shape, options))
     for item, reason in zip(scene.items, reasons(scene), strict=True):
         assert reason.item < 0 or scene.items[reason.item].end_s <= item.start_s + 1e-9
     path = [scene.items[number] for number in critical_path(scene)]
@@ -207,7 +220,7 @@ def test_a_forward_waits_for_its_weights_and_a_fetch_for_its_slot():
 
 @pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
 def test_a_slot_holds_one_stage_at_a_time_and_whatever_a_rank_computes_lies_in_one(name, shape, options):
-    scene = scene_of(draw(name, *shape, **options).timeline)
+    scene = scene_of(spilled_timeline(name, shape, options))
     stays = [stay for stay in stays_of(scene) if stay.kind == "weights"]
     assert len(stays) == sum(bar.kind == "fetch" and bar.what == "weights" for bar in scene.copies)
     assert {stay.slot for stay in stays} == set(range(options.get("slots", 2)))
@@ -245,6 +258,13 @@ def test_a_page_refers_to_nothing_outside():
     page = html(timeline_of("1f1b", Shape(2, 4)))
     assert set(re.findall(r"https?://[^\"' ;)]+", page)) == {"http://www.w3.org/2000/svg"}
     assert "default-src 'none'" in page
+
+
+def test_a_prediction_beside_what_was_measured_has_the_same_unit():
+    predicted = timeline_of("1f1b", Shape(2, 4))
+    measured = dataclasses.replace(predicted, source="measured")
+    for named, unit in (({"measured": measured, "predicted": predicted}, "s"), ({"a": predicted, "b": predicted}, "")):
+        assert {entry["unit"] for entry in json.loads(collect(html(named)).texts["data"])} == {unit}
 
 
 def test_a_page_without_timelines_is_refused():
@@ -431,6 +451,12 @@ def test_the_page_of_one_device_offers_slots_stages_and_microbatches(stages, mic
     assert {(name, 1, microbatches, stages, slots) for slots in (1, 2, 3)} <= set(found)
     assert {name} == {entry[0] for entry in found}
     assert len({m for _, _, m, _, _ in found}) > 2 and len({v for _, _, _, v, _ in found}) > 1
+
+
+def test_the_page_of_a_program_whose_stages_step_in_different_places_shows_it_alone():
+    spill = Spill("host", 2, 1, True, (0, 1, 2, 3), on_host=(1,))
+    page = drawing_of(generate("spilled", Shape(4, 4, spill=spill))).html()
+    assert choices_of(page) == [(TITLES["spilled"], 1, 4, 4, 2)]
 
 
 def test_the_page_of_a_spilled_pipeline_offers_other_slots_none_and_other_schedules():

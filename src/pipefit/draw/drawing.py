@@ -77,6 +77,8 @@ class Drawing:
             options: as for `pipefit.draw.html`.
         """
         own = (title_of(self.program.header.schedule), self.timeline)
+        if choices is True and self._is_mixed:
+            choices = False
         given = (self._others() if choices else []) if isinstance(choices, bool) else choices
         shape = _shape_key(self.timeline)
         kept = [(name, timeline) for name, timeline in given if _shape_key(timeline) != shape]
@@ -84,6 +86,12 @@ class Drawing:
         if choices is True and self._is_lecture:
             options.setdefault("more", self._shelf())
         return html([own, *kept], **options)
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether stages differ in where they live or step: nothing else that is drawn would be like it."""
+        header = self.program.header
+        return header.spill is not None and (len(header.spill.stages) < header.num_stages or bool(header.spill.on_host))
 
     def _others(self) -> list[tuple[str, Timeline]]:
         return others(scene_of(self.timeline).facts, self.pricing, self.how, self._is_lecture)

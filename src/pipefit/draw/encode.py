@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
-from pipefit.draw.scene import COPY_LANES, Box, Scene, Thin
+from pipefit.draw.scene import Box, Scene, Thin
 from pipefit.draw.slots import stays_of
 from pipefit.ir.op import Op
 from pipefit.ir.spill import MOVED
@@ -18,6 +18,7 @@ __all__ = ["LETTERS", "Entry", "decode_boxes", "decode_copies", "encode_scene", 
 
 LETTERS = "FRBIWS"
 _FIELDS, _COPY_FIELDS = 8, 9
+_WHAT = (*MOVED, "")  # a step on the host moves nothing
 _FINEST = 1_000_000  # ticks of a timeline whose times are no multiples of a simple fraction
 
 
@@ -33,9 +34,10 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
 
     `ranks[r]` has, for each box of rank r in turn: letter, chunk, micro-batch, version, ticks since the end of the box
     before, ticks of its own, why it waited, and how many items back the one it waited for is. A tick is `tick` seconds.
-    Copies come after all boxes in this count. A program that spills also has, by rank, its `copies`: lane, what is
-    moved, stage, micro-batch, ticks at its start, of its own and of its wait, why it waited and how many items back;
-    and what lies in each of its `slots`: what it is for, number, then stage, start and length in turn.
+    Copies come after all boxes in this count. A program that spills also has `lanes` beside the computation and, by
+    rank, what is in them, its `copies`: lane, what is moved (nothing by a step on the host), stage, micro-batch, ticks
+    at its start, of its own and of its wait, why it waited and how many items back; and what lies in each of its
+    `slots`: what it is for, number, then stage, start and length in turn.
     """
     facts, found = scene.facts, reasons(scene)
     tick = _tick(scene)
@@ -66,10 +68,10 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
     spill = scene.timeline.program.header.spill
     assert spill is not None
     copies: list[list[int]] = [[] for _ in scene.stages]
-    for number, bar in enumerate(scene.copies, len(scene.boxes)):
+    for number, bar in enumerate(scene.beside, len(scene.boxes)):
         reason = found[number]
         start, end = round(bar.start_s / tick), round(bar.end_s / tick)
-        copies[bar.rank] += (COPY_LANES.index(bar.kind), MOVED.index(bar.what), bar.stage, bar.mb, start, end - start)
+        copies[bar.rank] += (scene.lanes.index(bar.kind), _WHAT.index(bar.what), bar.stage, bar.mb, start, end - start)
         back = number - reason.item if reason.why is not Why.START else 0
         copies[bar.rank] += (round(reason.waited_s / tick), int(reason.why), back)
     slots: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]
@@ -79,6 +81,7 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
     return {
         "s": spill.weights_slots,
         "tier": spill.tier,
+        "lanes": list(scene.lanes),
         "copies": copies,
         "slots": [[[MOVED.index(kind), slot, *row] for (kind, slot), row in own.items()] for own in slots],
     }
@@ -120,7 +123,7 @@ def decode_copies(data: Mapping[str, Any]) -> list[tuple[Thin, Reason]]:
         for at in range(0, len(row), _COPY_FIELDS):
             lane, what, stage, mb, start, length, waited, why, back = row[at : at + _COPY_FIELDS]
             times = start * tick, (start + length) * tick
-            bar = Thin(rank, COPY_LANES[lane], "", *times, stage, MOVED[what], mb)
+            bar = Thin(rank, data["lanes"][lane], "", *times, stage, _WHAT[what], mb)
             by = first + len(copies) - back if why else -1
             copies.append((bar, Reason(Why(why), by, waited * tick)))
     return copies

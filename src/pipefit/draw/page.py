@@ -34,14 +34,17 @@ def html(
         timelines: one or several; a mapping or pairs also name them. Several of one name are told apart by their
             shape: the page has a choice for each of p, m, v and, where programs spill, of the slots.
         title: of the page.
-        seconds: whether times are real seconds; None: for each timeline, when it was measured.
+        seconds: whether times are real seconds; None: when one of the timelines was measured.
         compare: whether it opens with two drawings; None: with exactly two timelines it does.
         more: drawings encoded before, to choose from after those; of one name and shape the first counts.
 
     Raises:
         PipefitError: there is no timeline.
     """
-    entries = [Entry(name, scene_of(timeline, seconds)) for name, timeline in _named(timelines)]
+    named = _named(timelines)
+    # What is set beside something measured predicts it.
+    real = any(timeline.source == "measured" for _, timeline in named) if seconds is None else seconds
+    entries = [Entry(name, scene_of(timeline, real)) for name, timeline in named]
     if not entries:
         raise PipefitError("a page needs at least one timeline, got none")
     first, drawn = entries[0], {_key(entry) for entry in entries}

@@ -42,7 +42,7 @@ class Panel {
     this.items = itemsOf(entry);
     this.slots = slotsOf(entry);
     // Below a rank's cells lie its lanes of copies, and below those what is in each slot.
-    this.tall = CELL + GAP + (entry.copies ? 4 + LANES.length * LANE + 3 + Math.max(...this.slots.map(own => own.length)) * SLOT + 6 : 0);
+    this.tall = CELL + GAP + (entry.copies ? 4 + entry.lanes.length * LANE + 3 + Math.max(...this.slots.map(own => own.length)) * SLOT + 6 : 0);
     this.selected = -1;
     this.kept = false;
     this.fillChoices();
@@ -77,7 +77,7 @@ class Panel {
 
   fillFacts() {
     const entry = this.entry, peak = Math.max(...entry.peak), weights = Math.max(...entry.weights);
-    const one = isOneDevice(entry), copies = this.items.filter(item => item.copy).length;
+    const one = isOneDevice(entry), copies = this.items.filter(item => item.copy && item.copy !== "host").length;
     // With nothing to choose, the shape is a fact among the others.
     this.choices.hidden = entries.length < 2;
     const shape = entries.length < 2 ? [[one ? "stages" : "ranks", String(one ? entry.v : entry.p)], ["micro-batches", String(entry.m)]] : [];
@@ -107,7 +107,7 @@ class Panel {
       item.style.height = this.tall + "px";
       if (!plain) words.append(tag("small", "", stagesWords(own)));
       item.append(words);
-      for (const lane of entry.copies ? LANES : []) item.append(tag("em", "", lane));
+      for (const lane of lanesOf(entry)) item.append(tag("em", "", lane));
       (this.slots[rank] || []).forEach((slot, place) => item.append(tag("em", place ? "slot" : "slot first", slot.name)));
       return item;
     }));
@@ -131,7 +131,7 @@ class Panel {
   fillLegend() {
     const used = new Set(this.items.map(item => item.letter)), one = isOneDevice(this.entry);
     const items = [...LETTERS].filter(letter => used.has(letter)).map(letter => [letter, families[letter]]);
-    if (this.entry.copies) items.push(...LANES.map(lane => [lane, lane]));
+    items.push(...lanesOf(this.entry).map(lane => [lane, lane === "host" ? "step on the host" : lane]));
     this.legend.className = "legend chunks-" + this.entry.v;
     this.legend.replaceChildren(...[...items, ["lane", "idle"]].map(([letter, words]) => {
       const many = letter.length > 1 || letter === "S" ? 1 : this.entry.v, item = tag("span");
@@ -143,7 +143,7 @@ class Panel {
       return item;
     }));
     this.legend.append(tag("span", "", "number: micro-batch" + (this.entry.versioned ? ", w: weight version" : "")));
-    const moved = new Map(this.items.filter(item => item.copy).map(item => MOVED[item.what]));
+    const moved = new Map(this.items.filter(item => item.copy && item.copy !== "host").map(item => MOVED[item.what]));
     if (moved.size) this.legend.append(tag("span", "", "copies: " + [...moved].map(pair => pair.join(" ")).join(", ") + " of a stage"));
   }
 
@@ -165,8 +165,8 @@ class Panel {
     }
     for (let rank = 0; rank < ranks; rank++) {
       el("rect", {class: "lane", x: 0, y: TOP + rank * this.tall, width: width - 2, height: CELL, rx: 3}, svg);
-      for (let lane = 0; this.entry.copies && lane < LANES.length; lane++)
-        el("rect", {class: "lane", x: 0, y: this.top({rank, copy: LANES[lane], lane}), width: width - 2, height: LANE - 2, rx: 2}, svg);
+      lanesOf(this.entry).forEach((copy, lane) =>
+        el("rect", {class: "lane", x: 0, y: this.top({rank, copy, lane}), width: width - 2, height: LANE - 2, rx: 2}, svg));
       (this.slots[rank] || []).forEach((slot, place) => this.stays(rank, slot, place, svg, scale));
     }
     this.cells = this.items.map(item => item.copy ? this.bar(item, svg, scale) : this.cell(item, svg, scale));
@@ -186,7 +186,7 @@ class Panel {
   }
 
   stays(rank, slot, place, svg, scale) {
-    const y = TOP + rank * this.tall + CELL + 4 + LANES.length * LANE + 3 + place * SLOT;
+    const y = TOP + rank * this.tall + CELL + 4 + lanesOf(this.entry).length * LANE + 3 + place * SLOT;
     for (const stay of slot.stays) {
       const x = stay.start * scale, width = Math.max((stay.end - stay.start) * scale - 1.5, .8);
       const rect = el("rect", {class: "stay", x: (x + .5).toFixed(2), y, width: width.toFixed(2), height: SLOT - 2, rx: 2}, svg);
@@ -273,9 +273,10 @@ class Panel {
       return;
     }
     const what = tag("b", "", short(item)), batch = item.mb >= 0 ? `, micro-batch ${item.mb}` : "";
-    const where = item.copy
-      ? ` ${item.lane ? "takes" : "brings"} the ${MOVED[item.what][1]} of stage ${item.stage}${batch} from `
-        + (item.lane ? `rank ${item.rank} to the ${entry.tier}: ` : `the ${entry.tier} to rank ${item.rank}: `)
+    const moved = item.copy && `the ${MOVED[item.what][1]} of stage ${item.stage}${batch}`;
+    const where = item.copy === "host" ? ` takes ${moved}, where the states stay: `
+      : item.copy === "evict" ? ` takes ${moved} from rank ${item.rank} to the ${entry.tier}: `
+      : item.copy ? ` brings ${moved} from the ${entry.tier} to rank ${item.rank}: `
       : ` ${families[item.letter]} of stage ${item.stage}${batch}, with weights ${item.version}, on rank ${item.rank}: `;
     const when = `${time(entry, item.start)} to ${time(entry, item.end)} (${time(entry, item.end - item.start)}). `;
     this.detail.replaceChildren(what, where + when, tag("span", "why", item.copy ? this.whyCopy(item) : this.why(item)));
@@ -302,7 +303,8 @@ class Panel {
   }
 
   copyWords(by) {
-    return by.copy ? `the ${MOVED[by.what][1]} of stage ${by.stage} to ${by.lane ? "leave" : "arrive"}` : `a copy after ${short(by)}`;
+    if (!by.copy) return `a copy after ${short(by)}`;
+    return `the ${MOVED[by.what][1]} of stage ${by.stage}` + {fetch: " to arrive", evict: " to leave", host: " on the host"}[by.copy];
   }
 
   whyCopy(copy) {
@@ -310,7 +312,10 @@ class Panel {
     const waited = long ? `It waited for ${time(this.entry, copy.wait)}` : "It began as soon as it was asked for";
     if (!by) return "It began at once: nothing came before it.";
     if (kind === "lane") return `${waited}: its lane was busy with ${short(by)}.`;
-    if (kind === "copy") return `${waited}: ${by.lane ? "its slot was free only after" : "it needed"} ${short(by)}.`;
+    if (kind === "copy") {
+      const room = copy.copy === "fetch" && by.copy === "evict" && by.stage !== copy.stage;
+      return `${waited}: ${room ? "its slot was free only after" : "it needed"} ${short(by)}.`;
+    }
     if (kind === "message" || kind === "reduction") return `${waited}: it needed the ${kind} after ${short(by)}.`;
     return `${waited}: the rank came to it after ${short(by)}.`;
   }

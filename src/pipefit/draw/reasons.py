@@ -1,6 +1,6 @@
 """Why each item of a scene started when it did: what `timeline.path` says of events, followed back to the last item.
 
-The items are the boxes and, where a program spills, its copies.
+The items are the boxes and, where a program spills, its copies and steps on the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Why(IntEnum):
 class Reason(NamedTuple):
     """The binding predecessor of an item: why, and the number of the item it goes back to (−1: none).
 
-    `waited_s` of a copy counts from when its rank asked for it. A box waits as long as its rank is idle before it.
+    `waited_s` of what is no box counts from when its rank asked for it. A box waits as long as its rank is idle
+    before it.
     """
 
     why: Why
@@ -53,7 +54,7 @@ def _reason(timeline: Timeline, event: Event, numbers: dict[tuple[int, int, int]
     # Loads, losses, messages and drops are no items: what they waited for is what the item waited for.
     for _ in timeline.events:
         wait = waited_for(timeline, current)
-        if current is event and timeline.lane(event) is Lane.COPY:
+        if current is event and timeline.lane(event) is not Lane.COMPUTE:
             waited_s = wait.waited_s
         if wait.by is None:
             return Reason(Why.START, -1)

@@ -17,8 +17,9 @@ from pipefit.timeline import Event, Timeline
 __all__ = ["COPY_LANES", "HOST_LANE", "Box", "Facts", "Scene", "Thin", "scene_of"]
 
 COPY_LANES = ("fetch", "evict")
-HOST_LANE = "host"
 """The lanes of copies, in the order in which they are drawn below a rank."""
+HOST_LANE = "host"
+"""The lane below those, of steps on the host."""
 
 
 class Box(NamedTuple):
@@ -52,8 +53,8 @@ _MOVED = {"weights": "w", "optim": "o", "wgrad": "g"}
 class Thin(NamedTuple):
     """A message on its way to a rank, a reduction, or a copy: what runs beside the boxes.
 
-    `kind` is "act", "grad", "reduce", "fetch", "evict" or "host"; of a copy, `what` is "weights", "optim" or the like, and
-    `mb` the micro-batch of activations.
+    `kind` is "act", "grad", "reduce", "fetch", "evict" or "host" (an optimizer's step there); of a copy, `what` is
+    "weights", "optim" or the like, and `mb` the micro-batch of activations.
     """
 
     rank: int
@@ -143,6 +144,13 @@ class Scene:
         """The optimizer's steps on the host, where a program takes some there."""
         return tuple(bar for bar in self.thin if bar.kind == HOST_LANE)
 
+    @cached_property
+    def beside(self) -> tuple[Thin, ...]:
+        """Copies and steps on the host, by rank, lane and time."""
+        order = (*COPY_LANES, HOST_LANE)
+        found = (*self.copies, *self.host_steps)
+        return tuple(sorted(found, key=lambda bar: (bar.rank, order.index(bar.kind), bar.start_s, bar.position)))
+
     @property
     def lanes(self) -> tuple[str, ...]:
         """What runs beside the computation of each rank, in a program that spills."""
@@ -150,8 +158,8 @@ class Scene:
 
     @cached_property
     def items(self) -> tuple[Box | Thin, ...]:
-        """The boxes, and after them the copies: all that a reader can ask about."""
-        return *self.boxes, *self.copies
+        """The boxes, and after them what runs beside them: all that a reader can ask about."""
+        return *self.boxes, *self.beside
 
     @property
     def num_ranks(self) -> int:

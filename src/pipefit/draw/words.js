@@ -2,9 +2,10 @@
 // What the page knows: the drawings, their instructions and copies, and how numbers and times are written.
 const read = id => JSON.parse(document.getElementById(id).textContent);
 const entries = read("data"), families = read("families");
-const LETTERS = "FRBIWS", WHY = ["start", "rank", "message", "reduction", "copy", "lane"], LANES = ["fetch", "evict"];
-// What is moved, in the order of encode.py: its letter and its words.
-const MOVED = [["w", "weights"], ["g", "gradients"], ["o", "optimizer states"], ["a", "activations"], ["a", "input"]];
+const LETTERS = "FRBIWS", WHY = ["start", "rank", "message", "reduction", "copy", "lane"];
+// What is moved, in the order of encode.py: its letter and its words; last a step on the host, which moves nothing.
+const MOVED = [["w", "weights"], ["g", "gradients"], ["o", "optimizer states"], ["a", "activations"], ["a", "input"],
+  ["S", "optimizer step"]];
 const SVG = "http://www.w3.org/2000/svg";
 const state = {zoom: 1, critical: false, panels: []};
 
@@ -52,6 +53,7 @@ const stagesWords = own => "stage" + (own.length > 1 ? "s " : " ")
 // How far two drawings are from each other in one choice; without slots (0) nothing spills.
 const apart = (one, other, key) => Math.abs(Math.log2(((one[key] || 0) + (key === "s")) / ((other[key] || 0) + (key === "s"))));
 // One device that takes its stages in turn: there are no ranks to choose, and its chunks are the stages.
+const lanesOf = entry => entry.lanes || [];
 const isOneDevice = entry => Boolean(entry.s) && entry.p === 1;
 
 // ---------------------------------------------------------------------------------- instructions, copies, slots, lanes
@@ -65,7 +67,7 @@ const itemsOf = entry => {
     item.place = (rows[line] = rows[line] || []).push(item.own) - 1;
     items.push(item);
   };
-  const lanes = entry.copies ? 1 + LANES.length : 1;
+  const lanes = 1 + lanesOf(entry).length;
   entry.ranks.forEach((row, rank) => {
     let end = 0;
     for (let at = 0; at < row.length; at += 8) {
@@ -79,7 +81,7 @@ const itemsOf = entry => {
   (entry.copies || []).forEach((row, rank) => {
     for (let at = 0; at < row.length; at += 9) {
       const [lane, what, stage, mb, start, length, wait, why, back] = row.slice(at, at + 9);
-      add(rank * lanes + 1 + lane, {rank, copy: LANES[lane], lane, what, stage, mb, wait: wait * entry.tick,
+      add(rank * lanes + 1 + lane, {rank, copy: entry.lanes[lane], lane, what, stage, mb, wait: wait * entry.tick,
         start: start * entry.tick, end: (start + length) * entry.tick, why, by: why ? items.length - back : -1});
     }
   });
@@ -103,10 +105,10 @@ const chainOf = (items, from) => {
 const lastOf = items => items.reduce((best, item) => item.end >= items[best].end ? item.own : best, 0);
 // The share of the copies' time in which their rank is at work: what spilling does not cost.
 const hiddenShare = entry => {
-  const items = itemsOf(entry), lanes = 1 + LANES.length;
+  const items = itemsOf(entry), lanes = 1 + lanesOf(entry).length;
   let whole = 0, hidden = 0;
   entry.rows.forEach((row, line) => {
-    if (line % lanes === 0) return;
+    if (line % lanes === 0 || entry.lanes[line % lanes - 1] === "host") return;
     const work = entry.rows[line - line % lanes];
     let at = 0;
     for (const copy of row.map(own => items[own])) {
