@@ -133,7 +133,8 @@ class _Table:
         from rich.table import Table
 
         table = Table(box=SIMPLE_HEAD, pad_edge=False, title=self._predicted or None, title_justify="left")
-        for head in ("trial", "", "step", "loss", "left", "device"):
+        judged = any(entry.trial.evaluate for entry in board.entries)
+        for head in ("trial", "", "step", "loss", *(["held-out"] if judged else []), "left", "device"):
             table.add_column(head, justify="left" if head in ("trial", "") else "right")
         for entry in board.entries:
             left = entry.remaining_s
@@ -142,17 +143,23 @@ class _Table:
                 _MARKS.get(entry.status, entry.status),
                 f"{len(entry.losses)}/{entry.trial.steps}",
                 f"{entry.losses[-1]:.4f}" if entry.losses else "",
+                *([_number(entry.score)] if judged else []),
                 "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
                 str(entry.device) if entry.status == "running" else "",
             )
         return table
 
 
+def _number(value: float) -> str:
+    return f"{value:.4f}" if value < float("inf") else ""
+
+
 def told(result: StudyResult) -> str:
     """A study's result for people."""
     from pipefit.cli.watch import columns
 
-    head = ("trial", "status", "steps", "score", "loss", "shards", "parameters", "busy", "moves")
+    score = "held-out" if any(row.held_out for row in result.trials) else "score"
+    head = ("trial", "status", "steps", score, "loss", "shards", "parameters", "busy", "moves")
     rows: list[tuple[str, ...]] = [head]
     for row in result.trials:
         rows.append(

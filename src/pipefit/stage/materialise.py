@@ -28,8 +28,9 @@ _INITIALISATION = -1
 
 
 def is_meta(layers: Sequence[NamedLayer]) -> bool:
-    """Whether some weight of the layers has no memory yet."""
-    return any(p.is_meta for layer in layers for p in layer.module.parameters())
+    """Whether some weight or buffer of the layers has no memory yet."""
+    modules = [layer.module for layer in layers]
+    return any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
 
 
 def can_be_drawn(layers: Sequence[NamedLayer]) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipefit.study.policies import POLICIES, SLACK, Ready
 from pipefit.study.simulation import Outcome, TrialCost, Turn, lower_bound_s, simulate_study
-from pipefit.study.stopping import Rule, Verdict
+from pipefit.study.stopping import HELD_OUT, LOSS, Rule, Verdict
 from pipefit.study.trial import Trial
 
 __all__ = ["Admitted", "Board", "Entry", "Job", "Report"]
@@ -70,6 +70,7 @@ class Report(NamedTuple):
         start_s: when the device took it, in seconds of the machine's monotonic clock.
         end_s: when it was committed.
         loss: of the step, when the turn has completed it; NaN otherwise.
+        held_out: the loss on held-out data after the step, where it was evaluated; NaN otherwise.
         read_s: of that, reading state.
         write_s: of that, writing state.
     """
@@ -80,6 +81,7 @@ class Report(NamedTuple):
     start_s: float
     end_s: float
     loss: float = math.nan
+    held_out: float = math.nan
     read_s: float = 0.0
     write_s: float = 0.0
 
@@ -97,6 +99,7 @@ class Entry:
         admitted: what is known since it was built.
         step, turn: the next one.
         losses: one per step done.
+        held_out: the loss on held-out data after each step; NaN where it was not evaluated.
         device: that had its last turn; −1: none.
         last_turn: when, counted in turns of the study.
         busy_s: seconds of devices it took.
@@ -116,6 +119,7 @@ class Entry:
     step: int = 0
     turn: int = 0
     losses: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
     device: int = -1
     last_turn: int = -1
     busy_s: float = 0.0
@@ -137,9 +141,20 @@ class Entry:
 
     @property
     def score(self) -> float:
-        """Mean loss of the last tenth of the steps done; infinite before the first."""
+        """The last loss on held-out data, else the mean of the last tenth of the steps' losses; infinite before."""
+        if self.trial.evaluate:
+            return ([math.inf, *self.curve])[-1]
         last = self.losses[-max(len(self.losses) // 10, 1) :]
         return sum(last) / len(last) if last else math.inf
+
+    @property
+    def curve(self) -> list[float]:
+        """For each step done, the last loss on held-out data; infinite before the first."""
+        values, last = [], math.inf
+        for value in self.held_out:
+            last = last if math.isnan(value) else value
+            values.append(last)
+        return values
 
     def measured(self, turn: int, seconds: float) -> None:
         """Remembers how long a turn took; the first of its kind is forgotten once there is another."""
@@ -281,6 +296,7 @@ class Board:
         if entry.turn == entry.admitted.num_turns:
             entry.turn, entry.step = 0, report.step + 1
             entry.losses.append(report.loss)
+            entry.held_out.append(report.held_out)
         entry.in_hand -= 1
         if not entry.in_hand:
             self._settle(entry)
@@ -294,7 +310,15 @@ class Board:
         entry = self.entries[number]
         entry.status, entry.in_hand, entry.device = "ready" if entry.admitted else "waiting", 0, -1
 
-    def lost(self, number: int, what: str, step: int, turn: int, losses: Sequence[float]) -> None:
+    def lost(
+        self,
+        number: int,
+        what: str,
+        step: int,
+        turn: int,
+        losses: Sequence[float],
+        held_out: Sequence[float] = (),
+    ) -> None:
         """The worker that had a trial died; the trial stands where its last commit left it."""
         entry = self.entries[number]
         entry.deaths += 1
@@ -306,6 +330,7 @@ class Board:
             entry.status = "waiting"
             return
         entry.step, entry.turn, entry.losses = step, turn, list(losses)
+        entry.held_out = list(held_out)
         self._settle(entry)
 
     def _settle(self, entry: Entry) -> None:
@@ -330,6 +355,10 @@ class Board:
         if self.stop is None or entry.turn or not entry.losses:
             return
         losses = {e.number: e.losses for e in self.entries if e.losses}
+        if getattr(self.stop, "on", LOSS) == HELD_OUT:
+            if math.isnan(entry.held_out[-1]):
+                return
+            losses = {e.number: e.curve for e in self.entries if e.losses}
         verdict = self.stop.judge(entry.number, losses, self.alive)
         if verdict is Verdict.STOP:
             self._end(entry, "stopped", self.stop.why(entry.number, losses))

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipefit.errors import nearest
 from pipefit.spec.files import parse_toml, read_text
-from pipefit.study.stopping import RULES, Rule
+from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Rule
 from pipefit.study.trial import StudyError, StudySpec, Trial
 from pipefit.units import parse_quantity
 
@@ -20,7 +20,7 @@ __all__ = ["grid", "load_study", "rule_of", "study_of"]
 _FORMAT = "pipefit.study/1"
 _STUDY = ("format", "name", "workers", "policy", "device_memory", "memory", "tier", "threads", "output", "device")
 _TABLES = ("grid", "trials", "stop")
-_TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "values"))
+_TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
 _OPTIONS = "options"
 
 
@@ -89,6 +89,10 @@ def rule_of(data: Any, where: str = "stop") -> Rule:
     parameters = inspect.signature(kind).parameters
     _known(numbers, tuple(parameters), where)
     for key, value in numbers.items():
+        if key == "on":
+            if value not in (LOSS, HELD_OUT):
+                raise StudyError(f"{where}: on: expected {LOSS!r} or {HELD_OUT!r}, got {value!r}")
+            continue
         least = {"factor": 2, "min_steps": 0, "least": 0}.get(key, 1)
         fits = isinstance(value, int) or (isinstance(value, float) and key == "least")
         if not fits or isinstance(value, bool) or value < least:

@@ -28,9 +28,10 @@ class Row:
         status: "finished", "stopped", "failed", or where it stands in a study that was interrupted.
         reason: why it did not finish.
         steps: done.
-        score: mean loss of the last tenth of its steps; None before the first.
+        score: its last loss on held-out data; without such, the mean loss of the last tenth of its steps.
         last_loss: of its last step.
         losses: of every step.
+        held_out: (step, loss) of every evaluation on held-out data, steps from 1.
         shards: it was cut into.
         parameters: of its model.
         busy_s: seconds of devices it took, reading and writing included.
@@ -47,6 +48,7 @@ class Row:
     score: float | None
     last_loss: float | None
     losses: list[float]
+    held_out: list[tuple[int, float]]
     shards: int
     parameters: int
     busy_s: float
@@ -137,6 +139,7 @@ def _row(entry: Entry) -> Row:
         _finite(entry.score),
         _finite(entry.losses[-1]) if entry.losses else None,
         list(entry.losses),
+        [(step, value) for step, value in enumerate(entry.held_out, 1) if math.isfinite(value)],
         admitted.num_shards if admitted else 0,
         admitted.parameters if admitted else 0,
         entry.busy_s,
@@ -159,7 +162,10 @@ def save_result(result: StudyResult, board: Board, folder: Path) -> None:
     write_atomically(folder / "timeline.svg", picture(outcome, names, board.num_devices, title=_title(result, outcome)))
     write_atomically(folder / "timeline.trace.json", json.dumps(trace(outcome, names)) + "\n")
     for row in result.trials:
-        lines = [json.dumps({"step": step, "loss": _finite(loss)}) for step, loss in enumerate(row.losses, 1)]
+        found = dict(row.held_out)
+        told = ({"held_out": found[step]} if step in found else {} for step in range(1, len(row.losses) + 1))
+        steps = enumerate(zip(row.losses, told, strict=True), 1)
+        lines = [json.dumps({"step": step, "loss": _finite(loss), **more}) for step, (loss, more) in steps]
         write_atomically(folder / "trials" / row.name / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
     write_json(folder / "results.json", result.as_dict())
 
@@ -174,6 +180,7 @@ def write_entry(entry: Entry, folder: Path) -> None:
         "status": entry.status,
         "reason": entry.reason,
         "losses": [_finite(loss) for loss in entry.losses],
+        "held_out": [_finite(loss) for loss in entry.held_out],
         "busy_s": entry.busy_s,
         "moved_s": entry.moved_s,
         "moves": entry.moves,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
-__all__ = ["RULES", "Halving", "Median", "Patience", "Rule", "Verdict"]
+__all__ = ["HELD_OUT", "LOSS", "RULES", "Halving", "Median", "Patience", "Rule", "Verdict"]
 
+LOSS, HELD_OUT = "loss", "held-out"
 Losses = Mapping[int, Sequence[float]]
 
 
@@ -31,7 +33,8 @@ class Rule(Protocol):
 
         Args:
             trial: its number.
-            losses: of every trial that has begun, one per step it has done.
+            losses: of every trial that has begun, one per step it has done. On held-out data that is the last value
+                found; infinite before the first. Judged is then at steps that are evaluated.
             alive: the trials that may still take turns.
         """
 
@@ -51,6 +54,7 @@ class Patience:
         least: what counts as improvement.
         smooth: steps whose mean is compared, since losses of single batches jump.
         min_steps: no trial stops earlier.
+        on: "loss" of the training, or "held-out".
     """
 
     name: ClassVar[str] = "patience"
@@ -58,13 +62,15 @@ class Patience:
     least: float = 0.0
     smooth: int = 5
     min_steps: int = 0
+    on: str = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> Verdict:
         """Stops when the best mean of the last `patience` steps is no better than the best before them."""
         own = losses[trial]
-        if len(own) < max(self.min_steps, self.patience + self.smooth):
+        smooth = self.smooth if self.on == LOSS else 1
+        if len(own) < max(self.min_steps, self.patience + smooth):
             return Verdict.GO
-        means = [statistics.fmean(own[end - self.smooth : end]) for end in range(self.smooth, len(own) + 1)]
+        means = [statistics.fmean(own[end - smooth : end]) for end in range(smooth, len(own) + 1)]
         improved = min(means[-self.patience :]) < min(means[: -self.patience]) - self.least
         return Verdict.GO if improved else Verdict.STOP
 
@@ -88,12 +94,14 @@ class Median:
         min_steps: no trial is judged earlier.
         every: steps between judgements.
         min_trials: others that must have come as far.
+        on: "loss" of the training, or "held-out".
     """
 
     name: ClassVar[str] = "median"
     min_steps: int = 10
     every: int = 5
     min_trials: int = 2
+    on: str = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> Verdict:
         """Stops at a step that is judged, when enough others have come as far and half of them did better."""
@@ -108,7 +116,8 @@ class Median:
 
     def _others(self, trial: int, losses: Losses) -> list[float]:
         at = len(losses[trial])
-        return [statistics.fmean(o[:at]) for number, o in losses.items() if number != trial and len(o) >= at]
+        found = ([v for v in o[:at] if v < math.inf] for n, o in losses.items() if n != trial and len(o) >= at)
+        return [statistics.fmean(values) for values in found if values]
 
     def why(self, trial: int, losses: Losses) -> str:
         """In words."""
@@ -131,12 +140,14 @@ class Halving:
         first: steps to the first rung; the next is `factor` times as far.
         factor: one of so many goes on.
         smooth: steps whose mean loss is compared.
+        on: "loss" of the training, or "held-out".
     """
 
     name: ClassVar[str] = "halving"
     first: int = 10
     factor: int = 2
     smooth: int = 3
+    on: str = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> Verdict:
         """At a rung: waits for trials that may still reach it, then goes on with the best."""
@@ -156,7 +167,8 @@ class Halving:
         return rung == at
 
     def _ranked(self, at: int, losses: Losses) -> list[int]:
-        scores = [(statistics.fmean(o[max(at - self.smooth, 0) : at]), n) for n, o in losses.items() if len(o) >= at]
+        smooth = self.smooth if self.on == LOSS else 1
+        scores = [(statistics.fmean(o[max(at - smooth, 0) : at]), n) for n, o in losses.items() if len(o) >= at]
         return [number for _, number in sorted(scores)]
 
     def why(self, trial: int, losses: Losses) -> str:

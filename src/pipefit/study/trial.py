@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipefit.errors import PipefitError, nearest
 from pipefit.study.policies import POLICIES
-from pipefit.study.stopping import Rule
+from pipefit.study.stopping import HELD_OUT, LOSS, Rule
 
 __all__ = ["StudyError", "StudySpec", "Trial", "file_name"]
 
@@ -31,6 +31,9 @@ class Trial:
         options: of a model by name.
         loss: (output, target) → mean over the samples; for factories.
         data: names as for `pipefit train --data`; or a callable from the step's number (from 0) to its (input, target).
+        held_out: gives the batches to judge by, each (input, target); for data that is a callable.
+        evaluate: steps between evaluations on held-out data, of which the last step is one; 0: none. The trial is then
+            scored by its last, in place of its losses.
         batch: samples per step, for data by name.
         microbatches: per step.
         steps: weight updates.
@@ -49,6 +52,8 @@ class Trial:
     options: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any, Any], Any] | None = None
     data: tuple[str, ...] | Callable[[int], tuple[Any, Any]] = ()
+    held_out: Callable[[], Sequence[tuple[Any, Any]]] | None = None
+    evaluate: int = 0
     batch: int = 16
     microbatches: int = 4
     steps: int = 100
@@ -65,7 +70,7 @@ class Trial:
         who = f"trial {self.name or '?'}"
         for key in ("batch", "microbatches", "steps"):
             _whole(getattr(self, key), 1, f"{who}: {key}")
-        for key in ("warmup", "shards", "seed"):
+        for key in ("warmup", "shards", "seed", "evaluate"):
             _whole(getattr(self, key), 0, f"{who}: {key}")
         for key in ("lr", "clip"):
             value = getattr(self, key)
@@ -73,11 +78,13 @@ class Trial:
                 raise StudyError(f"{who}: {key}: expected a number of at least 0, got {value!r}")
         if not isinstance(self.model, str) and (self.loss is None or not callable(self.data)):
             raise StudyError(f"{who}: a factory's model needs loss=… and data=…, a function of the step's number")
+        if callable(self.data) and (self.held_out is None) != (self.evaluate == 0):
+            raise StudyError(f"{who}: held_out=… gives the batches, and evaluate=… how often: give both or neither")
 
     @property
     def is_named(self) -> bool:
         """Whether the trial is told in words and numbers alone, so that any process can build it."""
-        parts = (self.model, self.loss, self.data, self.optimizer, self.scheduler)
+        parts = (self.model, self.loss, self.data, self.held_out, self.optimizer, self.scheduler)
         return not any(callable(part) for part in parts)
 
     def told(self) -> dict[str, Any]:
@@ -141,6 +148,20 @@ class StudySpec:
         names = [file_name(number, trial) for number, trial in enumerate(self.trials)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise StudyError(f"two trials are called {sorted(twice)[0]}: give them names of their own")
+        self._check_evaluations()
+
+    def _check_evaluations(self) -> None:
+        """Scores are compared, so they must be of one kind; a rule must have what it looks at."""
+        told = {trial.evaluate > 0 for trial in self.trials}
+        if len(told) > 1:
+            raise StudyError("evaluate: some trials are judged on held-out data and some are not; say it for all")
+        if self.stop is None or getattr(self.stop, "on", LOSS) != HELD_OUT:
+            return
+        if False in told:
+            raise StudyError(f"stop: on = {HELD_OUT!r} needs trials that evaluate: say every how many steps")
+        first = getattr(self.stop, "first", 0)
+        if any(first % trial.evaluate for trial in self.trials):
+            raise StudyError(f"stop: first = {first}: trials must be evaluated there; evaluate must divide it")
 
     def told(self) -> dict[str, Any]:
         """The study as JSON data."""

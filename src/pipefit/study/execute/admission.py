@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import msgspec
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.errors import InfeasibleError, PipefitError
+from pipefit.errors import InfeasibleError, ModelError, PipefitError
 from pipefit.partition.capacity import hydra, shard_bytes
-from pipefit.profiling import profile_sizes
-from pipefit.spec import Partition, Profile
+from pipefit.profiling import analytic_profile, profile_sizes
+from pipefit.spec import Device, Partition, Profile
+from pipefit.stage.materialise import can_be_drawn, materialise
 from pipefit.study.execute.recipe import Recipe, check_batch, recipe_of
 from pipefit.study.execute.records import record_bytes
 from pipefit.study.execute.shards import Structure
@@ -26,7 +29,7 @@ class Built(NamedTuple):
 
     Attributes:
         recipe: what trains.
-        structure: the model in shards, with its weights in it.
+        structure: the model in shards, with its weights in it, or without any.
         counts: layers of each shard.
         tier_bytes: what its state takes in the end, twice each record, with the optimizer's states.
         device_bytes: what its largest shard needs on the device; 0: not measured.
@@ -38,9 +41,17 @@ class Built(NamedTuple):
     tier_bytes: int
     device_bytes: float
 
+    def first(self, shard: int) -> dict[str, Tensor]:
+        """The first weights and buffers of a shard; a model that came without them draws those of its layers now."""
+        materialise(self.structure.layers[shard], self.recipe.training.seed, torch.device("cpu"), self.recipe.own)
+        return self.structure.tensors(shard)
+
 
 def build_trial(trial: Trial, capacity_bytes: float) -> Built:
     """Builds a trial for a device.
+
+    Where the device is limited, a model whose layers can draw their own weights is built without any: it may be larger
+    than the memory of the host. What a layer draws is the same either way.
 
     Args:
         trial: what it is.
@@ -50,7 +61,12 @@ def build_trial(trial: Trial, capacity_bytes: float) -> Built:
         InfeasibleError: it needs more memory than the device has, however it is cut.
         PipefitError: something in it does not fit.
     """
-    recipe = recipe_of(trial)
+    recipe = recipe_of(trial, empty=capacity_bytes > 0)
+    if recipe.is_empty and not can_be_drawn(recipe.layers):
+        raise ModelError(
+            "a model on the meta device must be one whose layers draw their own weights: no two share one, and every "
+            "module with weights has reset_parameters()"
+        )
     batch = check_batch(recipe.batch_at(0), 0)
     counts, device_bytes = _known_cut(trial, recipe, batch, capacity_bytes)
     structure = Structure(recipe.layers, Partition.from_counts(counts, len(recipe.layers)))
@@ -74,6 +90,8 @@ def _known_cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_by
     return _CUTS[key]
 
 
+_ANY_DEVICE = Device(flops=1e12)
+"""Only bytes are asked for."""
 _CUTS: dict[str, tuple[list[int], float]] = {}
 
 
@@ -109,17 +127,23 @@ def _cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_bytes: f
 def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
     """What layers need; boundary tensors count for every micro-batch of a step: a shard sees them all at once."""
     x, y = batch
-    profile = profile_sizes(
-        [(layer.prefix, layer.module) for layer in recipe.layers],
-        x,
-        recipe.training.loss,
-        y,
-        microbatch_sizes=[largest_part(x, trial.microbatches)],
-        repeats=3,
-        limit_s=2.0,
-        threads=None,
-    )
-    layers = [
+    size = largest_part(x, trial.microbatches)
+    layers = [(layer.prefix, layer.module) for layer in recipe.layers]
+    if recipe.is_empty:
+        model = nn.Sequential(OrderedDict(layers))
+        profile = analytic_profile(model, x, _ANY_DEVICE, recipe.training.loss, y, microbatch_size=size)
+    else:
+        profile = profile_sizes(
+            layers,
+            x,
+            recipe.training.loss,
+            y,
+            microbatch_sizes=[size],
+            repeats=3,
+            limit_s=2.0,
+            threads=None,
+        )
+    told = tuple(
         msgspec.structs.replace(layer, output_bytes=trial.microbatches * layer.output_bytes) for layer in profile.layers
-    ]
-    return msgspec.structs.replace(profile, model=trial.name or "the model", layers=tuple(layers))
+    )
+    return msgspec.structs.replace(profile, model=trial.name or "the model", layers=told)

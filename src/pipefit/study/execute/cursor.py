@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from pipefit.errors import PipefitError, TierError
 
 __all__ = ["Cursor", "commit", "read_cursor", "read_losses", "write_loss"]
 
-_CURSOR, _LOSSES = "cursor.json", "losses.f64"
+_CURSOR, _LOSSES, _HELD_OUT = "cursor.json", "losses.f64", "held-out.f64"
 _DOUBLE = struct.Struct("<d")
 
 
@@ -70,10 +71,10 @@ def read_cursor(folder: Path) -> Cursor | None:
         raise PipefitError(f"{folder / _CURSOR}: cannot be read: {problem}") from None
 
 
-def write_loss(folder: Path, step: int, loss: float) -> None:
-    """Keeps the loss of a step; writing it again changes nothing."""
+def write_loss(folder: Path, step: int, loss: float, held_out: bool = False) -> None:
+    """Keeps the loss of a step, or that on held-out data after it; writing it again changes nothing."""
     try:
-        handle = os.open(folder / _LOSSES, os.O_WRONLY | os.O_CREAT, 0o600)
+        handle = os.open(folder / (_HELD_OUT if held_out else _LOSSES), os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             os.pwrite(handle, _DOUBLE.pack(loss), step * _DOUBLE.size)
         finally:
@@ -82,9 +83,12 @@ def write_loss(folder: Path, step: int, loss: float) -> None:
         raise TierError(f"{folder}: cannot be written: {problem.strerror}") from None
 
 
-def read_losses(folder: Path, num_steps: int) -> Sequence[float]:
-    """The losses of the steps that are done."""
+def read_losses(folder: Path, num_steps: int, held_out: bool = False) -> Sequence[float]:
+    """The losses of the steps that are done, or those on held-out data: NaN where these were not asked for."""
     if not num_steps:
         return []
-    data = (folder / _LOSSES).read_bytes()
+    path = folder / (_HELD_OUT if held_out else _LOSSES)
+    if held_out and not path.exists():
+        return [math.nan] * num_steps
+    data = path.read_bytes()
     return [value for (value,) in _DOUBLE.iter_unpack(data[: num_steps * _DOUBLE.size])]

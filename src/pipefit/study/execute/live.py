@@ -24,6 +24,7 @@ from pipefit.study.board import Admitted, Report
 from pipefit.study.execute.admission import build_trial
 from pipefit.study.execute.between import Between, reduce_norms
 from pipefit.study.execute.cursor import Cursor, commit, read_cursor, write_loss
+from pipefit.study.execute.judged import HeldOut
 from pipefit.study.execute.recipe import Recipe, check_batch, on_meta, recipe_of
 from pipefit.study.execute.records import Record, read_record, write_record
 from pipefit.study.execute.shards import Shard, Structure
@@ -91,7 +92,8 @@ class LiveTrial:
         self.folder.mkdir(parents=True, exist_ok=True)
         structure = built.structure
         for shard in range(structure.num_shards):
-            write_record(self.record(shard, 0), 0, structure.tensors(shard), {})
+            write_record(self.record(shard, 0), 0, built.first(shard), {})
+            structure.release(shard)
         cursor = Cursor(
             built.counts,
             [0] * len(built.counts),
@@ -100,8 +102,6 @@ class LiveTrial:
             device_bytes=built.device_bytes,
         )
         commit(self.folder, cursor)
-        for shard in range(structure.num_shards):
-            structure.release(shard)
         self._recipe, self._structure = built.recipe, structure
         return cursor
 
@@ -156,12 +156,12 @@ class LiveTrial:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             writing_s = time.monotonic()
-            loss = self._keep(cursor, part, shard, execution)
+            loss, held_out = self._keep(cursor, part, shard, execution)
         except BaseException:
             self.forget()  # what the device holds is no longer what the tier has
             raise
         end_s = time.monotonic()
-        return Report(self.number, step, turn, start_s, end_s, loss, computing_s - start_s, end_s - writing_s)
+        return Report(self.number, step, turn, start_s, end_s, loss, held_out, computing_s - start_s, end_s - writing_s)
 
     def _execution(self, cursor: Cursor, part: Slice, shard: Shard) -> Execution:
         """The executor's state before the turn."""
@@ -217,8 +217,12 @@ class LiveTrial:
 
     # ---- keeping it ------------------------------------------------------------------------------------------------
 
-    def _keep(self, cursor: Cursor, part: Slice, shard: Shard, run: Execution) -> float:
-        """Writes what the turn has made and commits it; the step's loss when it is complete, else NaN."""
+    def _keep(self, cursor: Cursor, part: Slice, shard: Shard, run: Execution) -> tuple[float, float]:
+        """Writes what the turn has made and commits it.
+
+        Returns:
+            The step's loss when it is complete, and that on held-out data when it is due; else NaN.
+        """
         if run.losses:
             cursor.loss = _loss_of(run, self.trial.microbatches)
             if not math.isfinite(cursor.loss):
@@ -230,14 +234,28 @@ class LiveTrial:
         for (stage, signature), found in run.flags.items():
             cursor.flags[f"{stage}:{signature}"] = list(found)
         complete = cursor.turn + 1 == len(self._slices)
-        loss = cursor.loss
+        loss, held_out = cursor.loss, math.nan
         if complete:
             write_loss(self.folder, cursor.step, loss)
+            if self.trial.evaluate:
+                held_out = self._evaluate(cursor)
+                write_loss(self.folder, cursor.step, held_out, held_out=True)
             cursor.step, cursor.turn, cursor.norms = cursor.step + 1, 0, {}
         else:
             cursor.turn += 1
         commit(self.folder, cursor)
-        return loss if complete else math.nan
+        return (loss, held_out) if complete else (math.nan, math.nan)
+
+    def _evaluate(self, cursor: Cursor) -> float:
+        """The loss on held-out data after the step under way, shard after shard; NaN where it is not due."""
+        done, every = cursor.step + 1, self.trial.evaluate
+        if done % every and done != self.trial.steps:
+            return math.nan
+        assert self._recipe is not None and self._recipe.held_out is not None
+        judged = HeldOut.of(self._recipe.held_out(), self.trial.microbatches)
+        for index in range(len(cursor.counts)):
+            judged.through(self._shard(cursor, index).worker.stages[index])
+        return judged.loss(self._recipe.training.loss)
 
     # ---- files -----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import DataError, PipefitError
-from pipefit.models import build
 from pipefit.runtime.worker import Training
+from pipefit.stage.materialise import InitialiseLayer, is_meta
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.study.trial import Trial
 from pipefit.train.config import RunConfig
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.sources import source_of
+from pipefit.train.spilled import bundle_of
 
 __all__ = ["Recipe", "check_batch", "on_meta", "recipe_of"]
 
@@ -33,34 +34,48 @@ class Recipe:
         training: loss, optimizer, schedule, clipping and seed.
         batch_at: the batch of a step, by its number from 0.
         state_per_weight: bytes of optimizer state for each byte of weights.
+        held_out: gives the batches to judge by.
+        own: the model's way to draw the weights of a layer, if it has one.
     """
 
     layers: list[NamedLayer]
     training: Training
     batch_at: Callable[[int], Batch]
     state_per_weight: float
+    held_out: Callable[[], Sequence[Batch]] | None = None
+    own: InitialiseLayer | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model came without weights: each layer draws its own once there is room for it."""
+        return is_meta(self.layers)
 
 
-def recipe_of(trial: Trial) -> Recipe:
+def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
     """Builds the model with the trial's seed, on the default device of the moment, and readies its data.
+
+    Args:
+        trial: what it is.
+        empty: a model by name whose layers can draw their own weights comes without them.
 
     Raises:
         PipefitError: something in the trial does not fit; what a factory raises passes as it is.
     """
     torch.manual_seed(trial.seed)
     if isinstance(trial.model, str):
-        bundle = build(trial.model, **dict(trial.options))
+        bundle = bundle_of(trial.model, dict(trial.options), trial.seed, empty)
         model: Any = bundle.layers
         loss = trial.loss or bundle.loss
-        data = trial.data if callable(trial.data) else _named_data(trial, bundle)
+        data, held_out = (trial.data, trial.held_out) if callable(trial.data) else _named_data(trial, bundle)
     else:
-        model, loss, data = trial.model(), trial.loss, trial.data
+        model, loss, data, held_out = trial.model(), trial.loss, trial.data, trial.held_out
         if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
             model = [model]
     assert callable(loss) and callable(data)
     training = Training(loss, _optimizer(trial), _scheduler(trial), trial.clip or None, trial.seed)
     per_weight = STATE_PER_WEIGHT.get(trial.optimizer, 2.0) if isinstance(trial.optimizer, str) else 2.0
-    return Recipe(named_layers(model), training, data, per_weight)
+    own = getattr(model, "initialise_layer", None)
+    return Recipe(named_layers(model), training, data, per_weight, held_out, own)
 
 
 def _optimizer(trial: Trial) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
@@ -81,18 +96,20 @@ def _scheduler(trial: Trial) -> Callable[[torch.optim.Optimizer], Any] | None:
     return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def _named_data(trial: Trial, bundle: Any) -> Callable[[int], Batch]:
-    """Batches by step's number: those that `pipefit train` draws with the same seed."""
+def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Callable[[], Sequence[Batch]]]:
+    """Batches by step's number, and those to judge by: those that `pipefit train` has with the same seed."""
     assert not callable(trial.data)
     wanted = trial.data or ((bundle.data,) if bundle.data else ("synthetic",))
     if wanted == ("synthetic",):
-        return lambda step: bundle.example(trial.batch, trial.seed + step % 4)
+        if trial.evaluate:
+            raise DataError("synthetic data has no held-out part: leave out evaluate, or take other data")
+        return lambda step: bundle.example(trial.batch, trial.seed + step % 4), tuple
     with torch.device("cpu"):
         source = source_of(RunConfig(data=wanted, batch=trial.batch, seed=trial.seed), bundle)
     if not hasattr(source.batches, "batch_at"):
         raise DataError(f"{source.name}: a study needs data whose batches can be asked for by number")
     at: Callable[[int], Batch] = source.batches.batch_at
-    return at
+    return at, lambda: source.held_out
 
 
 def check_batch(batch: Any, step: int) -> Batch:

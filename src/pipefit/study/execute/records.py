@@ -9,17 +9,20 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipefit.checkpoint.tensors import payload
 from pipefit.errors import PipefitError, TierError
 from pipefit.memory.layout import Field, Layout
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
 from pipefit.memory.tiers import padded
+
+_BLOCK_BYTES = 4 << 20
 
 __all__ = ["Record", "read_record", "record_bytes", "write_record"]
 
@@ -49,26 +52,50 @@ def write_record(path: Path, version: int, tensors: Mapping[str, Tensor], extra:
     ]
     text = json.dumps({"tensors": rows, "extra": extra}, separators=(",", ":")).encode()
     head = padded(8 + len(text))
-    buffer = torch.zeros(head + layout.num_bytes, dtype=torch.uint8)
-    data = memoryview(buffer.numpy())
-    data[: 8 + len(text)] = len(text).to_bytes(8, "little") + text
-    for field, tensor in zip(layout.fields, tensors.values(), strict=True):
-        if tensor.numel():
-            field.of(buffer[head:]).copy_(tensor.detach())
-    header = RecordHeader(path.stem[:96], version, len(buffer), chunk_sum(data)).pack()
+    size, checksum = head + layout.num_bytes, 0
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.pwrite(handle, bytes(HEADER_BYTES), 0)  # until the payload is whole there is no record
-            _write_all(handle, data, HEADER_BYTES)
-            os.pwrite(handle, header, 0)
+            position = HEADER_BYTES
+            first = memoryview(len(text).to_bytes(8, "little") + text)
+            for block in _blocks([(0, first), *_payloads(layout, tensors, head)], size):
+                checksum = chunk_sum(block, checksum)
+                _write_all(handle, block, position)
+                position += len(block)
+            os.pwrite(handle, RecordHeader(path.stem[:96], version, size, checksum).pack(), 0)
         finally:
             os.close(handle)
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise TierError(f"{path.parent}: the tier is full: no room for {len(data)} bytes") from None
+            raise TierError(f"{path.parent}: the tier is full: no room for {size} bytes") from None
         raise TierError(f"{path}: cannot be written: {problem.strerror}") from None
-    return HEADER_BYTES + len(data)
+    return HEADER_BYTES + size
+
+
+def _payloads(layout: Layout, tensors: Mapping[str, Tensor], start: int) -> Iterator[tuple[int, memoryview]]:
+    for field, tensor in zip(layout.fields, tensors.values(), strict=True):
+        yield start + field.start, payload(tensor)
+
+
+def _blocks(parts: Iterable[tuple[int, memoryview]], size: int) -> Iterator[memoryview]:
+    """Parts at rising positions, zeros between them, as blocks that follow each other: a record needs no second copy.
+
+    Each block is valid until the next, and all but the last are of the same size.
+    """
+    room = bytearray(_BLOCK_BYTES)
+    begin = 0
+    for position, data in parts:
+        while data:
+            while position >= begin + _BLOCK_BYTES:
+                yield memoryview(room)
+                room[:], begin = bytes(_BLOCK_BYTES), begin + _BLOCK_BYTES
+            count = min(len(data), begin + _BLOCK_BYTES - position)
+            room[position - begin : position - begin + count] = data[:count]
+            data, position = data[count:], position + count
+    while begin < size:
+        yield memoryview(room)[: size - begin]
+        room[:], begin = bytes(_BLOCK_BYTES), begin + _BLOCK_BYTES
 
 
 def _write_all(handle: int, data: memoryview, position: int) -> None:

@@ -132,6 +132,7 @@ class StudyRun:
         if before is not None:
             entry.status, entry.reason = before["status"], before["reason"]
             entry.losses = [float("nan") if loss is None else loss for loss in before["losses"]]
+            entry.held_out = [float("nan") if loss is None else loss for loss in before["held_out"]]
             entry.busy_s, entry.moved_s, entry.moves = before["busy_s"], before["moved_s"], before["moves"]
             entry.step = len(entry.losses)
             entry.admitted = Admitted(*before["admitted"]) if before["admitted"] else None
@@ -223,7 +224,9 @@ class StudyRun:
             self.board.turned(what, device)
         elif kind == "admitted":
             found, start_s, end_s = what
-            self.board.entries[number].losses = list(read_losses(self._place(number), found.step))
+            entry = self.board.entries[number]
+            entry.losses = list(read_losses(self._place(number), found.step))
+            entry.held_out = list(read_losses(self._place(number), found.step, held_out=True))
             self.board.admitted(number, found, device, start_s, end_s)
         elif kind == "no-room":
             self.board.sent_back(number)
@@ -239,7 +242,8 @@ class StudyRun:
         how = pool.how_it_died(number)
         cursor = read_cursor(self._place(job.trial))
         step, turn = (cursor.step, cursor.turn) if cursor else (0, 0)
-        self.board.lost(job.trial, how, step, turn, read_losses(self._place(job.trial), step))
+        losses, held_out = (read_losses(self._place(job.trial), step, held_out=held) for held in (False, True))
+        self.board.lost(job.trial, how, step, turn, losses, held_out)
         self._restarts += 1
         if self._restarts > _MOST_RESTARTS:
             raise PipefitError(f"{self._restarts} workers died ({how}); their logs: {self.folder / 'logs'}")

@@ -130,11 +130,18 @@ class Structure:
         self.bind(shard, {p.name: _nothing(p.module._parameters[p.key]) for p in self._parameters[shard]}
                   | {BUFFER + p.name: _nothing(p.module._buffers[p.key]) for p in self._buffers[shard]})  # fmt: skip
 
+    def state(self, shard: int) -> dict[str, Tensor]:
+        """What a shard's own `state_dict` holds as it is bound now, under the user's names."""
+        return {
+            name: value
+            for layer in self.layers[shard]
+            for name, value in layer.module.state_dict(prefix=f"{layer.prefix}.").items()
+        }
+
     def state_names(self, shard: int) -> Iterator[tuple[str, str]]:
         """(the user's name, where it lies) of what a shard's own `state_dict` holds."""
-        for layer in self.layers[shard]:
-            for name in layer.module.state_dict(prefix=f"{layer.prefix}."):
-                yield name, self.aliases.get(name, name)
+        for name in self.state(shard):
+            yield name, self.aliases.get(name, name)
 
     @property
     def num_parameters(self) -> int:
