@@ -28,7 +28,7 @@ __all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets", "layout", "view_in"]
 
 BUCKET_BYTES = (1 << 20, 25 << 20)
 """The least and the most that makes a bucket full: half of all gradients in between. Small, so that the first
-reductions start early; large, because Gloo takes a third of a millisecond of the core for each. (The most is DDP's.)"""
+reductions start early; large, because each takes Gloo some tenths of a millisecond of the core. (The most is DDP's.)"""
 _SHARE = 2
 _ALIGN = 16
 
