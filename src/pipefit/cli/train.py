@@ -51,6 +51,9 @@ def command(
     ] = None,
     host_memory: Annotated[str | None, help_of("Most that what waits may take of the host's memory.")] = None,
     disk: Annotated[Path | None, help_of("Folder in which it waits instead.")] = None,
+    step_on: Annotated[
+        Literal["auto", "device", "host"], help_of("Where what waits in the host's memory steps; auto: as planned.")
+    ] = "auto",
     plan: Annotated[
         Path | None, help_of("Follow this plan: schedule, stages and micro-batches are then its own.")
     ] = None,
@@ -109,6 +112,7 @@ def command(
         device_memory=device_memory or "",
         host_memory=host_memory or "",
         disk=_text(disk),
+        step_on=step_on,
         plan=_text(plan),
         batch=batch,
         steps=steps,

@@ -37,7 +37,8 @@ def unit(
         input: its half for the gradient of the input; default what `weight` leaves, or half.
         weight: its other half.
         latency: seconds of a message.
-        copy: seconds of moving all stages of a rank to or from the tier they are spilled to, weights or states alike.
+        copy: seconds of moving all stages of a rank to or from the tier they are spilled to, weights or states alike;
+            a step on the host takes twice as long.
 
     Raises:
         PlanError: backward is not input + weight.
@@ -52,6 +53,7 @@ def unit(
         forward_s=every(forward),
         backward_input_s=every(input),
         backward_weight_s=every(weight),
+        host_step_s=(_divide(2 * copy * header.num_ranks, num_stages),) * num_stages,
         saved_bytes=tuple(1 / len(header.stages_of(ranks[0])) for ranks in header.placement),
         latency_s=latency,
         tiers=_unit_tiers(header, _divide(copy * header.num_ranks, num_stages)),

@@ -190,7 +190,7 @@ def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
             sample = next(box for box in scene.boxes if box.letter == letter)
             parts.append(f"{paint(sample._replace(mb=-1), f' {letter} ')}{FAMILIES[letter].name}")
     moved = {bar.short[0] for bar in scene.copies}
-    words = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
+    words = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations", "S": "step on the host"}
     parts += [f"{letter} {name}" for letter, name in words.items() if letter in moved]
     parts.append(f"{_IDLE} idle")
     parts.append(f"column: {duration(1 / per_second, scene.unit)}")

@@ -41,11 +41,13 @@ class Slot:
     Attributes:
         bytes: its memory.
         busy: copies that still read it; a new one into it waits for them.
+        kept: whose weights still lie there, and their version, until something else is loaded.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.bytes = aligned(num_bytes, device)
         self.busy: list[Copy] = []
+        self.kept: tuple[object, int] | None = None
 
     def taken(self) -> tuple[Copy, ...]:
         """The copies that must end, and end well, before the slot is overwritten; they are then forgotten."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -86,6 +86,23 @@ class HostTier:
 
         written = self._writes.get(key)
         return self._lanes.read.submit(work, into.numel(), (*after, *([written] if written else [])))
+
+    def record(self, key: Key) -> Tensor:
+        """The bytes of a record, where they lie; only for what is stepped there."""
+        return self._place(key, self._places[key][1])
+
+    def step(self, stage: int, version: int, work: Callable[[], None], after: Sequence[Copy] = ()) -> Copy:
+        """Starts a step where the records of a stage lie, once its gradients are written; they are `version` then."""
+        key = Key(stage, "weights")
+        writes = [self._writes[key] for key in (key, Key(stage, "wgrad")) if key in self._writes]
+
+        def step() -> None:
+            work()
+            self._versions[key] = version
+
+        self._asked[key] = version
+        copy = self._writes[key] = self._lanes.host.submit(step, 0, (*after, *writes))
+        return copy
 
     def holds(self, key: Key) -> int | None:
         """See `TierStore`."""

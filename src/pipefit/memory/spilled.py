@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from pipefit.errors import TierError
 from pipefit.memory.arena import Arena
+from pipefit.memory.host import HostTier
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.layout import Layout, absent
 from pipefit.memory.states import StateSpec
@@ -36,6 +37,8 @@ class SpilledStore:
         frozen: its other parameters.
         states: what the optimizer keeps, as `probe_states` found; None: its states stay on the device.
         zero_at_first: see `is_zero_at_first`.
+        on_host: whether it steps on the host: what the optimizer gets are views of its records there, and its states
+            never leave them.
         device: of the slots.
 
     Attributes:
@@ -52,8 +55,10 @@ class SpilledStore:
         states: Sequence[StateSpec] | None,
         zero_at_first: bool,
         device: torch.device,
+        on_host: bool = False,
     ) -> None:
         self.stage = stage
+        self.on_host = on_host
         self._trained: list[nn.Parameter] = []
         staying = {id(parameter) for parameter in shared}
         self._moved = [p for p in (*trained, *frozen) if id(p) not in staying]
@@ -73,6 +78,7 @@ class SpilledStore:
         self._is_held = False
         self._slots: dict[str, int] = {}
         self._reached: set[int] = set()
+        self._read: Copy | None = None
         self.masters: list[nn.Parameter] = []
         for place, index in enumerate(self._summed):
             self._moved[index].register_post_accumulate_grad_hook(self._keeper(place))
@@ -127,7 +133,7 @@ class SpilledStore:
     def stand_ins(self) -> set[int]:
         """Where the memory begins of what stands for weights and states while its records hold them."""
         states: list[Any] = []
-        if self._optimizer is not None:
+        if self._optimizer is not None and not self.on_host:
             of = self._optimizer.state
             states = [of.get(self._master_of[id(p)], {}).get(spec.key) for p, spec in self._states]
         return {tensor.data_ptr() for tensor in (*self._moved, *states) if tensor is not None}
@@ -139,7 +145,8 @@ class SpilledStore:
             trained: those that this stage's optimizer steps: all, but for shared ones that another stage's does.
         """
         self._trained = list(trained)
-        self.masters = [nn.Parameter(parameter.data) for parameter in self._trained]
+        where = self._on_host() if self.on_host else {}
+        self.masters = [nn.Parameter(where.get(id(parameter), parameter.data)) for parameter in self._trained]
         self._master_of = {id(p): master for p, master in zip(self._trained, self.masters, strict=True)}
         return self.masters
 
@@ -148,6 +155,8 @@ class SpilledStore:
         self._optimizer = optimizer
         if self._is_held:
             self._unbind_states()
+        elif self.on_host:
+            self._adopt_states()
         elif self.state_layout is not None and any(optimizer.state.values()):
             self._slots[OPTIM] = slot
             for copy in self._arena.slot(OPTIM, slot).taken():
@@ -160,16 +169,25 @@ class SpilledStore:
     def fetch(self, kind: str, version: int, slot: int) -> Copy:
         """Starts to load a record into a slot, once nothing reads that slot any more.
 
+        Weights that left the slot last are still there: those of the first stages of a step, which are also the last
+        that the step before has written. They are not read again, and need not wait for the end of their writing.
+
         Args:
             kind: "weights", "optim" or "wgrad".
             version: of the weights, in the program that runs; of gradients, their update.
             slot: its number; gradients go to the twin of the stage's weights slot.
         """
         room = self._arena.slot(kind, slot)
+        kept, room.kept = room.kept, None
+        if kept == (self, self._base + version):
+            return self._lanes.read.submit(lambda: None, 0, self._arena.slot(WGRAD, slot).taken())
         waits = room.taken()
         if kind == WEIGHTS:
             waits += self._arena.slot(WGRAD, slot).taken()
         into = room.bytes[: self._size(kind)]
+        if kind == WEIGHTS and self.on_host:
+            copy = self._read = self._tier.read(Key(self.stage, kind), self._base + version, into, waits)
+            return copy
         key, wanted = Key(self.stage, kind), self._base + version
         if kind == OPTIM and self._tier.holds(key) is None:
             # No step yet: there is nothing to read.
@@ -199,6 +217,7 @@ class SpilledStore:
         copy = self._tier.write(Key(self.stage, kind), self._base + version, room.bytes[: self._size(kind)])
         room.busy.append(copy)
         if kind == WEIGHTS:
+            room.kept = self, self._base + version
             self._unbind()
         elif kind == OPTIM:
             self._unbind_states()
@@ -214,8 +233,11 @@ class SpilledStore:
         assert version == self._version, f"stage {self.stage}: version {self._version} is there, not {version}"
 
     def begin_step(self, version: int, in_place: bool) -> None:
-        """Hands the gradients to the optimizer, which works in the slot."""
+        """Hands the gradients to the optimizer, which works in the slot, once that is not being written any more."""
         self.at(version)
+        if WEIGHTS in self._slots:
+            for copy in self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).taken():
+                copy.wait()
         for parameter, master in zip(self._trained, self.masters, strict=True):
             master.grad = parameter.grad
         self._version = version + 1
@@ -228,6 +250,33 @@ class SpilledStore:
         self._slots.pop(WGRAD, None)
         if self.state_layout is not None:
             self._adopt_states()
+
+    def step_on_host(self, version: int, work: Callable[[], None] | None) -> Copy:
+        """Starts a step on the host, from its records of weights and gradients there; both have left the device.
+
+        Args:
+            version: of the weights that it starts from.
+            work: the optimizer's, on the gradients of its parameters; None: this step is passed by.
+        """
+        tier, reached = self._tier, sorted(self._reached)
+        assert isinstance(tier, HostTier), "only the host can step"
+        self._reached.clear()
+        self._version = version + 1
+
+        def step() -> None:
+            if work is None:
+                return
+            record = tier.record(Key(self.stage, WGRAD))
+            for place in reached:
+                master = self._master_of.get(id(self._moved[self._summed[place]]))
+                if master is not None:
+                    master.grad = self.gradients.fields[place].of(record)
+            work()
+            for master in self.masters:
+                master.grad = None
+            self._adopt_states()
+
+        return tier.step(self.stage, self._base + version + 1, step, [self._read] if self._read else [])
 
     def drop(self, version: int) -> None:
         """Forgets weights that the tier still has; their slot is free."""
@@ -253,7 +302,8 @@ class SpilledStore:
             optim: its optimizer's states too.
             change: what was done to them is written back.
         """
-        kinds = [WEIGHTS] + [OPTIM] * (self.state_layout is not None and (optim or change))
+        moved = self.state_layout is not None and not self.on_host
+        kinds = [WEIGHTS] + [OPTIM] * (moved and (optim or change))
         for kind in kinds:
             self.fetch(kind, 0, 0).wait()
             self.arrived(kind, 0, 0)
@@ -261,9 +311,10 @@ class SpilledStore:
         if not change:
             self.drop(0)
             self._slots.pop(OPTIM, None)
-            self._unbind_states()
+            if not self.on_host:
+                self._unbind_states()
             return
-        if OPTIM in kinds:
+        if OPTIM in kinds or self.on_host:
             self._adopt_states()
         self._version = 1
         for kind in kinds:
@@ -293,8 +344,21 @@ class SpilledStore:
     def _point(self, parameter: nn.Parameter, data: Tensor) -> None:
         parameter.data = data
         master = self._master_of.get(id(parameter))
-        if master is not None:
+        if master is not None and not self.on_host:
             master.data = data
+
+    def _on_host(self) -> dict[int, Tensor]:
+        """Its weights on the host, by the id of their parameter."""
+        assert isinstance(self._tier, HostTier), "only the host can step"
+        views = self.layout.views(self._tier.record(Key(self.stage, WEIGHTS)))
+        return {id(parameter): view for parameter, view in zip(self._moved, views, strict=True)}
+
+    def _state_record(self) -> Tensor:
+        """Where its states lie: in a slot, or on the host."""
+        if self.on_host:
+            assert isinstance(self._tier, HostTier)
+            return self._tier.record(Key(self.stage, OPTIM))
+        return self._arena.slot(OPTIM, self._slots[OPTIM]).bytes
 
     def _unbind(self) -> None:
         for parameter, field in zip(self._moved, self.layout.fields, strict=True):
@@ -334,11 +398,10 @@ class SpilledStore:
                 state[spec.key] = absent(field, self._device)
 
     def _adopt_states(self) -> None:
-        """Moves states that lie elsewhere into the slot."""
+        """Moves states that lie elsewhere to where they belong."""
         if self._optimizer is None or self.state_layout is None:
             return
-        record = self._arena.slot(OPTIM, self._slots[OPTIM]).bytes
-        for index, view in enumerate(self.state_layout.views(record)):
+        for index, view in enumerate(self.state_layout.views(self._state_record())):
             parameter, spec = self._states[index]
             state = self._optimizer.state.get(self._master_of[id(parameter)], {})
             value = state.get(spec.key)

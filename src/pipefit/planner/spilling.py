@@ -18,18 +18,27 @@ from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.partition.capacity import hydra
 from pipefit.planner.gpt import usual_state
-from pipefit.planner.limits import Limit, limits, traffic
+from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, SpillSpec, Topology
 from pipefit.spec.topology import Tier
 from pipefit.units import format_bytes, format_seconds
 
-__all__ = ["plan_spilling", "spill_lines"]
+__all__ = ["NOT_FROM_DISK", "STEP_ON", "plan_spilling", "spill_lines"]
+
+STEP_ON = ("auto", "device", "host")
+"""Where the stages of a plan may be told to step."""
+
+NOT_FROM_DISK = (
+    "a step on the host works on weights, gradients and states in its memory; from a disk they would all have to be "
+    "read just the same: spill to the host's memory, or step on the device"
+)
 
 _SLOTS = (1, 2, 3, 4, 6, 8)
 _NUM_CUTS = 12
 _NUM_SIMULATED = 8
+_SHARES = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,14 @@ class _Choice:
     cost: CostModel
     peak_bytes: float
     limit: Limit
+
+    @property
+    def steps(self) -> str:
+        """Where its stages step: "device", "host" or "split"."""
+        spill = self.program.header.spill
+        if spill is None or not spill.on_host:
+            return "device"
+        return "host" if spill.on_host == spill.stages else "split"
 
 
 @dataclass(frozen=True)
@@ -56,6 +73,7 @@ class _Task:
     clip: bool
     ties: tuple[tuple[int, ...], ...]
     activations: bool
+    step_on: str
     costs: dict[str, Any]
 
     def cost_of(self, partition: Partition) -> CostModel:
@@ -67,13 +85,38 @@ class _Task:
             loss_s=self.profile.loss_s,
             **self.costs,
         )
-        return replace(cost, step_s=tuple(self.profile.optimizer_of(stage.layers) for stage in partition.stages))
+        steps = tuple(self.profile.optimizer_of(stage.layers) for stage in partition.stages)
+        rate = self.tier.step_bytes_per_s
+        return replace(
+            cost, step_s=steps, host_step_s=tuple(size / rate for size in cost.weight_bytes) if rate else steps
+        )
 
     def program_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Program:
         shape = Shape(
             len(partition.stages), num_microbatches, clip=self.clip, ties=self.ties_of(partition), spill=spill
         )
         return generate("spilled", shape)
+
+    def on_host(self, partition: Partition, optim_slots: int) -> Iterator[tuple[int, ...]]:
+        """The stages that may step on the host, together; of a split the last, which step first.
+
+        Their steps have the longest until their weights are needed again.
+        """
+        tied = {stage for tie in self.ties_of(partition) for stage in tie}
+        free = tuple(stage for stage in range(len(partition.stages)) if stage not in tied)
+        if self.step_on != "host" or not free:
+            yield ()
+        knows = self.tier.step_bytes_per_s > 0 and self.step_on == "auto"
+        if self.tier.name != "host" or not free or not (knows or self.step_on == "host"):
+            return
+        num_stages = len(partition.stages)
+        if len(free) < num_stages or not optim_slots:
+            yield free
+        if self.step_on == "auto":
+            for share in _SHARES:
+                count = round(share * len(free))
+                if 0 < count < len(free):
+                    yield free[-count:]
 
     def ties_of(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
         """The stages that share a weight because layers of them do."""
@@ -95,7 +138,7 @@ def plan_spilling(
     clip: bool = False,
     ties: Sequence[Sequence[int]] = (),
     activations: bool = False,
-    host_memory_bytes_per_s: float = 0.0,
+    step_on: str = "auto",
     costs: Mapping[str, float] | None = None,
 ) -> Plan:
     """How to train a model on one device that it does not fit: the cut, the slots, and the lane that binds.
@@ -117,7 +160,8 @@ def plan_spilling(
         ties: groups of layers that share a weight; their stages need a slot each, and come again for their step.
         activations: what enters a stage waits on the tier too, from its forward to its replay: room for more
             micro-batches, and more to move.
-        host_memory_bytes_per_s: of a fused step on the host, to compare with; 0: not known.
+        step_on: "device", "host", or "auto": all stages there or there, or some on the host, as is fastest by the
+            tier's rates; without the rate of steps on the host it is the device.
         costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
 
     Raises:
@@ -132,6 +176,10 @@ def plan_spilling(
     size = microbatch_size or profile.microbatch_size
     chosen = _tier(topology, tier)
     room = chosen.capacity_bytes if host_bytes is None else host_bytes
+    if step_on not in STEP_ON:
+        raise PlanError(f"step_on: expected one of {', '.join(STEP_ON)}, got {step_on!r}")
+    if step_on == "host" and chosen.name != "host":
+        raise PlanError(f"step_on: {NOT_FROM_DISK}")
     figures = profile.at(size)
     task = _Task(
         figures,
@@ -144,6 +192,7 @@ def plan_spilling(
         clip,
         tuple(map(tuple, ties)),
         activations,
+        step_on if state_per_weight else "device",
         dict(costs or {}),
     )
     whole, whole_bytes = _resident(task, size)
@@ -155,8 +204,9 @@ def plan_spilling(
     if not choices:
         raise InfeasibleError(_nothing_fits(task, cuts))
     best, period_s, makespan_s = _fastest(task, choices[:_NUM_SIMULATED])
-    other = limits(traffic(best.program, 0, best.cost), chosen, host_memory_bytes_per_s)[1:]
-    made = _plan_of(task, best, period_s, makespan_s, size, other)
+    places = [place for place in ("device", "host", "split") if place != best.steps]
+    others = [choice for place in places for choice in [c for c in choices if c.steps == place][:1]]
+    made = _plan_of(task, best, period_s, makespan_s, size, others)
     assert made.spill is not None
     told = msgspec.structs.replace(made.spill, resident_s=whole.prediction.step_s)
     return msgspec.structs.replace(made, spill=told, plan_seconds=time.perf_counter() - started)
@@ -253,17 +303,30 @@ def _fitting(task: _Task, cuts: Iterable[Partition]) -> Iterator[_Choice]:
         for weights, optim in _slots(num_stages, task.state):
             if weights < largest_tie:
                 continue
-            spill = Spill.of(num_stages, weights, optim, task.tier.name, task.activations)
-            # What is moved does not depend on the number of micro-batches, unless activations are moved too.
-            counted = task.num_microbatches if task.activations else 1
-            small = task.program_of(partition, spill, counted)
-            resident = 0.0 if optim else cost.resident_bytes(range(num_stages))
-            peak = beside + arena_bytes(small.header, 0, cost.size_bytes) + resident
-            if peak > task.device_bytes or tier_peak_bytes(small, 0, cost.size_bytes)[0] > task.host_bytes:
-                continue
-            moved = traffic(small, 0, cost)
-            moved = replace(moved, compute_s=moved.compute_s * task.num_microbatches / counted)
-            yield _Choice(partition, spill, small, cost, peak, limits(moved, task.tier)[0])
+            for on_host in task.on_host(partition, optim):
+                spill = Spill.of(num_stages, weights, optim, task.tier.name, task.activations)
+                spill = msgspec.structs.replace(spill, on_host=on_host)
+                choice = _choice(task, partition, spill, cost, beside)
+                if choice is not None:
+                    yield choice
+
+
+def _choice(task: _Task, partition: Partition, spill: Spill, cost: CostModel, beside: float) -> _Choice | None:
+    """The choice with its limit; None: device or tier have no room for it."""
+    # What is moved does not depend on the number of micro-batches, unless activations are moved too.
+    counted = task.num_microbatches if task.activations else 1
+    small = task.program_of(partition, spill, counted)
+    peak = beside + arena_bytes(small.header, 0, cost.size_bytes) + _resident_states(small, cost)
+    if peak > task.device_bytes or tier_peak_bytes(small, 0, cost.size_bytes)[0] > task.host_bytes:
+        return None
+    moved = traffic(small, 0, cost)
+    moved = replace(moved, compute_s=moved.compute_s * task.num_microbatches / counted)
+    return _Choice(partition, spill, small, cost, peak, limit_of(moved, task.tier))
+
+
+def _resident_states(program: Program, cost: CostModel) -> float:
+    header = program.header
+    return cost.resident_bytes([stage for stage in range(header.num_stages) if header.keeps_states(stage)])
 
 
 def _beside_slots(task: _Task, partition: Partition, cost: CostModel) -> float:
@@ -317,14 +380,13 @@ def _plan_of(
     period_s: float,
     makespan_s: float,
     size: int,
-    others: Sequence[Limit],
+    others: Sequence[_Choice],
 ) -> Plan:
     num_stages, spill = len(best.partition.stages), best.program.header.spill
     assert spill is not None
     # Counted on the whole program, to the byte.
-    resident = 0.0 if spill.optim else best.cost.resident_bytes(range(num_stages))
-    peak, _ = device_peak_bytes(best.program, 0, best.cost.size_bytes, resident)
-    limit = limits(traffic(best.program, 0, best.cost), task.tier)[0]
+    peak, _ = device_peak_bytes(best.program, 0, best.cost.size_bytes, _resident_states(best.program, best.cost))
+    limit = limit_of(traffic(best.program, 0, best.cost), task.tier)
     told = SpillSpec(
         tier=task.tier.name,
         device_bytes=task.device_bytes,
@@ -332,6 +394,7 @@ def _plan_of(
         weights_slots=spill.weights_slots,
         optim_slots=spill.optim_slots,
         activations=spill.activations,
+        on_host=spill.on_host,
         peak_bytes=peak,
         limit_s=limit.limit_s,
         binds=limit.binds,
@@ -348,16 +411,18 @@ def _plan_of(
         model=task.profile.model,
         method="spilled",
         prediction=Prediction(makespan_s, period_s, period_s, samples / period_s, (peak,)),
-        candidates=tuple(_candidate(other, limit, samples, peak) for other in others),
+        candidates=tuple(_candidate(other, limit, samples) for other in others),
     )
 
 
-def _candidate(other: Limit, chosen: Limit, samples: int, peak: float) -> Candidate:
-    where = {"host": "optimizer on the host", "split": f"{other.host_share:.0%} of the optimizer on the host"}
-    gain = chosen.limit_s / other.limit_s
-    why = f"limit {format_seconds(other.limit_s)} per update ({other.binds} binds)"
-    why += f", {gain:.2f} × as fast, but this version steps on the device" if gain > 1 else ", no better"
-    return Candidate(where[other.optimizer], "spilled", other.limit_s, samples / other.limit_s, peak, why)
+def _candidate(other: _Choice, chosen: Limit, samples: int) -> Candidate:
+    """What the best with steps elsewhere would reach."""
+    where = {"device": "steps on the device", "host": "steps on the host", "split": "steps on the host and the device"}
+    limit = other.limit
+    gain = chosen.limit_s / limit.limit_s
+    why = f"limit {format_seconds(limit.limit_s)} per update ({limit.binds} binds)"
+    why += f", {gain:.2f} × as fast at best, but slower once simulated" if gain > 1 else ", no better"
+    return Candidate(where[other.steps], "spilled", limit.limit_s, samples / limit.limit_s, other.peak_bytes, why)
 
 
 def spill_lines(plan: Plan) -> list[str]:
@@ -365,11 +430,13 @@ def spill_lines(plan: Plan) -> list[str]:
     told = plan.spill
     if told is None:
         return []
-    states = f", {told.optim_slots} for states" if told.optim_slots else "; the optimizer's states stay on the device"
+    stay = "" if told.on_host else "; the optimizer's states stay on the device"
+    states = f", {told.optim_slots} for states" if told.optim_slots else stay
     lines = [
         f"spilled to the {told.tier}: {len(told.stages) or len(plan.partition.stages)} stages through "
         f"{told.weights_slots} slots for weights{states}",
     ]
+    lines.append(f"steps: {_steps_words(told, len(plan.partition.stages))}")
     if told.peak_bytes:
         share = told.peak_bytes / told.device_bytes
         lines.append(
@@ -384,3 +451,14 @@ def spill_lines(plan: Plan) -> list[str]:
         pace = told.resident_s / plan.prediction.period_s
         lines.append(f"speed: {pace:.0%} of that of a device which holds the whole model")
     return lines
+
+
+def _steps_words(told: SpillSpec, num_stages: int) -> str:
+    if told.tier != "host":
+        return "on the device, for a step on the host would have to read from the disk just the same"
+    if not told.on_host:
+        return "on the device"
+    if len(told.on_host) == num_stages:
+        return "on the host, where the optimizer's states stay"
+    stages = ", ".join(map(str, told.on_host))
+    return f"of stages {stages} on the host, where the optimizer's states stay, of the others on the device"

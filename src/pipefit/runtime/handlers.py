@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
 from pipefit.runtime.executor import Execution, Handlers
-from pipefit.runtime.spilling import evict, fetch, norm_part, norms_of
+from pipefit.runtime.spilling import evict, fetch, norm_part, norms_of, step_on_host
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
@@ -247,7 +248,7 @@ def _local_square(run: Execution, update: int) -> Tensor:
 
 
 def _step(run: Execution, i: Instruction) -> None:
-    worker, header = run.worker, run.compiled.program.header
+    worker = run.worker
     store, optimizer = worker.stores[i.stage], worker.optimizers.get(i.stage)
     worker.forget_idle_gradients(i.stage)
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
@@ -256,23 +257,42 @@ def _step(run: Execution, i: Instruction) -> None:
     taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
     if optimizer is None:
         return
-    if not taken:
-        store.end_step()
-        return
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if taken:
+        _update(run, i)()
+    store.end_step()
+
+
+def _host_step(run: Execution, i: Instruction) -> None:
+    """The same on the host, by itself: gradients, weights and states are there."""
+    worker = run.worker
+    batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
+    taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
+    step_on_host(run, i, _update(run, i) if taken and i.stage in worker.optimizers else None)
+
+
+def _update(run: Execution, i: Instruction) -> Callable[[], None]:
+    """What makes an update once the gradients are with the optimizer; what it needs of the rank is looked up now."""
+    worker, header = run.worker, run.compiled.program.header
+    optimizer, scheduler = worker.optimizers[i.stage], worker.schedulers.get(i.stage)
     scale = 1 / _steps_in(header, i.stage, i.version)
     if worker.scale is not None:
         scale /= worker.scale.of(run.compiled.program, i.version)
-    if scale != 1:
-        torch._foreach_mul_(gradients, scale)
-    if worker.training.clip_norm is not None and gradients:
+    factor = None
+    if worker.training.clip_norm is not None:
         norm = run.norms[i.version].sum().sqrt() * scale
         factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-    optimizer.step()
-    if i.stage in worker.schedulers:
-        worker.schedulers[i.stage].step()
-    store.end_step()
+
+    def update() -> None:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if scale != 1:
+            torch._foreach_mul_(gradients, scale)
+        if factor is not None and gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+    return update
 
 
 def _steps_in(header: Any, stage: int, update: int) -> int:
@@ -308,6 +328,7 @@ HANDLERS: Handlers = {
     Op.RECV: _receive,
     Op.REDUCE: _reduce,
     Op.STEP: _step,
+    Op.HOST_STEP: _host_step,
     Op.DROP: _drop,
     Op.BARRIER: _barrier,
     Op.GATHER: _gather,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipefit.errors import InfeasibleError, ModelError, PlanError, TierError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
-from pipefit.ir.program import Program
+from pipefit.ir.program import Header, Program
+from pipefit.ir.values import OPTIM
 from pipefit.memory.arena import Arena
 from pipefit.memory.disk import DiskTier
 from pipefit.memory.host import HostTier
@@ -31,7 +32,7 @@ from pipefit.stage.split import NamedLayer
 if TYPE_CHECKING:
     from pipefit.runtime.worker import Training, Worker
 
-__all__ = ["SpillPlace", "Spilling", "evict", "fetch", "norm_part", "norms_of", "presence", "tier_name"]
+__all__ = ["SpillPlace", "Spilling", "evict", "fetch", "norm_part", "norms_of", "presence", "step_on_host", "tier_name"]
 
 SLOTTED = ("weights", "wgrad", "optim")
 
@@ -94,6 +95,7 @@ class Spilling:
         resumed: what an earlier run committed, from which this one goes on.
         committed: the last commit that was asked for.
         parts: norms of the gradients of stages that have left the device, by update and stage.
+        steps: on the host, that this pass has begun.
     """
 
     stores: dict[int, SpilledStore]
@@ -104,6 +106,7 @@ class Spilling:
     committed: Copy | None = None
     writes: list[Copy] = field(default_factory=list)
     parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    steps: list[Copy] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -140,13 +143,14 @@ class Spilling:
         for stage in mine:
             _stand_ins(layers[stage], shared, device)
         zero = spill.optim and is_zero_at_first(training.optimizer)
-        stores = {s: _store(s, layers[s], shared, training, spill.optim, zero, device) for s in mine}
+        stores = {s: _store(s, layers[s], shared, training, program.header, zero, device) for s in mine}
         sizes = {key: size for store in stores.values() for key, size in store.sizes().items()}
-        arena = _arena(sizes, {kind: spill.slots(kind) for kind in SLOTTED}, device)
+        slotted = {key: size for key, size in sizes.items() if key.kind != OPTIM or not stores[key.stage].on_host}
+        arena = _arena(slotted, {kind: spill.slots(kind) for kind in SLOTTED}, device)
         lanes = Lanes(device)
         tier = place.tier(rank, spill.tier, lanes, device)
-        moving = {i.kind for i in program.ranks[rank] if i.op is Op.EVICT}
-        kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or Kind.WGRAD.value in moving}
+        moving = {i.stage for i in program.ranks[rank] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
+        kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or key.stage in moving}
         try:
             resumed = _recovered(tier, kept, place) if place.resume is not False else None
             if resumed is None:
@@ -181,6 +185,10 @@ class Spilling:
             TierError: the commit of the program before has failed.
         """
         self.parts.clear()
+        steps, self.steps = self.steps, []
+        for step in steps:
+            # What the optimizers have now may be read between two passes.
+            step.wait()
         self.settle()
 
     def commit(self, step: int, state: bytes) -> None:
@@ -267,15 +275,22 @@ def _store(
     layers: list[NamedLayer],
     shared: set[int],
     training: Training,
-    optim: bool,
+    header: Header,
     zero: bool,
     device: torch.device,
 ) -> SpilledStore:
     found = {id(p): p for layer in layers for p in layer.module.parameters()}
     trained = [p for p in found.values() if p.requires_grad]
     frozen = [p for p in found.values() if not p.requires_grad]
-    states = probe_states(training.optimizer, trained, device) if optim else None
-    return SpilledStore(stage, trained, [p for p in trained if id(p) in shared], frozen, states, zero, device)
+    sharing = [p for p in trained if id(p) in shared]
+    on_host = header.steps_on_host(stage)
+    if on_host and sharing:
+        raise ModelError(
+            f"stage {stage} shares a weight with another, which stays on the device: it cannot step on the host"
+        )
+    place = torch.device("cpu") if on_host else device
+    states = None if header.keeps_states(stage) else probe_states(training.optimizer, trained, place)
+    return SpilledStore(stage, trained, sharing, frozen, states, zero, device, on_host)
 
 
 def _arena(sizes: dict[Key, int], counts: dict[str, int], device: torch.device) -> Arena:
@@ -340,6 +355,15 @@ def evict(run: Execution, i: Instruction) -> None:
     assert spilling is not None
     copy = _spilled(run, i).evict(i.kind, i.version)
     spilling.writes.append(copy)
+    run.copies.append((run.index, copy))
+
+
+def step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None) -> None:
+    """Starts an optimizer's step on the host; the next fetch of the stage's weights waits for it."""
+    spilling = run.worker.spilling
+    assert spilling is not None
+    copy = spilling.stores[i.stage].step_on_host(i.version, work)
+    spilling.steps.append(copy)
     run.copies.append((run.index, copy))
 
 

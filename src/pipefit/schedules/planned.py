@@ -45,7 +45,7 @@ def _spill(plan: Plan) -> Spill | None:
     told = plan.spill
     stages = told.stages or tuple(range(len(plan.partition.stages)))
     optim = told.optim_slots > 0
-    return Spill(told.tier, told.weights_slots, told.optim_slots, optim, stages, told.activations)
+    return Spill(told.tier, told.weights_slots, told.optim_slots, optim, stages, told.activations, told.on_host)
 
 
 def program_of(plan: Plan, *, num_steps: int = 1) -> Program:

@@ -131,6 +131,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         stages: that are spilled; (): all.
         prefetch: stages ahead that are loaded; None: as soon as a slot is free.
         activations: whether what enters a stage waits on the tier too, from its forward to its replay.
+        on_host: the stages that step on the host.
         peak_bytes: predicted of the fullest device; 0: not predicted.
         limit_s: seconds per update that no order of work and copies can beat; 0: not known.
         binds: the lane that sets this limit.
@@ -145,6 +146,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: tuple[int, ...] = ()
     prefetch: int | None = None
     activations: bool = False
+    on_host: tuple[int, ...] = ()
     peak_bytes: float = 0.0
     limit_s: float = 0.0
     binds: str = ""

@@ -54,13 +54,17 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory beyond the device: "host" or "disk", with its capacity and the rates of its link to the tier above."""
+    """Memory beyond the device: "host" or "disk", with its capacity and the rates of its link to the tier above.
+
+    `step_bytes_per_s` is how many bytes of weights an optimizer steps per second in the host's memory; 0: not known.
+    """
 
     name: str
     capacity_bytes: float
     read_bytes_per_s: float
     write_bytes_per_s: float
     latency_s: float = 0.0
+    step_bytes_per_s: float = 0.0
 
 
 _UNITS = {
@@ -71,6 +75,7 @@ _UNITS = {
     "bandwidth_bytes_per_s": "bytes/s",
     "read_bytes_per_s": "bytes/s",
     "write_bytes_per_s": "bytes/s",
+    "step_bytes_per_s": "bytes/s",
     "latency_s": "s",
 }
 

@@ -32,6 +32,7 @@ class RunConfig:
         device_memory: most that training may take on the device, like "1.5 GiB"; the model is then spilled.
         host_memory: most that the host tier may take; stages live there unless there is a disk.
         disk: folder in which stages live.
+        step_on: where stages that live in the host's memory step: "device", "host", or "auto", as the plan says.
         plan: a plan's path; it then says schedule, stages and the rest.
         batch: samples per step.
         steps: weight updates.
@@ -67,6 +68,7 @@ class RunConfig:
     device_memory: str = ""
     host_memory: str = ""
     disk: str = ""
+    step_on: str = "auto"
     plan: str = ""
     batch: int = 16
     steps: int = 100

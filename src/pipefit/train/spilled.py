@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.memory.states import probe_states
 from pipefit.models import ModelBundle, build
-from pipefit.planner.spilling import plan_spilling
+from pipefit.planner.spilling import NOT_FROM_DISK, STEP_ON, plan_spilling
 from pipefit.profiling import analytic_profile, measure_device, measure_tier
 from pipefit.runtime.session import Session, current
 from pipefit.runtime.spilling import Spilling, SpillPlace
@@ -59,6 +60,9 @@ class Spilled:
         disk: folder of the disk tier, for what `host_memory` leaves, or all; None: stages live in the host's memory.
         slots: stages whose weights and gradients are on the device at once: one computes, the others load.
         optim_slots: the same for the optimizer's states; 0: these stay on the device.
+        step_on: where stages step: "device" (the optimizer's states come to it, or stay there), "host" (in the memory
+            of the host tier, where the states stay), the stages that step on the host, or "auto": what is faster by
+            the plan for the cap; without one, the device.
         prefetch: stages ahead that the next is loaded; None: as soon as a slot is free; 0: when it is needed.
         resume: go on from the last step that a run which was cut off has committed in `disk`, instead of beginning
             anew. Model, plan and training must be the same; weights, optimizers, schedules and random numbers stand
@@ -72,6 +76,7 @@ class Spilled:
     disk: str | Path | None = None
     slots: int = 2
     optim_slots: int = 1
+    step_on: str | Sequence[int] = "auto"
     prefetch: int | None = None
     resume: bool | int = False
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -102,10 +107,35 @@ class Spilled:
         folder, host = self.where.folder, _bytes(self.host_memory, "host_memory")
         return measure_tier(folder, device, capacity_bytes=host if folder is None else None)
 
-    def of(self, num_stages: int) -> Spill:
-        """As the programs know it."""
-        on_host = self.disk is None and (self.place is None or self.place.folder is None)
-        return Spill.of(num_stages, self.slots, self.optim_slots, "host" if on_host else "disk")
+    def of(self, num_stages: int, ties: Sequence[Sequence[int]] = ()) -> Spill:
+        """As the programs know it.
+
+        Args:
+            num_stages: of the model.
+            ties: groups of stages that share a weight, which stays on the device: so they step there.
+
+        Raises:
+            PlanError: a step on the host, and the stages are on disk.
+        """
+        on_disk = self.disk is not None or (self.place is not None and self.place.folder is not None)
+        tied = {stage for tie in ties for stage in tie}
+        free = [stage for stage in range(num_stages) if stage not in tied]
+        if isinstance(self.step_on, str):
+            stepped = tuple(free) if self.step_on == "host" else ()
+            is_known = self.step_on in STEP_ON
+        else:
+            stepped = tuple(sorted(set(self.step_on)))
+            is_known = set(stepped) <= set(free)
+        if not is_known:
+            raise PlanError(
+                f"step_on: expected one of {', '.join(STEP_ON)}, or stages from 0 to {num_stages - 1} that share no "
+                f"weight with another, got {self.step_on!r}"
+            )
+        if stepped and on_disk:
+            raise PlanError(NOT_FROM_DISK)
+        optim_slots = self.optim_slots if len(stepped) < num_stages else 0
+        spill = Spill.of(num_stages, self.slots, optim_slots, "disk" if on_disk else "host")
+        return msgspec.structs.replace(spill, on_host=stepped)
 
 
 def _bytes(value: float | str | None, name: str) -> float | None:
@@ -117,7 +147,7 @@ def spilled_shape(shape: Shape, spill: Spilled | None) -> Shape:
     if spill is None or shape.spill is not None or spill.cap_bytes is not None:
         return shape
     num_stages = shape.depth * shape.num_chunks
-    return msgspec.structs.replace(shape, spill=spill.of(num_stages), prefetch=spill.prefetch)
+    return msgspec.structs.replace(shape, spill=spill.of(num_stages, shape.ties), prefetch=spill.prefetch)
 
 
 def plan_of(
@@ -152,6 +182,8 @@ def plan_of(
         model="the model",
     )
     tier = spill.measured(place)
+    if tier.name == "host":
+        tier = msgspec.structs.replace(tier, step_bytes_per_s=measure_host_step(optimizer))
     topology = msgspec.structs.replace(Topology.local(1, 1e12, 0.0), tiers=(tier,), device=own)
     found = plan_spilling(
         profile,
@@ -162,8 +194,30 @@ def plan_of(
         host_bytes=_bytes(spill.host_memory, "host_memory") if tier.name == "host" else None,
         state_per_weight=state_per_weight(layers, optimizer),
         clip=clip,
+        step_on=_told_place(spill, tier),
     )
     return found, profile, topology
+
+
+def _told_place(spill: Spilled, tier: Tier) -> str:
+    if not isinstance(spill.step_on, str):
+        raise PlanError("step_on: stages are known once the model is cut; under a cap say 'device', 'host' or 'auto'")
+    if spill.step_on == "host" and tier.name != "host":
+        raise PlanError(NOT_FROM_DISK)
+    return spill.step_on
+
+
+def measure_host_step(optimizer: MakeOptimizer, num_elements: int = 1 << 20) -> float:
+    """Bytes of weights per second that an optimizer steps in the host's memory: the best of a few steps."""
+    parameter = nn.Parameter(torch.ones(num_elements))
+    made = optimizer([parameter])
+    seconds = []
+    for _ in range(4):
+        parameter.grad = torch.ones_like(parameter)
+        started = time.perf_counter()
+        made.step()
+        seconds.append(time.perf_counter() - started)
+    return parameter.nbytes / min(seconds[1:])
 
 
 def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> float:
@@ -214,7 +268,8 @@ def tiers_of(config: RunConfig, resume: bool = False) -> Spilled | None:
         return None
     latest = config.steps - 1 if resume else False
     about = facts_of(config)
-    return Spilled(None, config.host_memory or None, config.disk or None, resume=latest, about=about)
+    where = config.host_memory or None, config.disk or None
+    return Spilled(None, *where, step_on=config.step_on, resume=latest, about=about)
 
 
 def rates_of(config: RunConfig, device: torch.device) -> Tier:
@@ -244,7 +299,8 @@ def capped(
     """
     if config.plan:
         raise PlanError("a cap on the device's memory makes its own plan: leave out --plan, or --device-memory")
-    spill = Spilled(config.device_memory, config.host_memory or None, config.disk or None)
+    where = config.host_memory or None, config.disk or None
+    spill = Spilled(config.device_memory, *where, step_on=config.step_on)
     device = torch.device(config.device) if config.device else None
     return plan_of(layers, spill, optimizer, example, config.microbatches, loss, bool(config.clip), device)
 

@@ -6,14 +6,16 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_
 
 from pipefit.cost import from_profile
 from pipefit.errors import InfeasibleError, PipefitError, PlanError
+from pipefit.ir import Spill
 from pipefit.ir.liveness import device_peak_bytes
 from pipefit.planner import plan_spilling
 from pipefit.planner.explain import explain
-from pipefit.planner.limits import limits, traffic
-from pipefit.planner.spilling import _even
+from pipefit.planner.limits import limit_of, traffic
+from pipefit.planner.spilling import _even, spill_lines
 from pipefit.schedules import Shape, generate
 from pipefit.schedules.planned import program_of, shape_of
 from pipefit.simulate import simulate
@@ -127,12 +129,45 @@ def test_what_is_moved_is_counted_by_hand():
     assert moved.read_bytes == {"weights": 6 * 100e6, "optim": 4 * 200e6}
     assert moved.written_bytes == {"weights": 4 * 100e6, "optim": 4 * 200e6}
     assert moved.compute_s == pytest.approx(2 * (4 * 60e-3 + 3 * 20e-3))
-    device, host, split = limits(moved, HOST, host_bytes_per_s=30e9)
-    assert device.lanes["host → device"] == pytest.approx(0.14) and device.lanes["device → host"] == pytest.approx(0.12)
-    assert host.lanes["host → device"] == pytest.approx(0.06) and host.lanes["device → host"] == pytest.approx(0.04)
-    assert host.lanes["step on the host"] == pytest.approx(30 * 100e6 / 30e9)
-    assert split.limit_s <= max(device.limit_s, host.limit_s) and 0 < split.host_share < 1
-    assert len(limits(moved, DISK, host_bytes_per_s=30e9)) == 1
+    lanes = limit_of(moved, HOST).lanes
+    assert lanes["host → device"] == pytest.approx(0.14) and lanes["device → host"] == pytest.approx(0.12)
+    there = generate("spilled", replace_(shape, spill=Spill("host", 2, 0, False, (0, 1, 2, 3), False, (0, 1, 2, 3))))
+    lanes = limit_of(traffic(there, 0, replace(cost, host_step_s=(0.03,) * 4)), HOST).lanes
+    assert lanes["host → device"] == pytest.approx(0.06) and lanes["device → host"] == pytest.approx(0.04)
+    assert lanes["step on the host"] == pytest.approx(0.12)
+
+
+def planned(rate, step_on="auto", link=10e9, tier="host"):
+    host = Tier("host", 64e9, link, link, step_bytes_per_s=rate)
+    machine = Topology((Level("machine", 1, 1e9),), tiers=(host, DISK))
+    return plan_spilling(PROFILE, machine, device_bytes=1.5e9, num_microbatches=1, step_on=step_on, tier=tier)
+
+
+@pytest.mark.parametrize(("rate", "on_host"), [(100e9, "all"), (1e9, "some"), (0.05e9, "none"), (0.0, "none")])
+def test_stages_step_where_the_lane_that_binds_is_spared(rate, on_host):
+    """A link of 3 GB/s binds: states that stay on the host spare it, as long as the host steps fast enough."""
+    plan = planned(rate, link=3e9)
+    share = len(plan.spill.on_host) / len(plan.partition.stages)
+    assert {"all": share == 1, "some": 0 < share < 1, "none": share == 0}[on_host], plan.spill
+    program = program_of(plan)
+    verify(program).raise_if_bad()
+    assert program.header.spill.on_host == plan.spill.on_host
+    places = ("device", "host") if rate else ("device",)
+    assert plan.prediction.period_s <= (1 + 1e-9) * min(
+        planned(rate, place, 3e9).prediction.period_s for place in places
+    )
+    words = [line for line in spill_lines(plan) if line.startswith("steps: ")]
+    said = {"all": "on the host, where", "some": "of stages", "none": "on the device"}[on_host]
+    assert len(words) == 1 and said in words[0]
+
+
+def test_a_step_on_the_host_is_refused_where_the_records_are_on_disk():
+    plan = planned(100e9, tier="disk")
+    assert not plan.spill.on_host and any("read from the disk just the same" in line for line in spill_lines(plan))
+    with pytest.raises(PlanError, match="from a disk they would all have to be read"):
+        planned(100e9, "host", tier="disk")
+    with pytest.raises(PlanError, match="expected one of auto, device, host"):
+        planned(100e9, "moon")
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(1, 7))
