@@ -154,6 +154,7 @@ def from_profile(
         backward_input_s=total(lambda layer: layer.backward_input_s, scale),
         backward_weight_s=total(lambda layer: layer.backward_weight_s, scale),
         step_s=tuple(size * step_s_per_weight_byte for size in weights),
+        host_step_s=tuple(size / rate for size in weights) if (rate := _host_rate(topology)) else (),
         loss_s=loss_s,
         load_s=load_s,
         act_bytes=_crossing(profile, partition, lambda layer: layer.output_bytes, scale * data_scale),
@@ -210,3 +211,8 @@ def _speeds(topology: Topology, tensor: int) -> tuple[float, ...]:
     usable = reference.flops * reference.efficiency
     speeds = [device.flops * device.efficiency / usable for device in topology.devices]
     return tuple(min(speeds[first : first + tensor]) for first in range(0, len(speeds), tensor))
+
+
+def _host_rate(topology: Topology) -> float:
+    """Bytes of weights per second that step in the host's memory; 0: not known."""
+    return next((tier.step_bytes_per_s for tier in topology.tiers if tier.name == "host"), 0.0)

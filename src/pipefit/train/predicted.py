@@ -110,7 +110,8 @@ def cost_of(
         # One pass holds all steps: its batches are cut as they are loaded.
         host_s[Op.LOAD.value] += runtime.cut_s
     pass_s = runtime.pass_s + runtime.cut_s * plan.num_microbatches if synchronous else 0.0
-    return replace(cost, step_s=steps, host_s=host_s, pass_s=pass_s, tensor=plan.tensor)
+    on_host = cost.host_step_s if any(cost.host_step_s) else steps
+    return replace(cost, step_s=steps, host_step_s=on_host, host_s=host_s, pass_s=pass_s, tensor=plan.tensor)
 
 
 def predict(program: Program, cost: CostModel, repeats: int = 1) -> Timeline:
