@@ -71,7 +71,7 @@ class DistributedTransport:
         order, where a send waits for its receive, so the directions would block each other. With Gloo they may share
         one, but then share a connection and its lock, for which a rank that sends and the thread that receives turn.
 
-        Torch names a group by how many the process has made, members or not: a rank that makes one more or one less than
+        Torch names a group by how many the process has made, members or not: a rank that makes one more or less than
         another meets nobody under the names of all later ones, and waits. So what exists is remembered for all ranks.
         """
         for link in sorted(set(links) - self._known_links) if self._has_link_groups else ():
