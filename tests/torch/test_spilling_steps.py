@@ -1,5 +1,6 @@
 """Where a spilled stage steps changes nothing: on the device, on the host, or some here and some there."""
 
+import copy
 import json
 
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 from pipefit import Pipeline
 from pipefit.cli import main
 from pipefit.errors import PlanError
+from pipefit.models import build
 from pipefit.train.spilled import Spilled
 
 PLACES = ["device", "host", (0, 3), (1, 2)]
@@ -138,3 +140,49 @@ def test_training_from_the_command_line_is_the_same_wherever_it_steps(tmp_path, 
     assert found[0] == found[1] == found[2]
     assert main(["train", *words, "--step-on", "host", "--disk", str(tmp_path)]) != 0
     assert "from a disk they would all have to be read" in capsys.readouterr().err
+
+
+def test_a_plan_that_steps_on_the_host_is_followed(tmp_path):
+    """What the plan says is what runs: its file, its program, the machine's memory."""
+    bundle = build("gpt", layers=4, hidden=32, heads=2, context=8, vocab=32, tied=False)
+    x, y = bundle.example(4, 0)
+    how = {"loss": bundle.loss, "optimizer": adamw, "microbatches": 2}
+    one = Pipeline(copy.deepcopy(bundle.layers), stages=1, **how)
+    other = Pipeline(bundle.layers, example=(x, y), spill=Spilled("700 KiB", step_on="host"), **how)
+    told = other.plan.spill
+    assert told.on_host == tuple(range(len(other.plan.partition.stages))) and not told.optim_slots
+    assert other.program.header.spill.on_host == told.on_host
+    for _ in range(3):
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    assert other._engine.workers[0].spilling.arena.num_bytes < told.peak_bytes <= 700 * 1024
+    other.close()
+
+
+def test_stages_that_share_a_weight_step_on_the_device_and_the_rest_on_the_host():
+    bundle = build("gpt", layers=2, hidden=16, heads=2, context=8, vocab=32)
+    x, y = bundle.example(6, 0)
+    losses = []
+    for place in ("device", "host"):
+        pipe = Pipeline(
+            copy.deepcopy(bundle.layers), loss=bundle.loss, optimizer=adamw, stages=4, chunks=4, microbatches=3,
+            spill=Spilled(step_on=place),
+        )  # fmt: skip
+        losses.append([pipe.step(x, y) for _ in range(3)])
+        on_host = pipe.program.header.spill.on_host
+        pipe.close()
+    assert losses[0] == losses[1] and on_host == (1, 2)
+
+
+def test_a_model_of_the_meta_device_is_drawn_into_records_that_step_on_the_host():
+    with torch.device("meta"):
+        bundle = build("gpt", layers=3, hidden=16, heads=2, context=8, vocab=32, tied=False)
+    pipes = []
+    for more in ({"stages": 1}, {"stages": 5, "chunks": 5, "spill": Spilled(step_on="host")}):
+        layers = copy.deepcopy(bundle.layers)
+        pipes.append(Pipeline(layers, loss=bundle.loss, optimizer=adamw, microbatches=2, seed=5, **more))
+    x, y = bundle.example(4, 0)
+    for _ in range(2):
+        assert pipes[0].step(x, y) == pipes[1].step(x, y)
+    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    pipes[1].close()
