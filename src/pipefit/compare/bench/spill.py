@@ -193,7 +193,6 @@ class SpeedRow:
         synchronous_s: spilled, each stage loaded when it is needed.
         buffered_s: spilled, loaded while another computes.
         read_s, write_s: the bytes of a step at the tier's own rates.
-        fill_s: the first stage's load, which nothing can hide.
     """
 
     tokens: int
@@ -203,12 +202,11 @@ class SpeedRow:
     buffered_s: float
     read_s: float
     write_s: float
-    fill_s: float
 
     @property
     def limit_s(self) -> float:
-        """What no order of work and copies can beat: the slowest lane, and the fill."""
-        return max(self.replayed_s, self.read_s, self.write_s) + self.fill_s
+        """What no order of work and copies can beat: the slowest lane."""
+        return max(self.replayed_s, self.read_s, self.write_s)
 
     @property
     def binds(self) -> str:
@@ -267,21 +265,23 @@ def speed(
 
 def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats: int, steps: int) -> SpeedRow:
     batches = _batches(tokens)
-    shards = layers + 2
+    # A block for each shard; what comes before and after the blocks is small, and shares the first and the last.
+    cut = [2, *[1] * (layers - 2), 2] if layers > 1 else [3]
+    shards = len(cut)
     pipes = {
         "resident": _pipeline(_gpt(layers, hidden), tokens, None, stages=1),
         "replayed": _pipeline(
-            _gpt(layers, hidden), tokens, None, stages=shards, chunks=shards, schedule="breadth-first", recompute=True
+            _gpt(layers, hidden), tokens, None, stages=cut, chunks=shards, schedule="breadth-first", recompute=True
         ),
         "synchronous": _pipeline(
             _gpt(layers, hidden),
             tokens,
             Spilled(disk=place / "synchronous", optim_slots=2, prefetch=0),
-            stages=shards,
+            stages=cut,
             chunks=shards,
         ),
         "buffered": _pipeline(
-            _gpt(layers, hidden), tokens, Spilled(disk=place / "buffered", optim_slots=2), stages=shards, chunks=shards
+            _gpt(layers, hidden), tokens, Spilled(disk=place / "buffered", optim_slots=2), stages=cut, chunks=shards
         ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
@@ -290,12 +290,12 @@ def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats
             spent = _timed(pipe, [next(batches) for _ in range(steps)])
             if turn:
                 seconds[name].append(spent / steps)
-    read, written, first = _traffic(pipes["buffered"])
+    read, written = _traffic(pipes["buffered"])
     for pipe in pipes.values():
         pipe.close()
     medians = [statistics.median(values) for values in seconds.values()]
     rates = tier.read_bytes_per_s, tier.write_bytes_per_s
-    return SpeedRow(tokens, *medians, read / rates[0], written / rates[1], first / rates[0])
+    return SpeedRow(tokens, *medians, read / rates[0], written / rates[1])
 
 
 def _timed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> float:
@@ -308,14 +308,17 @@ def _timed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> float:
     return time.perf_counter() - began
 
 
-def _traffic(pipe: Pipeline) -> tuple[float, float, float]:
-    """Bytes that a step reads and writes, and those of its first load."""
+def _traffic(pipe: Pipeline) -> tuple[float, float]:
+    """Bytes that a step reads and writes; the weights in the slots at its end are those that the next begins with."""
     spilling = pipe._engine.workers[0].spilling
     assert spilling is not None
     sizes = {key: size for store in spilling.stores.values() for key, size in store.sizes().items()}
     moves = [(i.op, sizes[Key(i.stage, i.kind)]) for i in pipe.program.ranks[0] if i.op in (Op.FETCH, Op.EVICT)]
-    read = [size for op, size in moves if op is Op.FETCH]
-    return sum(read), sum(size for op, size in moves if op is Op.EVICT), read[0]
+    spill = pipe.program.header.spill
+    assert spill is not None
+    kept = sum(sizes[Key(stage, "weights")] for stage in spill.stages[: spill.weights_slots])
+    read, written = (sum(size for op, size in moves if op is way) for way in (Op.FETCH, Op.EVICT))
+    return read - kept, written
 
 
 # ---- both ----------------------------------------------------------------------------------------------------------
