@@ -74,6 +74,13 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest(tmp_path, capsys):
     assert "the smallest cap that works is" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", ["--tensor 2", "--ranks 2", "--schedule gpipe", "--stages 2,3", "--recompute"])
+def test_a_cap_makes_its_own_plan_and_refuses_to_be_told_another(words, capsys):
+    given = ["--model", "gpt", "--option", "layers=3,hidden=32,context=16", "--device-memory", "6 MiB", *words.split()]
+    assert main(["train", *given, "--data", "synthetic", "--steps", "2"]) == 2
+    assert f"leave out {words.split()[0]}, or --device-memory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("cap", [["--device-memory", "6 MiB"], []], ids=["capped", "by stages"])
 def test_a_disk_that_is_no_folder_is_refused_in_one_message(cap, capsys):
     words = ["--model", "gpt", "--option", "layers=3,hidden=32,context=16", "--data", "synthetic", "--steps", "2"]

@@ -27,7 +27,7 @@ def command(
         list[str] | None,
         Parameter(help="text, digits, synthetic, or your own text files.", consume_multiple=True, negative=()),
     ] = None,
-    ranks: Annotated[int, help_of("Processes.", "--ranks", "-n")] = 2,
+    ranks: Annotated[int | None, help_of("Processes: 2, or 1 under --device-memory.", "--ranks", "-n")] = None,
     transport: Annotated[
         Literal["distributed", "local"], help_of("A process for each rank, or all of them in this one.")
     ] = "distributed",
@@ -84,6 +84,7 @@ def command(
     """
     from pipefit.train.config import RunConfig
 
+    ranks = (1 if device_memory else 2) if ranks is None else ranks
     for name, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks), ("batch", batch)):
         count(f"--{name}", value)
     count("--tensor", tensor)
@@ -95,7 +96,7 @@ def command(
         model=_found_everywhere(model),
         options=",".join(option or []),
         data=tuple(data or ()),
-        ranks=1 if device_memory else ranks,
+        ranks=ranks,
         schedule=schedule,
         microbatches=microbatches,
         chunks=chunks,

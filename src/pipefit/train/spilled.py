@@ -49,6 +49,12 @@ __all__ = [
 ]
 
 
+_DIVIDES = (
+    *("plan", "ranks", "schedule", "chunks", "replicas", "stages", "recompute"),
+    *("data_parallel", "tensor", "sequence_parallel", "shard_optimizer"),
+)
+
+
 @dataclass(frozen=True)
 class Spilled:
     """How a pipeline spills: `Pipeline(…, spill=Spilled("1.5 GiB", disk="/scratch"))`.
@@ -295,10 +301,15 @@ def capped(
     """The plan of a run under a cap, with the profile and the topology it was made from.
 
     Raises:
-        PlanError: the run also has a plan of its own.
+        PlanError: the run is also told how to be divided.
     """
-    if config.plan:
-        raise PlanError("a cap on the device's memory makes its own plan: leave out --plan, or --device-memory")
+    usual = RunConfig(ranks=1)
+    told = [f"--{name.replace('_', '-')}" for name in _DIVIDES if getattr(config, name) != getattr(usual, name)]
+    if told:
+        raise PlanError(
+            f"a cap on the device's memory makes its own plan, for one process: leave out {' and '.join(told)}, or "
+            "--device-memory; without it, --disk and --host-memory spill the stages of any pipeline"
+        )
     where = config.host_memory or None, config.disk or None
     spill = Spilled(config.device_memory, *where, step_on=config.step_on)
     device = torch.device(config.device) if config.device else None
