@@ -68,6 +68,15 @@ def test_a_cap_on_the_device_trains_from_disk_with_the_same_losses(tmp_path, cap
     assert not list((tmp_path / "tier").iterdir())  # the run has ended well: its records are not needed any more
 
 
+def test_a_model_with_a_shared_weight_under_a_cap_has_the_same_losses_wherever_it_steps(capsys):
+    words = ["--model", "gpt", "--option", "layers=4,hidden=32,context=16", "--device-memory", "700KiB", "--steps", "3"]
+    found = []
+    for where in ("auto", "host", "device"):
+        assert main(["train", *words, "--batch", "4", "--data", "synthetic", "--step-on", where, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["losses"])
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_cap_that_is_too_small_is_refused_with_the_smallest(tmp_path, capsys):
     code = main(["train", "--model", "gpt", "--option", "layers=3,hidden=32,context=16", "--device-memory", "10kB"])
     assert code == 1

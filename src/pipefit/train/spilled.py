@@ -31,6 +31,7 @@ from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
 from pipefit.train.resumed import agree_on_step, check_same, committed_step, facts_of, identity, recorded_plan
+from pipefit.train.ties import tied_layers
 from pipefit.units import parse_quantity
 
 __all__ = [
@@ -200,6 +201,7 @@ def plan_of(
         host_bytes=_bytes(spill.host_memory, "host_memory") if tier.name == "host" else None,
         state_per_weight=state_per_weight(layers, optimizer),
         clip=clip,
+        ties=tied_layers(layers),
         step_on=_told_place(spill, tier),
     )
     return found, profile, topology
