@@ -33,7 +33,7 @@ GPT = CompareConfig(
     microbatches=(4, 8, 32),
     batch=32,
     steps=1,
-    repeats=3,
+    repeats=5,
     segment=64,
 )
 """GPT of 8 blocks × 256, sequence 128, batch 32.
