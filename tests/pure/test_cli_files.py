@@ -199,6 +199,10 @@ def test_a_plan_that_spills_is_planned_proved_and_simulated_by_hand(tmp_path, ca
     answer = json.loads(capsys.readouterr().out)
     assert answer["peak_bytes"][0] <= 2.5 * 2**30
     assert answer["period"] == pytest.approx(Plan.load(path).prediction.period_s, rel=0.1)
+    assert main(["plan", *shape, "--device-memory", "2.5 GiB", "-m", "4", "--step-on", "host"]) == 0
+    assert "steps: on the host" in capsys.readouterr().out
+    assert main(["plan", *shape, "--step-on", "host"]) == 2
+    assert "expected --device-memory too" in capsys.readouterr().err
     assert main(["plan", *shape, "--device-memory", "10 MiB"]) == 1
     assert "the smallest cap that works is" in capsys.readouterr().err
     assert main(["verify", str(path), "--tier-capacity", "1 GiB"]) == 2

@@ -560,3 +560,11 @@ def test_a_chart_of_nothing_or_of_no_numbers_is_refused(series):
 def test_the_script_data_never_holds_a_tag():
     text = to_script([Entry("<a>&</a>", scene_of(timeline_of("gpipe", Shape(2, 2))))])
     assert not set("<>&") & set(text)
+
+
+def test_a_spilled_schedule_can_be_drawn_with_its_steps_on_the_host():
+    there, here = (draw("spilled", 4, 2, step_on=where) for where in ("host", "device"))
+    assert {i.op.value for i in there.program.ranks[0] if "step" in i.op.value} == {"host_step"}
+    assert not [i for i in there.program.ranks[0] if i.kind == "optim"]
+    assert [line for line in there.grid().splitlines() if line.split()[:1] == ["host"]]
+    assert not [line for line in here.grid().splitlines() if line.split()[:1] == ["host"]]

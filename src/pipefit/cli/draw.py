@@ -67,6 +67,7 @@ def command(
         help_of("Fetch a stage so many visits ahead; 0: when it is needed. Default: as soon as a slot is free."),
     ] = None,
     activations: Annotated[bool, flag("What enters a spilled stage waits on the tier too, until its replay.")] = False,
+    step_on: Annotated[Literal["device", "host"], help_of("Where stages on the host step.", "--step-on")] = "device",
     copy: Copy = 2,
     option: Annotated[list[str] | None, help_of("An option of the schedule as NAME=INTEGER; may be repeated.")] = None,
     warmup: Annotated[int | None, help_of("Short for --option warmup=…")] = None,
@@ -111,6 +112,7 @@ def command(
         tier=tier,
         prefetch=prefetch,
         activations=activations,
+        step_on=step_on,
         copy=copy,
         **options,
     )

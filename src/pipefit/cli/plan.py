@@ -47,6 +47,9 @@ def command(
         ),
     ] = None,
     tier: Annotated[Literal["host", "disk"] | None, help_of("Where --device-memory spills to.")] = None,
+    step_on: Annotated[
+        Literal["auto", "device", "host"] | None, help_of("Where what --device-memory spills steps.", "--step-on")
+    ] = None,
     state: Annotated[float | None, help_of("Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.")] = None,
     tensor: Annotated[str | None, help_of("Tensor widths to choose from, such as 1,2.", "--tensor", "-t")] = None,
     executable: Annotated[bool, flag("Only what `pipefit train` runs for any model: no tensor width.")] = False,
@@ -64,7 +67,8 @@ def command(
     --method pipedream plans asynchronous training with a weight update per mini-batch; auto, gpipe, ptdp and uniform
     plan synchronous training; 2bw updates with gradients one update old.
     """
-    from pipefit.planner import plan
+    from pipefit.planner import plan, plan_spilling
+    from pipefit.units import parse_quantity
 
     check_suffix(output, (".json",))
     check_suffix(picture, (".svg",))
@@ -77,8 +81,22 @@ def command(
             count(name, value)
     if tokens is not None and not tokens > 0:
         raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
+    if step_on is not None and device_memory is None:
+        raise PipefitError("--step-on: expected --device-memory too; without a cap nothing is spilled")
     if device_memory is not None:
-        made = _spilled(figures, machine, device_memory, tier, microbatch_size, microbatches, global_batch, state)
+        sizes = whole_numbers("--microbatch-size", microbatch_size) or (figures.microbatch_size,)
+        if len(sizes) > 1:
+            raise PipefitError(f"--device-memory: expected one --microbatch-size, got {microbatch_size}")
+        made = plan_spilling(
+            figures,
+            machine,
+            device_bytes=parse_quantity(device_memory, "bytes", "--device-memory"),
+            num_microbatches=microbatches or max((global_batch or 8 * sizes[0]) // sizes[0], 1),
+            microbatch_size=sizes[0],
+            tier=tier,
+            state_per_weight=state,
+            step_on=step_on or "auto",
+        )
         return _answer(made, figures, machine, tokens, picture, output)
     made = plan(
         figures,
@@ -97,34 +115,6 @@ def command(
         tensors=whole_numbers("--tensor", tensor) or None,
     )
     return _answer(made, figures, machine, tokens, picture, output)
-
-
-def _spilled(
-    profile: Profile,
-    machine: Topology,
-    device_memory: str,
-    tier: str | None,
-    microbatch_size: str | None,
-    microbatches: int | None,
-    global_batch: int | None,
-    state: float | None,
-) -> Plan:
-    from pipefit.planner import plan_spilling
-    from pipefit.units import parse_quantity
-
-    sizes = whole_numbers("--microbatch-size", microbatch_size) or (profile.microbatch_size,)
-    if len(sizes) > 1:
-        raise PipefitError(f"--device-memory: expected one --microbatch-size, got {microbatch_size}")
-    asked = microbatches or max((global_batch or 8 * sizes[0]) // sizes[0], 1)
-    return plan_spilling(
-        profile,
-        machine,
-        device_bytes=parse_quantity(device_memory, "bytes", "--device-memory"),
-        num_microbatches=asked,
-        microbatch_size=sizes[0],
-        tier=tier,
-        state_per_weight=state,
-    )
 
 
 def _machine(name: str, memory: str | None) -> Topology:

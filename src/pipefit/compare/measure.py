@@ -91,7 +91,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     wanted = _strategies(config.strategies)
     torch.manual_seed(config.seed)
     bundle = build(config.model, **parse_options(config.options, config.model))
-    name, batches = _batches(config, bundle)
+    source, batches = _batches(config, bundle)
     subject = Subject(
         lambda: copy.deepcopy(bundle.layers), bundle.loss, _optimizer(config), session.num_ranks, session.rank
     )
@@ -112,12 +112,12 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     gc.freeze()
     started = time.monotonic()
     for turn in range(config.repeats + 1):
-        name = f"repetition {turn} of {config.repeats}" if turn else "warming up"
-        say(f"{name}, {len(cells)} cells in turns")
+        turning = f"repetition {turn} of {config.repeats}" if turn else "warming up"
+        say(f"{turning}, {len(cells)} cells in turns")
         for index, cell in enumerate(cells):
             where = f"{index + 1} of {len(cells)}, {cell.strategy.name} m={cell.num_microbatches}"
             share = (turn + index / len(cells)) / (config.repeats + 1)
-            say(f"measuring: {name}, {where}{_left(time.monotonic() - started, share) if turn else ''}")
+            say(f"measuring: {turning}, {where}{_left(time.monotonic() - started, share) if turn else ''}")
             _measure(cell, batches, session, keep=turn > 0)
         spent_s = max(_shared(time.monotonic() - started, session))
         if config.limit_s and 0 < turn < config.repeats and spent_s * (turn + 2) / (turn + 1) > config.limit_s:
@@ -131,7 +131,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     samples = config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0
     result = Comparison(
         model=bundle.describe(),
-        data=name,
+        data=source,
         num_ranks=session.num_ranks,
         batch=config.batch,
         samples=samples,
@@ -192,7 +192,6 @@ def _profiles(subject: Subject, batch: Batch, counts: list[int], session: Sessio
             session,
             loss=subject.loss,
             optimizer=subject.optimizer,
-            repeats=5,
         )
         for num in counts
     }

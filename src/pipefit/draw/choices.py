@@ -42,6 +42,7 @@ class How(NamedTuple):
     tier: str = "host"
     prefetch: int | None = None
     activations: bool = False
+    step_on: str = "device"
 
 
 class _Wish(NamedTuple):
@@ -167,7 +168,9 @@ def _drawn(wish: _Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | No
 def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
     """A shape all of whose stages live on another tier, through so many slots of each rank."""
     num_stages = made(shape).header.num_stages
-    spill = Spill.of(num_stages, slots, how.optim_slots, how.tier, how.activations)
+    on_host = tuple(range(num_stages)) if how.step_on == "host" else ()
+    spill = Spill.of(num_stages, slots, 0 if on_host else how.optim_slots, how.tier, how.activations)
+    spill = msgspec.structs.replace(spill, on_host=on_host)
     return msgspec.structs.replace(shape, spill=spill, prefetch=how.prefetch)
 
 

@@ -147,6 +147,7 @@ def draw(
     tier: str = "host",
     prefetch: int | None = None,
     activations: bool = False,
+    step_on: str = "device",
     copy: float = 2,
     **options: int,
 ) -> Drawing:
@@ -176,6 +177,7 @@ def draw(
         tier: where they live: "host" or "disk".
         prefetch: stages ahead that the next is fetched; None: as soon as a slot is free; 0: when it is needed.
         activations: what enters a stage waits on the tier too, from its forward to its replay.
+        step_on: where stages that live on the host step: "device" or "host".
         copy: time of moving all stages of a rank to or from the tier.
         options: integers of the schedule, such as `warmup=2`.
 
@@ -194,7 +196,7 @@ def draw(
         recompute=(None if recompute else ()) if isinstance(recompute, bool) else tuple(recompute),
         options=options,
     )
-    how = How(optim_slots, tier, prefetch, activations) if slots is not None or made.spills else None
+    how = How(optim_slots, tier, prefetch, activations, step_on) if slots is not None or made.spills else None
     if how:
         shape = spilled(made, shape, 2 if slots is None else slots, how)
 
