@@ -27,9 +27,9 @@ from pipefit.checkpoint.sharded import whole_for_writing
 from pipefit.checkpoint.state import Trained, is_first, tensors_of
 from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError
-from pipefit.spec.files import encode
+from pipefit.spec.files import encode, sync_folder
 
-__all__ = ["explained", "make_folder", "save", "sync_folder"]
+__all__ = ["explained", "make_folder", "save"]
 
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 _log = logging.getLogger("pipefit.checkpoint")
@@ -97,15 +97,6 @@ def make_folder(place: Path) -> None:
     if not place.is_dir():
         place.mkdir(parents=True, exist_ok=True)
         sync_folder(place.parent)
-
-
-def sync_folder(place: Path) -> None:
-    """Forces a directory's entries to the disk: a rename lasts only then."""
-    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:

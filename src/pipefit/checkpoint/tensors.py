@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,17 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[int, str]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterable[Tensor] | None = None
+) -> tuple[int, str]:
     """Writes a new safetensors file and forces it to the disk.
 
     Args:
         path: must not exist yet.
         tensors: by name; on any device, copied to the host one at a time.
         metadata: of the file.
+        values: what to write in place of the tensors, which then only tell shapes and types; in their order, one at a
+            time.
 
     Returns:
         Its size in bytes and its SHA-256.
@@ -63,7 +67,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     digest, size = hashlib.sha256(head), len(head)
     with path.open("xb") as file:
         file.write(head)
-        for tensor in tensors.values():
+        for tensor in tensors.values() if values is None else values:
             data = payload(tensor)
             for start in range(0, len(data), _CHUNK_BYTES):
                 chunk = data[start : start + _CHUNK_BYTES]

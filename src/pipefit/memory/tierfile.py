@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipefit.errors import TierError
+from pipefit.spec.files import sync_folder
 from pipefit.units import format_bytes
 
 __all__ = ["Committed", "TierFile", "read_commits", "read_table"]
@@ -73,7 +74,7 @@ class TierFile:
         try:
             for path in (self._commit, self._before):
                 path.unlink(missing_ok=True)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
             os.ftruncate(self._fd, 0)
             if num_bytes:
                 os.posix_fallocate(self._fd, 0, num_bytes)
@@ -134,7 +135,7 @@ class TierFile:
                 self._commit.replace(self._before)
             temporary.replace(self._commit)
             # What is written next overwrites the step before: the names must be on the disk first.
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except OSError as problem:
             raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
         self._step = step
@@ -157,7 +158,7 @@ class TierFile:
                     return
             if _read_commit(self._before) == committed:
                 self._before.replace(self._commit)
-                _sync_folder(self.path.parent)
+                sync_folder(self.path.parent)
         except OSError as problem:
             raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
         finally:
@@ -169,7 +170,7 @@ class TierFile:
             temporary = self._table.with_suffix(".writing")
             _write(temporary, json.dumps({"format": _FORMAT, "about": about, "records": rows}).encode())
             temporary.replace(self._table)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except OSError as problem:
             raise TierError(f"{self._table}: {problem.strerror}") from None
 
@@ -247,12 +248,3 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Forces the names in a folder to the disk."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
-from pipefit.cost import CostModel, from_profile
 from pipefit.errors import InfeasibleError, PlanError
-from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
-from pipefit.ir.program import Program
-from pipefit.ir.spill import Spill
-from pipefit.partition.capacity import hydra
+from pipefit.ir.liveness import device_peak_bytes
 from pipefit.planner.gpt import usual_state
 from pipefit.planner.limits import Limit, limit_of, traffic
+from pipefit.planner.shards import Choice, Task, cuts_of, fitting, resident_states
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, SpillSpec, Topology
@@ -35,94 +30,7 @@ NOT_FROM_DISK = (
     "read just the same: spill to the host's memory, or step on the device"
 )
 
-_SLOTS = (1, 2, 3, 4, 6, 8)
-_NUM_CUTS = 12
 _NUM_SIMULATED = 8
-_SHARES = (0.25, 0.5, 0.75)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A cut and its slots, that fit."""
-
-    partition: Partition
-    spill: Spill
-    program: Program
-    cost: CostModel
-    peak_bytes: float
-    limit: Limit
-
-    @property
-    def steps(self) -> str:
-        """Where its stages step: "device", "host" or "split"."""
-        spill = self.program.header.spill
-        if spill is None or not spill.on_host:
-            return "device"
-        return "host" if spill.on_host == spill.stages else "split"
-
-
-@dataclass(frozen=True)
-class _Task:
-    profile: Profile
-    topology: Topology
-    tier: Tier
-    device_bytes: float
-    host_bytes: float
-    num_microbatches: int
-    state: float
-    clip: bool
-    ties: tuple[tuple[int, ...], ...]
-    activations: bool
-    step_on: str
-    costs: dict[str, Any]
-
-    def cost_of(self, partition: Partition) -> CostModel:
-        cost = from_profile(
-            self.profile,
-            partition,
-            self.topology,
-            optimizer_bytes_per_weight_byte=self.state,
-            loss_s=self.profile.loss_s,
-            **self.costs,
-        )
-        steps = tuple(self.profile.optimizer_of(stage.layers) for stage in partition.stages)
-        rate = self.tier.step_bytes_per_s
-        return replace(
-            cost, step_s=steps, host_step_s=tuple(size / rate for size in cost.weight_bytes) if rate else steps
-        )
-
-    def program_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Program:
-        shape = Shape(
-            len(partition.stages), num_microbatches, clip=self.clip, ties=self.ties_of(partition), spill=spill
-        )
-        return generate("spilled", shape)
-
-    def on_host(self, partition: Partition, optim_slots: int) -> Iterator[tuple[int, ...]]:
-        """The stages that may step on the host, together; of a split the last, which step first.
-
-        Their steps have the longest until their weights are needed again.
-        """
-        tied = {stage for tie in self.ties_of(partition) for stage in tie}
-        free = tuple(stage for stage in range(len(partition.stages)) if stage not in tied)
-        if self.step_on != "host" or not free:
-            yield ()
-        knows = self.tier.step_bytes_per_s > 0 and self.step_on == "auto"
-        if self.tier.name != "host" or not free or not (knows or self.step_on == "host"):
-            return
-        num_stages = len(partition.stages)
-        if len(free) < num_stages or not optim_slots:
-            yield free
-        if self.step_on == "auto":
-            for share in _SHARES:
-                count = round(share * len(free))
-                if 0 < count < len(free):
-                    yield free[-count:]
-
-    def ties_of(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
-        """The stages that share a weight because layers of them do."""
-        owner = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
-        groups = {tuple(sorted({owner[layer] for layer in tie})) for tie in self.ties}
-        return tuple(sorted(group for group in groups if len(group) > 1))
 
 
 def plan_spilling(
@@ -181,7 +89,7 @@ def plan_spilling(
     if step_on == "host" and chosen.name != "host":
         raise PlanError(f"step_on: {NOT_FROM_DISK}")
     figures = profile.at(size)
-    task = _Task(
+    task = Task(
         figures,
         topology,
         chosen,
@@ -199,8 +107,8 @@ def plan_spilling(
     assert whole.prediction is not None
     if whole_bytes <= device_bytes:
         return msgspec.structs.replace(whole, plan_seconds=time.perf_counter() - started)
-    cuts = list(_cuts(task))
-    choices = sorted(_fitting(task, cuts), key=lambda choice: choice.limit.limit_s)
+    cuts = list(cuts_of(task))
+    choices = sorted(fitting(task, cuts), key=lambda choice: choice.limit.limit_s)
     if not choices:
         raise InfeasibleError(_nothing_fits(task, cuts))
     best, period_s, makespan_s = _fastest(task, choices[:_NUM_SIMULATED])
@@ -222,7 +130,7 @@ def _tier(topology: Topology, name: str | None) -> Tier:
     return found[0]
 
 
-def _resident(task: _Task, size: int) -> tuple[Plan, float]:
+def _resident(task: Task, size: int) -> tuple[Plan, float]:
     """The plan of a device that holds the whole model, and how much it then holds."""
     partition = Partition.from_counts([len(task.profile)], len(task.profile))
     cost, program = task.cost_of(partition), generate("1f1b", Shape(1, task.num_microbatches, clip=task.clip))
@@ -242,103 +150,7 @@ def _resident(task: _Task, size: int) -> tuple[Plan, float]:
     return plan, peak
 
 
-# ----------------------------------------------------------------------------------------------------------------- cuts
-
-
-def _cuts(task: _Task) -> Iterator[Partition]:
-    """Cuts worth a try, the coarsest first, each once."""
-    weights = [layer.weight_bytes for layer in task.profile.layers]
-    num_layers = len(weights)
-    counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}
-    found = {tuple(_even(weights, count)) for count in counts}
-    for share in (0.25, 0.5, 0.75, 1.0):
-        for double in (False, True):
-            with suppress(InfeasibleError):
-                cut = hydra(task.profile, share * task.device_bytes, task.state, double)
-                found.add(tuple(len(stage.layers) for stage in cut.stages))
-    for layers in sorted(found, key=lambda layers: (len(layers), layers)):
-        yield Partition.from_counts(layers, num_layers)
-
-
-def _even(weights: Sequence[float], count: int) -> list[int]:
-    """Layer counts of at most `count` shards whose largest is as small as it can be.
-
-    >>> _even([3, 1, 1, 1, 4], 3)
-    [2, 2, 1]
-    """
-    low, high = max(weights), sum(weights)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(_filled(weights, middle)) <= count else (middle, high)
-    return _filled(weights, high * (1 + 1e-9))
-
-
-def _filled(weights: Sequence[float], limit: float) -> list[int]:
-    counts, held = [0], 0.0
-    for weight in weights:
-        if counts[-1] and held + weight > limit:
-            counts.append(0)
-            held = 0.0
-        counts[-1] += 1
-        held += weight
-    return counts
-
-
-# -------------------------------------------------------------------------------------------------------------- choices
-
-
-def _slots(num_stages: int, state: float) -> Iterator[tuple[int, int]]:
-    """Slots for weights and for states; none for states that stay on the device."""
-    several = [count for count in _SLOTS if count <= num_stages]
-    for weights in several:
-        yield weights, 0
-        yield from ((weights, optim) for optim in several[:2] if state)
-
-
-def _fitting(task: _Task, cuts: Iterable[Partition]) -> Iterator[_Choice]:
-    for partition in cuts:
-        cost, num_stages = task.cost_of(partition), len(partition.stages)
-        beside = _beside_slots(task, partition, cost)
-        largest_tie = max(map(len, task.ties_of(partition)), default=1)
-        for weights, optim in _slots(num_stages, task.state):
-            if weights < largest_tie:
-                continue
-            for on_host in task.on_host(partition, optim):
-                spill = Spill.of(num_stages, weights, optim, task.tier.name, task.activations)
-                spill = msgspec.structs.replace(spill, on_host=on_host)
-                choice = _choice(task, partition, spill, cost, beside)
-                if choice is not None:
-                    yield choice
-
-
-def _choice(task: _Task, partition: Partition, spill: Spill, cost: CostModel, beside: float) -> _Choice | None:
-    """The choice with its limit; None: device or tier have no room for it."""
-    # What is moved does not depend on the number of micro-batches, unless activations are moved too.
-    counted = task.num_microbatches if task.activations else 1
-    small = task.program_of(partition, spill, counted)
-    peak = beside + arena_bytes(small.header, 0, cost.size_bytes) + _resident_states(small, cost)
-    if peak > task.device_bytes or tier_peak_bytes(small, 0, cost.size_bytes)[0] > task.host_bytes:
-        return None
-    moved = traffic(small, 0, cost)
-    moved = replace(moved, compute_s=moved.compute_s * task.num_microbatches / counted)
-    return _Choice(partition, spill, small, cost, peak, limit_of(moved, task.tier))
-
-
-def _resident_states(program: Program, cost: CostModel) -> float:
-    header = program.header
-    return cost.resident_bytes([stage for stage in range(header.num_stages) if header.keeps_states(stage)])
-
-
-def _beside_slots(task: _Task, partition: Partition, cost: CostModel) -> float:
-    """What the device holds beside its slots: activations at the cuts, and what one micro-batch saves."""
-    num_stages = len(partition.stages)
-    slots = max((2, *map(len, task.ties_of(partition))))
-    spill = Spill.of(num_stages, min(slots, num_stages), 0, task.tier.name, task.activations)
-    program = task.program_of(partition, spill, task.num_microbatches)
-    return device_peak_bytes(program, 0, cost.size_bytes)[0] - arena_bytes(program.header, 0, cost.size_bytes)
-
-
-def _fastest(task: _Task, choices: Sequence[_Choice]) -> tuple[_Choice, float, float]:
+def _fastest(task: Task, choices: Sequence[Choice]) -> tuple[Choice, float, float]:
     """The choice with the shortest period, of equals the one with the fewest stages; its period and makespan."""
     timed = []
     for choice in choices:
@@ -349,13 +161,13 @@ def _fastest(task: _Task, choices: Sequence[_Choice]) -> tuple[_Choice, float, f
     return min(timed, key=lambda found: (round(found[1], 9), len(found[0].partition.stages)))
 
 
-def _nothing_fits(task: _Task, cuts: Sequence[Partition]) -> str:
+def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
     """What the smallest device would be, and the layer that asks for it."""
     layers = task.profile.layers
     finest = [*cuts, Partition.from_counts([1] * len(layers), len(layers))]
     least, count = min(
         (choice.peak_bytes, len(choice.partition.stages))
-        for choice in _fitting(replace(task, device_bytes=math.inf, host_bytes=math.inf), finest)
+        for choice in fitting(replace(task, device_bytes=math.inf, host_bytes=math.inf), finest)
     )
     if least <= task.device_bytes:
         return (
@@ -371,21 +183,18 @@ def _nothing_fits(task: _Task, cuts: Sequence[Partition]) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------- plan
-
-
 def _plan_of(
-    task: _Task,
-    best: _Choice,
+    task: Task,
+    best: Choice,
     period_s: float,
     makespan_s: float,
     size: int,
-    others: Sequence[_Choice],
+    others: Sequence[Choice],
 ) -> Plan:
     num_stages, spill = len(best.partition.stages), best.program.header.spill
     assert spill is not None
     # Counted on the whole program, to the byte.
-    peak, _ = device_peak_bytes(best.program, 0, best.cost.size_bytes, _resident_states(best.program, best.cost))
+    peak, _ = device_peak_bytes(best.program, 0, best.cost.size_bytes, resident_states(best.program, best.cost))
     limit = limit_of(traffic(best.program, 0, best.cost), task.tier)
     told = SpillSpec(
         tier=task.tier.name,
@@ -415,7 +224,7 @@ def _plan_of(
     )
 
 
-def _candidate(other: _Choice, chosen: Limit, samples: int) -> Candidate:
+def _candidate(other: Choice, chosen: Limit, samples: int) -> Candidate:
     """What the best with steps elsewhere would reach."""
     where = {"device": "steps on the device", "host": "steps on the host", "split": "steps on the host and the device"}
     limit = other.limit

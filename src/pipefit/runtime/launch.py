@@ -237,7 +237,7 @@ def _collect(
         for pipe in ready:
             rank = pending[pipe]
             try:
-                outcomes[rank] = pickle.loads(pipe.recv_bytes())
+                outcomes[rank] = pipe.recv()
             except EOFError:
                 processes[rank].join(_GRACE_S)
                 outcomes[rank] = ("died", processes[rank].exitcode)

@@ -22,6 +22,7 @@ __all__ = [
     "read_json",
     "read_text",
     "said",
+    "sync_folder",
     "write_atomically",
     "write_json",
 ]
@@ -143,3 +144,12 @@ def write_atomically(path: str | Path, content: str | bytes) -> Path:
     except OSError as problem:
         raise PipefitError(f"{path}: cannot be written: {problem.strerror}") from None
     return path
+
+
+def sync_folder(place: Path) -> None:
+    """Forces a directory's entries to the disk: a rename lasts only then."""
+    handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
