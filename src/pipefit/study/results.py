@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.spec.files import read_json, write_atomically, write_json
-from pipefit.study.board import Board, Entry
+from pipefit.study.board import Board
+from pipefit.study.entry import Entry
 from pipefit.study.picture import picture, trace
 from pipefit.study.policies import POLICIES
 from pipefit.study.simulation import Outcome, gap

@@ -2,7 +2,8 @@
 
 import math
 
-from pipefit.study.board import Admitted, Board, Entry, Report
+from pipefit.study.board import Board
+from pipefit.study.entry import Admitted, Entry, Report
 from pipefit.study.simulation import lower_bound_s
 from pipefit.study.stopping import Halving
 from pipefit.study.trial import Trial

@@ -53,7 +53,8 @@ def test_the_table_that_moves_has_a_row_for_every_trial():
     from rich.console import Console
 
     from pipefit.cli.study import _Table
-    from pipefit.study.board import Board, Entry
+    from pipefit.study.board import Board
+    from pipefit.study.entry import Entry
     from pipefit.study.trial import Trial
 
     entries = [Entry(n, Trial(steps=9), f"trial-{n}", losses=[0.5] * n) for n in range(3)]

@@ -20,7 +20,7 @@ from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.progress import Progress
 from pipefit.spec import Partition
-from pipefit.study.board import Admitted, Report
+from pipefit.study.entry import Admitted, Report
 from pipefit.study.execute.admission import build_trial
 from pipefit.study.execute.between import Between, reduce_norms
 from pipefit.study.execute.cursor import Cursor, commit, read_cursor, write_loss

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from pipefit.errors import PipefitError, TierError
 from pipefit.spec.files import read_json, write_json
-from pipefit.study.board import Admitted, Board, Entry, Job
+from pipefit.study.board import Board
+from pipefit.study.entry import Admitted, Entry, Job
 from pipefit.study.execute.cursor import read_cursor, read_losses
 from pipefit.study.execute.pool import Pool
 from pipefit.study.execute.worker import Settings
