@@ -41,11 +41,15 @@ def command(
     device_memory: Annotated[
         str | None,
         help_of(
-            'Train on one device within so much of its memory, like "1.5 GiB", and spill the rest to the tiers of the '
+            'Train within so much of each device\'s memory, like "1.5 GiB", and spill the rest to the tiers of the '
             "topology.",
             "--device-memory",
         ),
     ] = None,
+    ranks: Annotated[
+        int | None, help_of("Devices to plan for under --device-memory; default: one.", "--ranks", "-n")
+    ] = None,
+    chunks: Annotated[int | None, help_of("Stages on each of them; default: the best.", "--chunks", "-v")] = None,
     tier: Annotated[Literal["host", "disk"] | None, help_of("Where --device-memory spills to.")] = None,
     step_on: Annotated[
         Literal["auto", "device", "host"] | None, help_of("Where what --device-memory spills steps.", "--step-on")
@@ -76,17 +80,27 @@ def command(
     figures = _profile(profile, machine, whole_numbers("--microbatch-size", microbatch_size))
     if refit is not None:
         figures = _refitted(figures, refit, of)
-    for name, value in (("--global-batch", global_batch), ("--microbatches", microbatches)):
+    counts = (
+        ("--global-batch", global_batch),
+        ("--microbatches", microbatches),
+        ("--ranks", ranks),
+        ("--chunks", chunks),
+    )
+    for name, value in counts:
         if value is not None:
             count(name, value)
     if tokens is not None and not tokens > 0:
         raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
-    if step_on is not None and device_memory is None:
-        raise PipefitError("--step-on: expected --device-memory too; without a cap nothing is spilled")
-    if device_memory is not None:
+    if device_memory is None:
+        for name, given in (("--step-on", step_on), ("--tier", tier), ("--ranks", ranks), ("--chunks", chunks)):
+            if given is not None:
+                raise PipefitError(f"{name}: expected --device-memory too; without a cap nothing is spilled")
+    else:
         sizes = whole_numbers("--microbatch-size", microbatch_size) or (figures.microbatch_size,)
         if len(sizes) > 1:
             raise PipefitError(f"--device-memory: expected one --microbatch-size, got {microbatch_size}")
+        if schedule is not None and "," in schedule:
+            raise PipefitError(f"--device-memory: expected one --schedule, got {schedule}")
         made = plan_spilling(
             figures,
             machine,
@@ -96,6 +110,9 @@ def command(
             tier=tier,
             state_per_weight=state,
             step_on=step_on or "auto",
+            num_ranks=ranks or 1,
+            schedule=schedule,
+            num_chunks=chunks or 0,
         )
         return _answer(made, figures, machine, tokens, picture, output)
     made = plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,13 +15,14 @@ from pipefit.errors import InfeasibleError
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
+from pipefit.partition.balance import minmax
 from pipefit.partition.capacity import hydra
 from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.schedules import Shape, generate
 from pipefit.spec import Partition, Profile, Topology
 from pipefit.spec.topology import Tier
 
-__all__ = ["Choice", "Task", "cuts_of", "fitting", "resident_states"]
+__all__ = ["Choice", "Task", "cuts_of", "finest", "fitting", "peaks_of"]
 
 _SLOTS = (1, 2, 3, 4, 6, 8)
 _NUM_CUTS = 12
@@ -29,7 +31,17 @@ _SHARES = (0.25, 0.5, 0.75)
 
 @dataclass(frozen=True)
 class Choice:
-    """A cut and its slots, that fit."""
+    """A cut and its slots, that fit.
+
+    Attributes:
+        partition: the cut.
+        spill: the slots, the same on every rank.
+        program: of one micro-batch, where that says all.
+        cost: of its stages.
+        peak_bytes: of the fullest device.
+        limit: of the rank that has the highest.
+        hope_s: the limit, or the computation with the bubble of its pipeline.
+    """
 
     partition: Partition
     spill: Spill
@@ -37,6 +49,7 @@ class Choice:
     cost: CostModel
     peak_bytes: float
     limit: Limit
+    hope_s: float
 
     @property
     def steps(self) -> str:
@@ -49,7 +62,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be planned: the arguments of `plan_spilling`, all known."""
+    """What is to be planned: the arguments of `plan_spilling`, all known.
+
+    Attributes:
+        tier: at the rates that each rank has of it.
+        topology: with such tiers.
+        schedule: by which the ranks take turns; "spilled" for one of them.
+        num_chunks: stages on each rank; 0: as many as are best.
+    """
 
     profile: Profile
     topology: Topology
@@ -63,6 +83,9 @@ class Task:
     activations: bool
     step_on: str
     costs: dict[str, Any]
+    num_ranks: int = 1
+    schedule: str = "spilled"
+    num_chunks: int = 0
 
     def cost_of(self, partition: Partition) -> CostModel:
         """What the stages of a cut cost, wherever they step."""
@@ -82,10 +105,36 @@ class Task:
 
     def program_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Program:
         """What would run."""
-        shape = Shape(
-            len(partition.stages), num_microbatches, clip=self.clip, ties=self.ties_of(partition), spill=spill
+        return generate(self.schedule, self.shape_of(partition, spill, num_microbatches))
+
+    def shape_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Shape:
+        """The shape of that; in a pipeline, too, all that is spilled replays its forwards."""
+        return Shape(
+            self.num_ranks,
+            num_microbatches,
+            len(partition.stages) // self.num_ranks,
+            clip=self.clip,
+            ties=self.ties_of(partition),
+            recompute=None,
+            spill=spill,
+            options=self.options,
         )
-        return generate("spilled", shape)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of the schedule: a pipeline that visits a stage for all micro-batches at once need not replay the last."""
+        return {"turn": 1} if self.schedule == "breadth-first" else {}
+
+    @property
+    def moves_once(self) -> bool:
+        """Whether what is moved does not depend on the number of micro-batches."""
+        return not self.activations and self.schedule in ("spilled", "breadth-first")
+
+    def has_room(self, program: Program, cost: CostModel) -> bool:
+        """Whether the tier of every machine holds what the ranks there keep on it."""
+        held = [tier_peak_bytes(program, rank, cost.size_bytes)[0] for rank in range(self.num_ranks)]
+        share = self.topology.tier_shares(self.num_ranks)
+        return all(sum(held[first : first + share]) <= self.host_bytes for first in range(0, self.num_ranks, share))
 
     def on_host(self, partition: Partition, optim_slots: int) -> Iterator[tuple[int, ...]]:
         """The stages that may step on the host, together; of a split the last, which step first.
@@ -123,14 +172,55 @@ def cuts_of(task: Task) -> Iterator[Partition]:
     weights = [layer.weight_bytes for layer in task.profile.layers]
     num_layers = len(weights)
     counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}
-    found = {tuple(_even(weights, count)) for count in counts}
+    if task.num_chunks:
+        counts = {task.num_ranks * task.num_chunks}
+    found = {_dealt(_even(weights, count), weights, task.num_ranks) for count in counts}
+    if task.num_ranks > 1:
+        # Stages work side by side: those that take as long.
+        for count in {len(layers) for layers in found}:
+            found.add(_layers_of(minmax(task.profile, count)))
     for share in (0.25, 0.5, 0.75, 1.0):
         for double in (False, True):
             with suppress(InfeasibleError):
                 cut = hydra(task.profile, share * task.device_bytes, task.state, double)
-                found.add(tuple(len(stage.layers) for stage in cut.stages))
+                found.add(_dealt(_layers_of(cut), weights, task.num_ranks))
+    if task.num_chunks:
+        found = {layers for layers in found if len(layers) == task.num_ranks * task.num_chunks}
     for layers in sorted(found, key=lambda layers: (len(layers), layers)):
         yield Partition.from_counts(layers, num_layers)
+
+
+def finest(task: Task) -> Partition:
+    """The cut with the smallest stages."""
+    weights = [layer.weight_bytes for layer in task.profile.layers]
+    if task.num_chunks:
+        return minmax(task.profile, task.num_ranks * task.num_chunks, weights)
+    return Partition.from_counts(_dealt([1] * len(weights), weights, task.num_ranks), len(weights))
+
+
+def _layers_of(partition: Partition) -> tuple[int, ...]:
+    return tuple(len(stage.layers) for stage in partition.stages)
+
+
+def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> tuple[int, ...]:
+    """As many shards for each rank: the heaviest are halved, or, where that cannot be, the lightest joined.
+
+    >>> _dealt([3, 1], [1, 1, 1, 1], 4), _dealt([1, 1, 1], [2, 1, 1], 2)
+    ((1, 1, 1, 1), (1, 2))
+    """
+    found = list(counts)
+    while len(found) % num_ranks and len(weights) // num_ranks * num_ranks > len(found):
+        starts = [sum(found[:index]) for index in range(len(found))]
+        several = [index for index, count in enumerate(found) if count > 1]
+        heaviest = max(several, key=lambda index: sum(weights[starts[index] : starts[index] + found[index]]))
+        half = found[heaviest] // 2
+        found[heaviest : heaviest + 1] = [half, found[heaviest] - half]
+    while len(found) % num_ranks:
+        ends = [sum(found[: index + 1]) for index in range(len(found))]
+        joined = [sum(weights[end - found[index] : end + found[index + 1]]) for index, end in enumerate(ends[:-1])]
+        lightest = joined.index(min(joined))
+        found[lightest : lightest + 2] = [found[lightest] + found[lightest + 1]]
+    return tuple(found)
 
 
 def _even(weights: Sequence[float], count: int) -> list[int]:
@@ -160,9 +250,9 @@ def _filled(weights: Sequence[float], limit: float) -> list[int]:
 # -------------------------------------------------------------------------------------------------------------- choices
 
 
-def _slots(num_stages: int, state: float) -> Iterator[tuple[int, int]]:
+def _slots(most: int, state: float) -> Iterator[tuple[int, int]]:
     """Slots for weights and for states; none for states that stay on the device."""
-    several = [count for count in _SLOTS if count <= num_stages]
+    several = [count for count in _SLOTS if count <= most]
     for weights in several:
         yield weights, 0
         yield from ((weights, optim) for optim in several[:2] if state)
@@ -173,8 +263,8 @@ def fitting(task: Task, cuts: Iterable[Partition]) -> Iterator[Choice]:
     for partition in cuts:
         cost, num_stages = task.cost_of(partition), len(partition.stages)
         beside = _beside_slots(task, partition, cost)
-        largest_tie = max(map(len, task.ties_of(partition)), default=1)
-        for weights, optim in _slots(num_stages, task.state):
+        largest_tie = _largest_tie(task, partition)
+        for weights, optim in _slots(num_stages // task.num_ranks, task.state):
             if weights < largest_tie:
                 continue
             for on_host in task.on_host(partition, optim):
@@ -185,29 +275,57 @@ def fitting(task: Task, cuts: Iterable[Partition]) -> Iterator[Choice]:
                     yield choice
 
 
-def _choice(task: Task, partition: Partition, spill: Spill, cost: CostModel, beside: float) -> Choice | None:
+def _choice(task: Task, partition: Partition, spill: Spill, cost: CostModel, beside: Sequence[float]) -> Choice | None:
     """The choice with its limit; None: device or tier have no room for it."""
-    # What is moved does not depend on the number of micro-batches, unless activations are moved too.
-    counted = task.num_microbatches if task.activations else 1
+    counted = 1 if task.moves_once else task.num_microbatches
     small = task.program_of(partition, spill, counted)
-    peak = beside + arena_bytes(small.header, 0, cost.size_bytes) + resident_states(small, cost)
-    if peak > task.device_bytes or tier_peak_bytes(small, 0, cost.size_bytes)[0] > task.host_bytes:
+    ranks = range(task.num_ranks)
+    peak = max(
+        beside[rank] + arena_bytes(small.header, rank, cost.size_bytes) + _states_of(small, cost, rank)
+        for rank in ranks
+    )
+    if peak > task.device_bytes or not task.has_room(small, cost):
         return None
-    moved = traffic(small, 0, cost)
-    moved = replace(moved, compute_s=moved.compute_s * task.num_microbatches / counted)
-    return Choice(partition, spill, small, cost, peak, limit_of(moved, task.tier))
+    times = task.num_microbatches / counted
+    moved = [traffic(small, rank, cost) for rank in ranks]
+    limits = [limit_of(replace(each, compute_s=each.compute_s * times), task.tier) for each in moved]
+    limit = max(limits, key=lambda found: found.limit_s)
+    bubble_s = (
+        (task.num_ranks - 1)
+        / (len(partition.stages) * task.num_microbatches)
+        * sum(each.compute_s * times for each in moved)
+    )
+    hope_s = max(limit.limit_s, max(each.lanes["compute"] for each in limits) + bubble_s)
+    return Choice(partition, spill, small, cost, peak, limit, hope_s)
 
 
-def resident_states(program: Program, cost: CostModel) -> float:
-    """Bytes of the optimizer's states that stay on the device."""
+def peaks_of(program: Program, cost: CostModel) -> tuple[float, ...]:
+    """The most that each rank has on its device at once, with the optimizer's states that stay there, to the byte."""
+    return tuple(
+        device_peak_bytes(program, rank, cost.size_bytes, _states_of(program, cost, rank))[0]
+        for rank in range(program.header.num_ranks)
+    )
+
+
+def _states_of(program: Program, cost: CostModel, rank: int) -> float:
+    """Bytes of the optimizer's states that stay on a rank's device."""
     header = program.header
-    return cost.resident_bytes([stage for stage in range(header.num_stages) if header.keeps_states(stage)])
+    return cost.resident_bytes([stage for stage in header.stages_of(rank) if header.keeps_states(stage)])
 
 
-def _beside_slots(task: Task, partition: Partition, cost: CostModel) -> float:
-    """What the device holds beside its slots: activations at the cuts, and what one micro-batch saves."""
+def _largest_tie(task: Task, partition: Partition) -> int:
+    """The most stages of a rank that share one weight: their gradients meet on its device."""
+    ties = [Counter(stage % task.num_ranks for stage in tie) for tie in task.ties_of(partition)]
+    return max((1, *(count for tie in ties for count in tie.values())))
+
+
+def _beside_slots(task: Task, partition: Partition, cost: CostModel) -> list[float]:
+    """What each device holds beside its slots: activations at the cuts, and what one micro-batch saves."""
     num_stages = len(partition.stages)
-    slots = max((2, *map(len, task.ties_of(partition))))
+    slots = max(2, _largest_tie(task, partition))
     spill = Spill.of(num_stages, min(slots, num_stages), 0, task.tier.name, task.activations)
     program = task.program_of(partition, spill, task.num_microbatches)
-    return device_peak_bytes(program, 0, cost.size_bytes)[0] - arena_bytes(program.header, 0, cost.size_bytes)
+    return [
+        device_peak_bytes(program, rank, cost.size_bytes)[0] - arena_bytes(program.header, rank, cost.size_bytes)
+        for rank in range(task.num_ranks)
+    ]

@@ -1,4 +1,4 @@
-"""Planning one device and a tier: where to cut a model that does not fit, how many slots, and what then binds."""
+"""Planning devices and a tier: where to cut a model that does not fit, how many slots, and what then binds."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dataclasses import replace
 import msgspec
 
 from pipefit.errors import InfeasibleError, PlanError
-from pipefit.ir.liveness import device_peak_bytes
 from pipefit.planner.gpt import usual_state
 from pipefit.planner.limits import Limit, limit_of, traffic
-from pipefit.planner.shards import Choice, Task, cuts_of, fitting, resident_states
-from pipefit.schedules import Shape, generate
+from pipefit.planner.resident import resident
+from pipefit.planner.shards import Choice, Task, cuts_of, finest, fitting, peaks_of
+from pipefit.schedules import find
+from pipefit.schedules.registry import Schedule
 from pipefit.simulate import simulate
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, SpillSpec, Topology
 from pipefit.spec.topology import Tier
@@ -48,20 +49,26 @@ def plan_spilling(
     activations: bool = False,
     step_on: str = "auto",
     costs: Mapping[str, float] | None = None,
+    num_ranks: int = 1,
+    schedule: str | None = None,
+    num_chunks: int = 0,
 ) -> Plan:
-    """How to train a model on one device that it does not fit: the cut, the slots, and the lane that binds.
+    """How to train a model on devices that it does not fit: the cut, the slots, and the lane that binds.
 
     Every cut is tried with every number of slots that fits: shards as long as Hydra makes them, and shards of even
     weights. Those with the lowest limits are simulated; the shortest period wins. A model that fits is not spilled.
 
+    Several ranks are a pipeline, each with as many of the shards, dealt out in turn, and slots of its own. They visit a
+    shard for all micro-batches at once (breadth-first), so what is moved does not grow with their number.
+
     Args:
         profile: seconds and bytes of the layers.
         topology: with the tiers and their rates.
-        device_bytes: cap on what the device holds: slots, activations and all.
+        device_bytes: cap on what each device holds: slots, activations and all.
         num_microbatches: per weight update. The more there are, the more work there is for each load.
         microbatch_size: samples; None: the profile's.
         tier: "host" or "disk"; None: the first that the topology has.
-        host_bytes: cap on what the tier holds; None: the tier's capacity.
+        host_bytes: cap on what the tier of a machine holds; None: the tier's capacity.
         state_per_weight: optimizer bytes per weight byte: 2 for Adam, 1 for momentum, 0 for plain SGD; None: 6 for
             2-byte weights with Adam and a master copy (a profile by GPT arithmetic), else 2.
         clip: gradients are clipped by their global norm, which costs another visit of the stages that could not stay.
@@ -71,6 +78,10 @@ def plan_spilling(
         step_on: "device", "host", or "auto": all stages there or there, or some on the host, as is fastest by the
             tier's rates; without the rate of steps on the host it is the device.
         costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
+        num_ranks: devices of the pipeline; those of one machine share its tiers.
+        schedule: one that flushes; None: "spilled" for one rank, for several "breadth-first", or "1f1b" where the model
+            fits.
+        num_chunks: shards on each rank; 0: as many as are best.
 
     Raises:
         InfeasibleError: nothing fits; the message says the smallest cap that works.
@@ -89,10 +100,18 @@ def plan_spilling(
     if step_on == "host" and chosen.name != "host":
         raise PlanError(f"step_on: {NOT_FROM_DISK}")
     figures = profile.at(size)
+    if num_ranks > min(topology.num_devices, len(figures)):
+        raise PlanError(
+            f"num_ranks: expected at most the {topology.num_devices} devices of the topology and the {len(figures)} "
+            f"layers of the model, got {num_ranks}"
+        )
+    order = find(schedule or ("spilled" if num_ranks == 1 else "breadth-first"))
+    _refuse_order(order, num_ranks, num_chunks)
+    rates = msgspec.structs.replace(topology, tiers=topology.tiers_among(num_ranks))
     task = Task(
         figures,
-        topology,
-        chosen,
+        rates,
+        _tier(rates, chosen.name),
         device_bytes,
         room,
         num_microbatches,
@@ -102,13 +121,16 @@ def plan_spilling(
         activations,
         step_on if state_per_weight else "device",
         dict(costs or {}),
+        num_ranks,
+        order.name,
+        num_chunks if order.chunks else 1,
     )
-    whole, whole_bytes = _resident(task, size)
+    whole = resident(task, size, schedule)
     assert whole.prediction is not None
-    if whole_bytes <= device_bytes:
+    if max(whole.prediction.peak_bytes) <= device_bytes:
         return msgspec.structs.replace(whole, plan_seconds=time.perf_counter() - started)
     cuts = list(cuts_of(task))
-    choices = sorted(fitting(task, cuts), key=lambda choice: choice.limit.limit_s)
+    choices = sorted(fitting(task, cuts), key=lambda choice: choice.hope_s)
     if not choices:
         raise InfeasibleError(_nothing_fits(task, cuts))
     best, period_s, makespan_s = _fastest(task, choices[:_NUM_SIMULATED])
@@ -120,6 +142,18 @@ def plan_spilling(
     return msgspec.structs.replace(made, spill=told, plan_seconds=time.perf_counter() - started)
 
 
+def _refuse_order(order: Schedule, num_ranks: int, num_chunks: int) -> None:
+    """Refuses a schedule that a cap has no meaning for."""
+    if not order.is_synchronous:
+        raise PlanError(f"{order.name} does not flush, which a cap on the device's memory needs; use breadth-first")
+    if order.layout == "single" and num_ranks > 1:
+        raise PlanError(f"{order.name} is for one rank; for {num_ranks} use breadth-first")
+    if order.layout == "replicas":
+        raise PlanError(f"{order.name} has one stage, with all of the model's weights; use breadth-first")
+    if num_chunks > 1 and not order.chunks:
+        raise PlanError(f"{order.name} has one stage per rank, got {num_chunks} chunks; use breadth-first")
+
+
 def _tier(topology: Topology, name: str | None) -> Tier:
     found = [tier for tier in topology.tiers if name in (None, tier.name)]
     if not found:
@@ -128,26 +162,6 @@ def _tier(topology: Topology, name: str | None) -> Tier:
             "capacity_bytes, read_bytes_per_s and write_bytes_per_s"
         )
     return found[0]
-
-
-def _resident(task: Task, size: int) -> tuple[Plan, float]:
-    """The plan of a device that holds the whole model, and how much it then holds."""
-    partition = Partition.from_counts([len(task.profile)], len(task.profile))
-    cost, program = task.cost_of(partition), generate("1f1b", Shape(1, task.num_microbatches, clip=task.clip))
-    peak, _ = device_peak_bytes(program, 0, cost.size_bytes, cost.resident_bytes((0,)))
-    step_s = simulate(program, cost, memory=False).makespan_s
-    samples = size * task.num_microbatches
-    plan = Plan(
-        partition,
-        Placement(((0,),)),
-        "1f1b",
-        task.num_microbatches,
-        size,
-        model=task.profile.model,
-        method="spilled",
-        prediction=Prediction(step_s, step_s, step_s, samples / step_s, (peak,)),
-    )
-    return plan, peak
 
 
 def _fastest(task: Task, choices: Sequence[Choice]) -> tuple[Choice, float, float]:
@@ -163,11 +177,10 @@ def _fastest(task: Task, choices: Sequence[Choice]) -> tuple[Choice, float, floa
 
 def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
     """What the smallest device would be, and the layer that asks for it."""
-    layers = task.profile.layers
-    finest = [*cuts, Partition.from_counts([1] * len(layers), len(layers))]
+    layers, several = task.profile.layers, task.num_ranks > 1
     least, count = min(
         (choice.peak_bytes, len(choice.partition.stages))
-        for choice in fitting(replace(task, device_bytes=math.inf, host_bytes=math.inf), finest)
+        for choice in fitting(replace(task, device_bytes=math.inf, host_bytes=math.inf), [*cuts, finest(task)])
     )
     if least <= task.device_bytes:
         return (
@@ -175,11 +188,12 @@ def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
             f"optimizer there, and may take {format_bytes(task.host_bytes)}"
         )
     largest = max(layers, key=lambda layer: layer.weight_bytes)
+    on_each = f" on each of {task.num_ranks} ranks" if several else ""
     return (
-        f"{task.profile.model} cannot be trained within {format_bytes(task.device_bytes)} of device memory: the "
-        f"smallest cap that works is {format_bytes(least)}, with {count} stages, one slot and {task.num_microbatches} "
-        f"micro-batches per update; its largest layer, {largest.name}, has {format_bytes(largest.weight_bytes)} of "
-        "weights, which need as much again for gradients"
+        f"{task.profile.model} cannot be trained within {format_bytes(task.device_bytes)} of device memory{on_each}: "
+        f"the smallest cap that works is {format_bytes(least)}, with {count} stages, one slot{' per rank' * several} "
+        f"and {task.num_microbatches} micro-batches per update; its largest layer, {largest.name}, has "
+        f"{format_bytes(largest.weight_bytes)} of weights, which need as much again for gradients"
     )
 
 
@@ -194,8 +208,9 @@ def _plan_of(
     num_stages, spill = len(best.partition.stages), best.program.header.spill
     assert spill is not None
     # Counted on the whole program, to the byte.
-    peak, _ = device_peak_bytes(best.program, 0, best.cost.size_bytes, resident_states(best.program, best.cost))
-    limit = limit_of(traffic(best.program, 0, best.cost), task.tier)
+    peaks = peaks_of(best.program, best.cost)
+    limits = [limit_of(traffic(best.program, rank, best.cost), task.tier) for rank in range(task.num_ranks)]
+    limit = max(limits, key=lambda found: found.limit_s)
     told = SpillSpec(
         tier=task.tier.name,
         device_bytes=task.device_bytes,
@@ -204,22 +219,26 @@ def _plan_of(
         optim_slots=spill.optim_slots,
         activations=spill.activations,
         on_host=spill.on_host,
-        peak_bytes=peak,
+        peak_bytes=max(peaks),
         limit_s=limit.limit_s,
         binds=limit.binds,
     )
     samples = size * task.num_microbatches
+    # The schedule for one rank replays by itself.
+    replays = task.schedule != "spilled"
+    stages = tuple(msgspec.structs.replace(stage, recompute=replays) for stage in best.partition.stages)
     return Plan(
-        best.partition,
-        Placement(((0,),) * num_stages),
-        "spilled",
+        Partition(stages),
+        Placement(best.program.header.placement),
+        task.schedule,
         task.num_microbatches,
         size,
-        num_stages,
+        num_stages // task.num_ranks,
+        options=task.options,
         spill=told,
         model=task.profile.model,
         method="spilled",
-        prediction=Prediction(makespan_s, period_s, period_s, samples / period_s, (peak,)),
+        prediction=Prediction(makespan_s, period_s, period_s, samples / period_s, peaks),
         candidates=tuple(_candidate(other, limit, samples) for other in others),
     )
 
@@ -241,15 +260,17 @@ def spill_lines(plan: Plan) -> list[str]:
         return []
     stay = "" if told.on_host else "; the optimizer's states stay on the device"
     states = f", {told.optim_slots} for states" if told.optim_slots else stay
+    each = f", on each of {plan.placement.num_ranks} ranks" if plan.placement.num_ranks > 1 else ""
     lines = [
         f"spilled to the {told.tier}: {len(told.stages) or len(plan.partition.stages)} stages through "
-        f"{told.weights_slots} slots for weights{states}",
+        f"{told.weights_slots} slots for weights{states}{each}",
     ]
     lines.append(f"steps: {_steps_words(told, len(plan.partition.stages))}")
     if told.peak_bytes:
         share = told.peak_bytes / told.device_bytes
         lines.append(
             f"device memory: {format_bytes(told.peak_bytes)} of {format_bytes(told.device_bytes)} ({share:.0%})"
+            f"{', the fullest' if each else ''}"
         )
     if told.limit_s and plan.prediction is not None:
         reached = told.limit_s / plan.prediction.period_s
@@ -258,7 +279,8 @@ def spill_lines(plan: Plan) -> list[str]:
         )
     if told.resident_s and plan.prediction is not None:
         pace = told.resident_s / plan.prediction.period_s
-        lines.append(f"speed: {pace:.0%} of that of a device which holds the whole model")
+        whole = "devices which hold the whole model between them" if each else "a device which holds the whole model"
+        lines.append(f"speed: {pace:.0%} of that of {whole}")
     return lines
 
 

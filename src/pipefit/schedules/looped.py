@@ -56,7 +56,7 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
         yield [i for i in alternate(forwards, backwards, warmup) if i.mb >= 0]
 
 
-@schedule(name="breadth-first", chunks=True)
+@schedule(name="breadth-first", chunks=True, options={"turn": 0})
 def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
     """Breadth-first: all micro-batches through one chunk, then through the next; backwards likewise.
 
@@ -65,11 +65,15 @@ def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
 
     F2.0: forward of stage 2 on micro-batch 0; rank 0 holds stages 0 and 2, rank 1 stages 1 and 3; drawn for f = b.
     Time (m+(p−1)/v)(f+b) for m ≥ p; m micro-batches of activations. Each chunk's gradients are complete early, so their
-    reduction overlaps with the rest.
+    reduction overlaps with the rest. Option `turn` 1: at the last stage, where forwards turn to backwards, each
+    backward follows its own forward, so that the stage keeps one micro-batch and need not replay it.
     Source: Breadth-First Pipeline Parallelism (MLSys 2023) §3.
     """
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
         mbs = task.microbatches_of(stages[0], rank)
-        forwards = [fwd(stage, mb) for stage in stages for mb in mbs]
-        yield forwards + [bwd(stage, mb) for stage in reversed(stages) for mb in mbs]
+        turn = [stage for stage in stages if task.options["turn"] and stage == task.num_stages - 1]
+        others = [stage for stage in stages if stage not in turn]
+        order = [fwd(stage, mb) for stage in others for mb in mbs]
+        order += [op(stage, mb) for stage in turn for mb in mbs for op in (fwd, bwd)]
+        yield order + [bwd(stage, mb) for stage in reversed(others) for mb in mbs]

@@ -56,6 +56,8 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory beyond the device: "host" or "disk", with its capacity and the rates of its link to the tier above.
 
+    They are those of a machine, which its ranks share: see `Topology.tiers_among`.
+
     `step_bytes_per_s` is how many bytes of weights an optimizer steps per second in the host's memory; 0: not known.
     """
 
@@ -171,6 +173,30 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if level.cores is not None:
                 return span, level.cores
         return 1, math.inf
+
+    def tier_shares(self, num_ranks: int) -> int:
+        """How many of so many ranks are on one machine, and share its tiers.
+
+        A machine is the level that has cores, or else the innermost.
+
+        >>> Topology((Level("server", 4, 12e9), Level("rack", 2, 1e9))).tier_shares(6)
+        4
+        """
+        span, cores = self.machine
+        return max(min(num_ranks, self.levels[0].width if math.isinf(cores) else span), 1)
+
+    def tiers_among(self, num_ranks: int) -> tuple[Tier, ...]:
+        """The tiers, at the rates that are left for each of so many ranks when all of a machine copy at once."""
+        count = self.tier_shares(num_ranks)
+        return tuple(
+            msgspec.structs.replace(
+                tier,
+                read_bytes_per_s=tier.read_bytes_per_s / count,
+                write_bytes_per_s=tier.write_bytes_per_s / count,
+                step_bytes_per_s=tier.step_bytes_per_s / count,
+            )
+            for tier in self.tiers
+        )
 
     @classmethod
     def local(

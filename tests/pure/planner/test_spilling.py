@@ -138,6 +138,106 @@ def test_what_is_moved_is_counted_by_hand():
     assert lanes["step on the host"] == pytest.approx(0.12)
 
 
+SERVER = replace_(MACHINE, levels=(Level("server", 4, 10e9), Level("rack", 2, 1e9)))
+
+
+@pytest.mark.parametrize("device_bytes", [0.9e9, 1.15e9])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_plan_for_several_ranks_keeps_the_cap_on_each_and_visits_a_stage_for_all_micro_batches(
+    num_ranks, device_bytes
+):
+    plan = plan_spilling(PROFILE, SERVER, device_bytes=device_bytes, num_microbatches=6, num_ranks=num_ranks)
+    num_stages = len(plan.partition.stages)
+    assert plan.schedule == "breadth-first" and num_stages == num_ranks * plan.num_chunks > num_ranks
+    assert plan.placement.ranks == tuple((stage % num_ranks,) for stage in range(num_stages))
+    program, cost = program_of(plan), cost_of(plan)
+    cost = replace(cost, topology=SERVER, tiers=SERVER.tiers_among(num_ranks))
+    for rank, claimed in enumerate(plan.prediction.peak_bytes):
+        states = 0.0 if plan.spill.optim_slots else cost.resident_bytes(program.header.stages_of(rank))
+        assert device_peak_bytes(program, rank, cost.size_bytes, states)[0] == claimed <= device_bytes
+    assert max(plan.prediction.peak_bytes) == plan.spill.peak_bytes
+    assert verify(program, capacity_bytes=device_bytes, size=cost.size_bytes, tier_bytes=64e9).ok
+    assert plan.spill.limit_s <= plan.prediction.period_s * (1 + 1e-9)
+    assert plan.prediction.period_s == pytest.approx(
+        (simulate(program, cost, repeats=3).makespan_s - simulate(program, cost).makespan_s) / 2
+    )
+    # The last stage replays nothing, all others do.
+    assert {stage for stage, _ in program.recomputed} == set(range(num_stages - 1))
+    # However many micro-batches there are, as much is moved.
+    more = program_of(replace_(plan, num_microbatches=12))
+    for rank in range(num_ranks):
+        few, many = (traffic(each, rank, cost) for each in (program, more))
+        assert (few.read_bytes, few.written_bytes) == (many.read_bytes, many.written_bytes)
+
+
+def test_more_ranks_make_it_faster_and_a_model_that_fits_them_together_is_not_spilled():
+    plans = [
+        plan_spilling(PROFILE, SERVER, device_bytes=1.5e9, num_microbatches=8, num_ranks=num_ranks)
+        for num_ranks in (1, 2, 3, 4)
+    ]
+    periods = [plan.prediction.period_s for plan in plans]
+    assert periods == sorted(periods, reverse=True)
+    assert all(plan.spill for plan in plans[:3]) and plans[3].spill is None
+    assert (plans[3].schedule, len(plans[3].partition.stages)) == ("1f1b", 4)
+    assert "on each of 3 ranks" in explain(plans[2], PROFILE)
+    assert "devices which hold the whole model between them" in explain(plans[2], PROFILE)
+
+
+def test_ranks_of_one_machine_share_the_rates_and_the_room_of_its_tiers():
+    assert [SERVER.tiers_among(n)[0].read_bytes_per_s for n in (1, 2, 4, 8)] == [10e9, 5e9, 2.5e9, 2.5e9]
+    wish = {"device_bytes": 1.2e9, "num_microbatches": 4, "num_ranks": 2}
+    assert plan_spilling(PROFILE, SERVER, host_bytes=3.7e9, **wish).spill
+    with pytest.raises(InfeasibleError, match="does not fit the host"):
+        plan_spilling(PROFILE, SERVER, host_bytes=3.5e9, **wish)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 3), ("breadth-first", 2), ("gpipe", 0), ("1f1b", 0)])
+def test_a_schedule_and_chunks_that_are_asked_for_are_planned(schedule, chunks):
+    cap = 3.5e9 if not chunks else 1.5e9
+    plan = plan_spilling(
+        PROFILE, SERVER, device_bytes=cap, num_microbatches=4, num_ranks=2, schedule=schedule, num_chunks=chunks
+    )
+    assert (plan.schedule, plan.num_chunks) == (schedule, chunks or 1)
+    assert verify(program_of(plan), capacity_bytes=cap, size=cost_of(plan).size_bytes).ok
+
+
+def test_a_cap_too_small_for_several_ranks_is_refused_with_the_smallest_that_works():
+    wish = {"num_microbatches": 4, "num_ranks": 5}
+    with pytest.raises(InfeasibleError, match=r"on each of 5 ranks: the smallest cap .* one slot per rank") as e:
+        plan_spilling(PROFILE, replace_(SERVER, levels=(Level("server", 8, 1e9),)), device_bytes=2e8, **wish)
+    from pipefit.units import parse_quantity
+
+    smallest = parse_quantity(str(e.value).split("works is ")[1].split(",")[0], "bytes")
+    many = replace_(SERVER, levels=(Level("server", 8, 1e9),))
+    plan = plan_spilling(PROFILE, many, device_bytes=smallest * 1.001, **wish)
+    assert plan.spill.peak_bytes <= smallest * 1.001 and len(plan.partition.stages) == 10
+    with pytest.raises(InfeasibleError):
+        plan_spilling(PROFILE, many, device_bytes=smallest * 0.99, **wish)
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        ({"num_ranks": 9}, "at most the 8 devices of the topology and the 12 layers"),
+        ({"num_ranks": 2, "schedule": "pipedream"}, "pipedream does not flush"),
+        ({"num_ranks": 2, "schedule": "spilled"}, "spilled is for one rank; for 2 use breadth-first"),
+        ({"num_ranks": 2, "schedule": "gpipe", "num_chunks": 2}, "gpipe has one stage per rank"),
+        ({"num_ranks": 2, "schedule": "data-parallel"}, "all of the model's weights"),
+    ],
+)
+def test_orders_that_a_cap_has_no_meaning_for_are_refused(wish, says):
+    with pytest.raises(PlanError, match=says):
+        plan_spilling(PROFILE, SERVER, device_bytes=1e9, **wish)
+
+
+def test_tied_layers_on_several_ranks_fit_too():
+    wish = {"ties": [(0, 11)], "clip": True, "num_ranks": 2}
+    plan = plan_spilling(PROFILE, SERVER, device_bytes=1.2e9, num_microbatches=4, **wish)
+    last = len(plan.partition.stages) - 1
+    tied = generate(plan.schedule, shape_of(plan, ties=((0, last),), clip=True))
+    assert verify(tied, capacity_bytes=1.2e9, size=cost_of(plan).size_bytes).ok
+
+
 def planned(rate, step_on="auto", link=10e9, tier="host"):
     host = Tier("host", 64e9, link, link, step_bytes_per_s=rate)
     machine = Topology((Level("machine", 1, 1e9),), tiers=(host, DISK))
