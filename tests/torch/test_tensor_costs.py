@@ -1,5 +1,6 @@
 """What tensor parallelism is predicted to cost."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -9,10 +10,11 @@ from pipefit.models.examples import mean_cross_entropy
 from pipefit.parallel import Region
 from pipefit.parallel.rehearsal import Exchange
 from pipefit.profiling import profile_layers
-from pipefit.spec import Layer, Partition, Placement, Plan, Profile, StageSpec, Topology
+from pipefit.schedules import Shape, generate
+from pipefit.spec import Layer, Level, Partition, Placement, Plan, Profile, StageSpec, Topology
 from pipefit.stage.split import named_layers
 from pipefit.train import parts
-from pipefit.train.predicted import RuntimeCosts, cost_of
+from pipefit.train.predicted import RuntimeCosts, cost_of, per_core, predict
 
 BLOCKS = tuple(Layer(name, 2.0, 2.0, 4.0, 100.0, 600.0, 1000.0) for name in ("block0", "block1"))
 ENDS = Layer("embed", 1.0, 0.0, 2.0, 100.0, 40.0, 800.0), Layer("head", 1.0, 1.0, 1.0, 400.0, 500.0, 800.0)
@@ -107,3 +109,25 @@ def test_exchanges_are_added_to_the_work_that_waits_for_them():
     assert [layer.backward_input_s for layer in priced.layers] == [0.0, 22.0, 2.0, 11.0]
     assert priced.loss_s == 14.0
     assert [layer.backward_weight_s for layer in priced.layers] == [2.0, 4.0, 4.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "cores", "crowd"), [(2, 2, 1.0), (4, 2, 2.0), (8, 2, 4.0), (8, 3, 8 / 3), (2, 8, 1)]
+)
+def test_what_processes_took_while_they_shared_cores_is_simulated_as_it_was_measured(tensor, cores, crowd):
+    """Not slowed down by sharing a second time, as it was: by 10 for 8 processes on 2 cores."""
+    topology = Topology.local(tensor, cores=cores)
+    assert per_core(topology, tensor) == crowd
+    alone, turn = 2.0, 12.0
+    seconds = {SUM: parts.added_s([turn] * 20, [alone * crowd] * 20, crowd)}
+    one = Profile("one", 1, (Layer("one", alone, 0.0, 0.0, 0.0, 0.0, 0.0),))
+    plan = Plan(Partition((StageSpec((0,), tensor=tensor),)), Placement(((0,),)), "1f1b", 1)
+    program = generate("1f1b", Shape(depth=1, num_microbatches=1))
+    cost = cost_of(parts._priced(one, [([SUM], [])], [], seconds), plan, topology, 0.0, FREE)
+    assert predict(program, cost).makespan_s == pytest.approx(turn)
+
+
+def test_processes_for_a_core_are_those_of_one_machine_and_of_this_run():
+    servers = Topology((Level("server", 4, 1e9, cores=2), Level("rack", 2, 1e9)))
+    assert [per_core(servers, num) for num in (1, 2, 3, 8)] == [1.0, 1.0, 1.5, 2.0]
+    assert per_core(Topology((Level("gpus", 8, 1e9),)), 8) == 1.0, "processes with a device each share nothing"

@@ -19,7 +19,7 @@ from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.train.batch import feed_of
 from pipefit.train.pipeline import Pipeline
-from pipefit.train.predicted import USUAL, RuntimeCosts, cost_of, predict
+from pipefit.train.predicted import USUAL, RuntimeCosts, cost_of, per_core, predict
 
 __all__ = ["runtime_costs"]
 
@@ -132,7 +132,9 @@ def _rest(
         told = receiving(middle)
         low, high = (middle, high) if lacking_s(many, told) > lacking_s(few, told) else (low, middle)
     told = receiving(low)
-    return told._replace(pass_s=max(lacking_s(many, told), 0.0))
+    # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
+    crowd = per_core(topology, len(alone.layers))
+    return told._replace(pass_s=max(lacking_s(many, told) / crowd, 0.0))
 
 
 def _cut_s(x: torch.Tensor) -> float:

@@ -3,12 +3,15 @@
 The work is measured in a rehearsal, where nobody waits. Each kind and size of exchange found in it is measured by
 itself, among all processes, between stretches of work as long as those of the layers: partners come to a sum neither
 together nor to warm caches, the less so the longer they have worked.
+
+A profile holds seconds of a process that has a core of its own, and the simulation lets processes share cores. So what
+was measured while n processes shared c cores is counted c/n times: in a simulation of all of them it comes out again
+as it was measured.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,16 +24,18 @@ from torch.optim import Optimizer
 
 from pipefit.parallel import Mesh, Region, make_mesh
 from pipefit.parallel.rehearsal import Exchange, Rehearsal
+from pipefit.profiling.clock import Clock
 from pipefit.profiling.payload import batch_of, map_tensors, take, tensors_of
 from pipefit.profiling.untouched import untouched
 from pipefit.runtime.session import Session
-from pipefit.spec import Plan, Profile
+from pipefit.spec import Plan, Profile, Topology
 from pipefit.stage.split import NamedLayer
 from pipefit.train.batch import largest_part
 from pipefit.train.divided import Divided
+from pipefit.train.predicted import per_core
 from pipefit.train.profiled import agreed_profile
 
-__all__ = ["profile_of_parts"]
+__all__ = ["added_s", "profile_of_parts"]
 
 _WORK, _REPEATS, _COUNTED = 512, 40, 0.95
 
@@ -42,6 +47,7 @@ def profile_of_parts(
     plan: Plan,
     example: tuple[Any, Any],
     session: Session,
+    topology: Topology,
     *,
     loss: Callable[[Any, Any], Tensor],
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
@@ -57,6 +63,7 @@ def profile_of_parts(
         plan: how wide, and whether the sequence is divided.
         example: (input, target) of a whole batch.
         session: the processes of the run.
+        topology: the links between them, and the cores that they share, as the plan is simulated with.
         loss: as in `profile_layers`.
         optimizer: as in `profile_layers`.
         clips: as in `profile_layers`.
@@ -77,8 +84,9 @@ def profile_of_parts(
         x, y = (map_tensors(lambda leaf: leaf.to(device), take(item, size, batch)) for item in example)
         each, ends = _exchanges(layers, x, y, shared, rehearsal, device)
     num_exchanges = sum(len(way) for ways in each for way in ways) + len(ends)
+    crowd = per_core(topology, session.num_ranks)
     work = _work(measured.step_s / num_exchanges if measured.step_s and num_exchanges else 0.0, device)
-    return _priced(measured, each, ends, _measured(mesh.region, each, ends, work, device))
+    return _priced(measured, each, ends, _measured(mesh.region, each, ends, work, crowd, device))
 
 
 @contextmanager
@@ -130,11 +138,9 @@ def _work(seconds: float, device: torch.device) -> Callable[[], None]:
     """Matrix products that take about so long, as many on every process."""
     one = torch.ones(_WORK, _WORK, device=device)
     samples = []
+    clock = Clock(device)
     for _ in range(5):
-        began = time.perf_counter()
-        one @ one
-        _settle(device)
-        samples.append(time.perf_counter() - began)
+        samples.append(_seconds(clock, lambda: one @ one))
     count = torch.tensor(max(round(seconds / min(samples)), 1))
     dist.broadcast(count, 0)
 
@@ -145,9 +151,12 @@ def _work(seconds: float, device: torch.device) -> Callable[[], None]:
     return work
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _seconds(clock: Clock, action: Callable[[], object]) -> float:
+    began = clock.mark()
+    action()
+    ended = clock.mark()
+    clock.settle()
+    return clock.between(began, ended)
 
 
 def _measured(
@@ -155,37 +164,49 @@ def _measured(
     each: Sequence[Ways],
     ends: Sequence[Exchange],
     work: Callable[[], None],
+    crowd: float,
     device: torch.device,
 ) -> Seconds:
     """Seconds of every different exchange, as the first process of the run has them."""
     found = list(dict.fromkeys([*(one for ways in each for way in ways for one in way), *ends]))
     silent = Rehearsal(region.group, region.size, 0, region.sequence)
-    told = torch.tensor([_exchange_s(one, region, silent, work, device) for one in found], dtype=torch.float64)
+    told = torch.tensor([_exchange_s(one, region, silent, work, crowd, device) for one in found], dtype=torch.float64)
     if len(found):
         dist.broadcast(told, 0)
     return dict(zip(found, told.tolist(), strict=True))
 
 
 def _exchange_s(
-    exchange: Exchange, region: Region, silent: Region, work: Callable[[], None], device: torch.device
+    exchange: Exchange, region: Region, silent: Region, work: Callable[[], None], crowd: float, device: torch.device
 ) -> float:
-    """Seconds that an exchange adds to work, beyond what it takes in a rehearsal; the slowest few left out."""
-    x = torch.zeros(exchange.shape, dtype=exchange.dtype, device=device)
+    """Seconds that an exchange adds to work, beyond what it takes in a rehearsal."""
+    x, clock = torch.zeros(exchange.shape, dtype=exchange.dtype, device=device), Clock(device)
 
-    def seconds(among: Region) -> list[float]:
-        samples = []
-        dist.barrier()
-        for _ in range(_REPEATS):
-            began = time.perf_counter()
+    def samples(among: Region) -> list[float]:
+        def turn() -> None:
             work()
             exchange.run(among, x)
-            _settle(device)
-            samples.append(time.perf_counter() - began)
-        return sorted(samples[2:])
 
-    together, alone = seconds(region), seconds(silent)
-    counted = together[: round(len(together) * _COUNTED)]
-    return max(statistics.mean(counted) - statistics.median(alone), 1e-6)
+        dist.barrier()
+        return [_seconds(clock, turn) for _ in range(_REPEATS)][2:]
+
+    return added_s(samples(region), samples(silent), crowd)
+
+
+def added_s(together: Sequence[float], alone: Sequence[float], crowd: float) -> float:
+    """What an exchange adds to a process that has a core of its own; the slowest few turns are left out.
+
+    Args:
+        together: seconds of turns of work and exchange, of processes that share cores.
+        alone: as many turns of theirs without the exchange.
+        crowd: processes for each core meanwhile, at least 1.
+
+    >>> added_s([6.0] * 20, [2.0] * 20, crowd=2)
+    2.0
+    """
+    counted = round(len(together) * _COUNTED)
+    both, work = (statistics.mean(sorted(turns)[:counted]) for turns in (together, alone))
+    return max((both - work) / crowd, 1e-6)
 
 
 def _priced(measured: Profile, each: Sequence[Ways], ends: Sequence[Exchange], seconds: Seconds) -> Profile:

@@ -21,7 +21,7 @@ from pipefit.simulate import simulate
 from pipefit.spec import Partition, Plan, Prediction, Profile, Topology
 from pipefit.timeline import Timeline
 
-__all__ = ["USUAL", "RuntimeCosts", "cost_of", "links_of", "predict", "prediction_of"]
+__all__ = ["USUAL", "RuntimeCosts", "cost_of", "links_of", "per_core", "predict", "prediction_of"]
 
 _TRIES = 3
 
@@ -67,6 +67,18 @@ def links_of(session: Session, num_ranks: int) -> Topology:
         except TopologyError:
             continue
     return Topology.local(num_ranks, cores=os.cpu_count())
+
+
+def per_core(topology: Topology, num_processes: int) -> float:
+    """Processes for each core of a machine when all of a run are at work; at least 1.
+
+    By so much the simulation slows them down, so by so much is divided what was measured while they all ran.
+
+    >>> per_core(Topology.local(8, cores=2), 8)
+    4.0
+    """
+    span, cores = topology.machine
+    return max(min(span, num_processes) / cores, 1.0)
 
 
 def cost_of(

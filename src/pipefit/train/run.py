@@ -119,7 +119,9 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     parts = profile
     if plan.tensor > 1:
         clips = bool(config.clip)
-        parts = profile_of_parts(layers, plan, example, session, loss=bundle.loss, optimizer=optimizer, clips=clips)
+        parts = profile_of_parts(
+            layers, plan, example, session, topology, loss=bundle.loss, optimizer=optimizer, clips=clips
+        )
     pipe = Pipeline(
         bundle.layers,
         loss=bundle.loss,

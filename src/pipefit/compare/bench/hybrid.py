@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import Session, current
-from pipefit.spec import Plan, Profile
+from pipefit.spec import Plan, Profile, Topology
 from pipefit.stage.split import named_layers
 from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import runtime_costs
@@ -152,11 +152,13 @@ class _Contest:
             bundle.layers, loss=bundle.loss, optimizer=make_optimizer("adamw", 1e-3), plan=plan, device="cpu"
         )
 
-    def parts(self, plan: Plan) -> Profile:
+    def parts(self, plan: Plan, topology: Topology) -> Profile:
         """What one of the processes of a rank has of the layers."""
         bundle = _bundle(self.config)
         layers, optimizer = named_layers(bundle.layers), make_optimizer("adamw", 1e-3)
-        return profile_of_parts(layers, plan, self.example, self.session, loss=bundle.loss, optimizer=optimizer)
+        return profile_of_parts(
+            layers, plan, self.example, self.session, topology, loss=bundle.loss, optimizer=optimizer
+        )
 
     def run(self, pipes: dict[str, Pipeline], batches: Sequence[Any]) -> dict[str, list[float]]:
         """Seconds per update of every turn but the first two."""
@@ -177,7 +179,7 @@ class _Contest:
     def row(self, name: str, shape: tuple[int, int, int], pipe: Pipeline, seconds: list[float]) -> HybridRow:
         """Predicted beside measured."""
         topology = links_of(self.session, self.session.num_ranks)
-        profile = self.profile if pipe.plan.tensor == 1 else self.parts(pipe.plan)
+        profile = self.profile if pipe.plan.tensor == 1 else self.parts(pipe.plan, topology)
         cost = cost_of(profile, pipe.plan, topology, STATE_PER_WEIGHT["adamw"], self.runtime)
         steps = self.config.steps
         predicted_s = predict(pipe.program, cost, steps).makespan_s / steps
