@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -79,6 +80,18 @@ def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(tmp_path, capsys
     assert losses_of(capsys, *words(tier, data, more=["--resume", str(tier), "-o", str(out)])) == losses[4:]
     assert not list(tier.iterdir())
     assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0]) == {"step": 5, "loss": losses[4]}
+
+
+def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path, capsys):
+    losses = losses_of(capsys, *words(tmp_path / "whole"))
+    tier = tmp_path / "tier"
+    split = ["--host-memory", "100 KiB", "--commit-every", "2"]
+    killed(words(tier, more=split), _DYING.replace("== 4", "== 2"))
+    # What lies in the host's memory, and how often it is committed, may be another.
+    for later in (split, ["--host-memory", "1 MiB"]):
+        copy = tmp_path / later[1]
+        shutil.copytree(tier, copy)
+        assert losses_of(capsys, *words(copy, more=["--resume", str(copy), *later])) == losses[4:]
 
 
 def test_a_run_under_a_cap_goes_on_with_the_plan_it_had(tmp_path, capsys):

@@ -15,6 +15,7 @@ from pipefit.memory.arena import aligned
 from pipefit.memory.disk import DiskTier
 from pipefit.memory.host import HostTier
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
+from pipefit.memory.tierfile import Committed
 from pipefit.memory.tiers import Key
 from pipefit.train.spilled import Spilled
 
@@ -64,7 +65,7 @@ def test_a_version_that_is_not_there_is_refused(tmp_path):
 def test_a_run_goes_on_from_the_step_it_committed_last(tmp_path):
     written(tmp_path).close()
     tier = DiskTier(tmp_path)
-    assert tier.recover() == (2, 12, b"state 2")
+    assert tier.recover() == Committed(2, 12, b"state 2")
     assert read(tier, A, 12) == read(tier, B, 12) == (2, 2)
     tier.close()
 
@@ -113,7 +114,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_taken_while_that_is_whole(tm
     tier.close()
     flip(tier, record, record.current, offset)
     tier = DiskTier(tmp_path)
-    assert tier.recover() == (1, 11, b"state 1")
+    assert tier.recover() == Committed(1, 11, b"state 1")
     assert read(tier, A, 11) == read(tier, B, 11) == (1, 1)
     tier.close()
     flip(tier, record, 1 - record.current, offset)
@@ -128,13 +129,13 @@ def test_a_step_that_others_have_not_committed_can_be_passed_over(tmp_path):
     tier = DiskTier(tmp_path)
     assert tier.recover().step == 3
     found = tier.recover(at_most=2)
-    assert found == (2, 12, b"state 2") and read(tier, B, 12) == (2, 2)
+    assert found == Committed(2, 12, b"state 2") and read(tier, B, 12) == (2, 2)
     tier.goes_on_from(found)
     assert [committed.step for committed in tierfile.read_commits(tmp_path, "rank-0")] == [2]
     tier.commit(3, 13, b"again", [tier.write(key, 13, filled(33)) for key in (A, B)]).wait()
     tier.close()
     tier = DiskTier(tmp_path)
-    assert tier.recover() == (3, 13, b"again") and read(tier, A, 13) == (33, 33)
+    assert tier.recover() == Committed(3, 13, b"again") and read(tier, A, 13) == (33, 33)
     with pytest.raises(TierError, match="step 1 is asked for, the first that is there is 2"):
         tier.recover(at_most=1)
     tier.close()
@@ -146,7 +147,7 @@ def test_a_commit_that_is_damaged_gives_way_to_the_one_before(tmp_path, damage):
     path = tmp_path / "rank-0.commit"
     path.write_bytes(damage(path.read_bytes()))
     tier = DiskTier(tmp_path)
-    assert tier.recover() == (1, 11, b"state 1") and read(tier, A, 11) == (1, 1)
+    assert tier.recover() == Committed(1, 11, b"state 1") and read(tier, A, 11) == (1, 1)
     tier.close()
 
 

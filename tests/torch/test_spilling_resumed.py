@@ -13,14 +13,16 @@ import torch
 from torch import nn
 
 from pipefit import Pipeline
-from pipefit.checkpoint import committed
-from pipefit.errors import PipefitError, TierError
+from pipefit.checkpoint import committed, tensors
+from pipefit.errors import ModelError, PipefitError, TierError
 from pipefit.memory import tierfile
 from pipefit.memory.records import HEADER_BYTES
 from pipefit.models import build
+from pipefit.train import committing
 from pipefit.train.spilled import Spilled
 
 STEPS = 6
+HALF = 12 * 4096
 
 
 def adamw(parameters):
@@ -96,6 +98,91 @@ def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, optimizer, how):
     pipe.close()
 
 
+@pytest.mark.parametrize("optimizer", [adamw, dampened])
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize(
+    ("every", "later"), [(1, {"host_memory": 2 * HALF}), (2, {"host_memory": HALF}), (2, {"commit_every": 1})]
+)
+def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path, optimizer, clip, every, later):
+    """Also with another part of its records there, or none."""
+    losses, state = whole(optimizer=optimizer, clip=clip)
+    tier = tmp_path / "tier"
+    first = cut_off(tier, optimizer=optimizer, clip=clip, host_memory=HALF, commit_every=every)
+    pipe = pipeline(tier, optimizer=optimizer, clip=clip, resume=True, **later)
+    assert pipe.num_updates == 3 // every * every
+    assert first[: pipe.num_updates] + trained(pipe) == losses
+    assert same(pipe.state_dict(), state)
+    pipe.close()
+
+
+def test_a_disk_only_run_goes_on_partly_in_the_hosts_memory_and_is_cut_off_again(tmp_path):
+    losses, state = whole()
+    cut_off(tmp_path / "tier")
+    pipe = pipeline(tmp_path / "tier", resume=True, host_memory=HALF, commit_every=2)
+    trained(pipe, 6)
+    pipe.close()
+    pipe = pipeline(tmp_path / "tier", resume=True, host_memory=2 * HALF)
+    assert pipe.num_updates == 5 and trained(pipe) == losses[5:]
+    assert same(pipe.state_dict(), state)
+    pipe.close()
+
+
+def test_ten_steps_lie_between_commits_where_these_copy_the_hosts_memory_or_much_of_the_device(tmp_path, monkeypatch):
+    def every(folder, **how):
+        pipe = pipeline(tmp_path / folder, **how)
+        pipe.close()
+        return pipe._engine.workers[0].spilling.commit_every
+
+    assert every("disk") == every("states", optim_slots=0) == 1
+    assert every("split", host_memory=HALF) == 10
+    assert every("told", host_memory=HALF, commit_every=4) == 4
+    monkeypatch.setattr(committing, "MOST_BYTES", 1000)
+    assert every("disk") == 1
+    assert every("states", optim_slots=0) == 10
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_states_that_stay_on_the_device_lie_aside_when_they_are_many(tmp_path, monkeypatch, every):
+    losses, state = whole(optim_slots=0)
+    monkeypatch.setattr(committed, "MOST_BYTES", 1000)
+    how = {"optim_slots": 0, "commit_every": every}
+    first = cut_off(tmp_path / "tier", steps=5, **how)
+    assert (tmp_path / "tier" / "rank-0.aside-0").exists()
+    pipe = pipeline(tmp_path / "tier", resume=True, **how)
+    assert pipe.num_updates == 5 // every * every
+    assert first[: pipe.num_updates] + trained(pipe) == losses
+    assert same(pipe.state_dict(), state)
+    pipe.close()
+
+
+def test_what_lies_aside_and_was_not_kept_gives_way_to_the_step_before(tmp_path, monkeypatch):
+    losses, _ = whole(optim_slots=0)
+    monkeypatch.setattr(committed, "MOST_BYTES", 1000)
+    cut_off(tmp_path / "tier", steps=4, optim_slots=0)
+    last = tierfile.read_commits(tmp_path / "tier", "rank-0")[0]
+    path = tmp_path / "tier" / last.aside.name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    pipe = pipeline(tmp_path / "tier", resume=True, optim_slots=0)
+    assert pipe.num_updates == 3 and trained(pipe) == losses[3:]
+    pipe.close()
+
+
+def test_a_disk_that_fills_while_states_are_set_aside_ends_the_run_with_one_message(tmp_path, monkeypatch):
+    losses, _ = whole(optim_slots=0)
+    monkeypatch.setattr(committed, "MOST_BYTES", 1000)
+    pipe = pipeline(tmp_path / "tier", optim_slots=0)
+    trained(pipe, 2)
+    pipe._engine.workers[0].spilling.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors.os, "fsync", _full)
+        with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
+            trained(pipe)
+    pipe.close()
+    pipe = pipeline(tmp_path / "tier", optim_slots=0, resume=True)
+    assert trained(pipe) == losses[2:]
+    pipe.close()
+
+
 def test_a_model_that_draws_its_layers_goes_on_with_what_it_had(tmp_path):
     def built(**how):
         with torch.device("meta"):
@@ -151,10 +238,10 @@ def test_ranks_go_on_from_the_last_step_that_all_have_committed(tmp_path, monkey
     trained(pipe, 3)
     true = tierfile.TierFile.commit
 
-    def failing(file, step, version, state):
+    def failing(file, step, version, state, aside):
         if file.path.stem == "rank-1":
             raise TierError("the machine of rank 1 is gone")
-        true(file, step, version, state)
+        true(file, step, version, state, aside)
 
     monkeypatch.setattr(tierfile.TierFile, "commit", failing)
     with pytest.raises(TierError, match="rank 1 is gone"):
@@ -240,7 +327,6 @@ def _full(*args):
         ({"about": {"--lr": 0.2}}, "--lr was 0.1, is 0.2"),
         ({"optimizer": dampened}, "optimizer kind was AdamW, is SGD"),
         ({"optimizer": lambda p: torch.optim.AdamW(p, 0.02)}, "optimizer lr was 0.01, is 0.02"),
-        ({"host_memory": 1 << 20}, "only what lies wholly on disk can be gone on from"),
     ],
 )
 def test_another_run_is_told_what_differs(tmp_path, changes, told):
@@ -260,13 +346,26 @@ def test_where_nothing_was_committed_there_is_nothing_to_go_on_from(tmp_path):
         pipeline(resume=True)
 
 
-@pytest.mark.parametrize("how", [{"host_memory": 5 * 4096}, {"optim_slots": 0}])
-def test_a_run_whose_records_are_not_all_there_is_to_it_says_so(tmp_path, monkeypatch, how):
-    monkeypatch.setattr(committed, "MOST_BYTES", 1000)
-    cut_off(tmp_path / "tier", **how)
+def test_a_run_without_commits_leaves_nothing_to_go_on_from(tmp_path):
+    def room(folder, **how):
+        cut_off(folder, host_memory=HALF, **how)
+        return (folder / "rank-0.tier").stat().st_size
+
+    assert room(tmp_path / "tier", commit_every=0) + 2 * HALF <= room(tmp_path / "other")
     assert Spilled(disk=tmp_path / "tier").committed is None
-    with pytest.raises(TierError, match=r"cannot be gone on from: .* go on from a checkpoint"):
-        pipeline(tmp_path / "tier", resume=True, **({} if "host_memory" in how else how))
+    with pytest.raises(PipefitError, match="commit_every: expected steps, 1 or more, or 0 for no commits, got -1"):
+        pipeline(tmp_path / "tier", commit_every=-1)
+
+
+def test_a_reason_that_a_step_cannot_be_gone_on_from_is_told(tmp_path, monkeypatch):
+    def reason(*_):
+        raise ModelError("its schedule cannot be told")
+
+    monkeypatch.setattr(committed, "optimization_of", reason)
+    cut_off(tmp_path / "tier")
+    assert Spilled(disk=tmp_path / "tier").committed is None
+    with pytest.raises(TierError, match=r"step 3 cannot be gone on from: its schedule .* go on from a checkpoint"):
+        pipeline(tmp_path / "tier", resume=True)
 
 
 def test_a_record_that_was_not_kept_is_found(tmp_path):
@@ -285,7 +384,7 @@ def test_a_record_that_was_not_kept_is_found(tmp_path):
 # ---- cut off anywhere ----------------------------------------------------------------------------------------------
 
 
-def _killed_at(call, folder):
+def _killed_at(call, folder, how):
     """Trains; at a call of the file system the process dies, when half of what is written has arrived."""
     count = 0
 
@@ -302,7 +401,7 @@ def _killed_at(call, folder):
 
         return instead
 
-    pipe = pipeline(folder)
+    pipe = pipeline(folder, **how)
     trained(pipe, 2)
     pipe._engine.workers[0].spilling.settle()
     for name in ("pwritev", "fdatasync", "fsync", "replace"):
@@ -324,34 +423,48 @@ def _in_a_fork(work, *args):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _gone_on(folder, result):
-    pipe = pipeline(folder, resume=True)
+def _gone_on(folder, result, how):
+    pipe = pipeline(folder, resume=True, **how)
     at = pipe.num_updates
     result.write_text(json.dumps([at, [loss.hex() for loss in trained(pipe)]]))
     pipe.close()
 
 
-def _every_call(place, stride):
-    """Kills a run at every call of one step and of the next's beginning, each time another run, and goes on."""
+def _every_call(place, stride, how):
+    """Kills a run at every call of a commit, and of what goes before and after, each time another, and goes on."""
     results = []
     for call in range(1, 28, stride):
         folder, result = place / f"tier-{call}", place / f"{call}.json"
-        assert _in_a_fork(_killed_at, call, folder) == -signal.SIGKILL, call
-        assert _in_a_fork(_gone_on, folder, result) == 0, call
+        ended = _in_a_fork(_killed_at, call, folder, how)
+        if not ended and call > 16:
+            break  # there are no more calls
+        assert ended == -signal.SIGKILL, call
+        assert _in_a_fork(_gone_on, folder, result, how) == 0, call
         results.append(json.loads(result.read_text()))
     print(json.dumps(results))
 
 
+@pytest.mark.parametrize(
+    ("how", "steps"),
+    [
+        ({}, {2, 3}),
+        ({"host_memory": HALF, "commit_every": 1}, {2, 3}),
+        ({"host_memory": HALF, "commit_every": 2}, {2, 4}),
+        ({"optim_slots": 0, "commit_every": 2}, {2, 4}),
+    ],
+    ids=["disk", "split", "split-seldom", "aside"],
+)
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_a_run_that_is_killed_at_any_call_of_the_file_system_goes_on_to_the_bit(tmp_path, stride):
+def test_a_run_that_is_killed_at_any_call_of_the_file_system_goes_on_to_the_bit(tmp_path, stride, how, steps):
+    words = [str(tmp_path), str(stride), json.dumps(how)]
     found = subprocess.run(
-        [sys.executable, __file__, str(tmp_path), str(stride)], capture_output=True, text=True, check=False,
+        [sys.executable, __file__, *words], capture_output=True, text=True, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
-    losses = [loss.hex() for loss in whole()[0]]
+    losses = [loss.hex() for loss in whole(**{key: how[key] for key in how if key == "optim_slots"})[0]]
     results = json.loads(found.stdout)
-    assert {at for at, _ in results} == {2, 3}
+    assert {at for at, _ in results} == steps
     assert all(rest == losses[at:] for at, rest in results)
 
 
@@ -359,4 +472,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     # The first optimizer imports torch's compiler, which takes seconds: not in every fork.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
-    _every_call(Path(sys.argv[1]), int(sys.argv[2]))
+    committed.MOST_BYTES = 1000
+    _every_call(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,11 +1,13 @@
 """What each step on a disk tier is committed with: all that its records do not hold, so that a run goes on from there.
 
-That is small: where the training stands, learning-rate schedules, buffers, weights that stages share, and the like, as
-the bytes of a safetensors file with the rest as JSON data in its head.
+That is mostly small: where the training stands, learning-rate schedules, buffers, weights that stages share, and the
+like, as the bytes of a safetensors file with the rest as JSON data in its head. Where more of the weights and states
+stays on the device, they are written to a file of their own, tensor by tensor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -20,16 +23,17 @@ from pipefit.checkpoint.exchange import agree, attempt
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.optim import OPTIM, optimization_of, restore_optimizer, trained_of
 from pipefit.checkpoint.state import Trained, aliases_of, weights_of
+from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError, TierError
 from pipefit.memory.disk import DiskTier
 from pipefit.memory.split import SplitTier
+from pipefit.memory.tierfile import Aside
 from pipefit.runtime.worker import Worker
-from pipefit.units import format_bytes
 
 __all__ = ["MOST_BYTES", "Standing", "commit_step", "standing_of", "take_over"]
 
 MOST_BYTES = 64 << 20
-"""What may lie outside the records of a step; it is copied and written once more at every step."""
+"""What is copied and written beside the next step; more is written from where it is, and the next step waits."""
 _HEAD = "pipefit"
 
 
@@ -60,58 +64,84 @@ class _Resident(NamedTuple):
     tensor: Tensor
 
 
-def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None) -> None:
+def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None, now: bool = False) -> None:
     """Between two steps: what this process's ranks have written becomes the committed step, in the background.
+
+    Nothing is done where that is not due yet.
 
     Where there are several ranks this waits until their own is committed. So none begins to overwrite its records of
     the step before while another could still have to go back to it: whatever reaches a rank in the next step comes from
     ranks that have committed this one.
+
+    Args:
+        pipeline: that has come to a step.
+        extra: the caller's data.
+        now: whether or not it is due; a step that is committed already is not again.
     """
-    workers = [worker for worker in pipeline._engine.workers if worker.spilling is not None]
-    for worker in workers:
-        assert worker.spilling is not None
-        is_lasting = isinstance(worker.spilling.tier, DiskTier | SplitTier)
-        worker.spilling.commit(pipeline.num_updates, _state_of(pipeline, worker, extra) if is_lasting else b"")
+    spillings = [(worker, worker.spilling) for worker in pipeline._engine.workers if worker.spilling is not None]
+    for worker, spilling in spillings:
+        if not (now and spilling.commit_every) and not spilling.is_due(pipeline.num_updates):
+            spilling.passes()
+        elif spilling.lasts:
+            spilling.settle()
+            state, aside = _state_of(pipeline, worker, extra)
+            spilling.commit(pipeline.num_updates, state, aside)
+        else:
+            spilling.commit(pipeline.num_updates, b"")
     if pipeline.plan.placement.num_ranks > 1:
-        for worker in workers:
-            assert worker.spilling is not None
-            worker.spilling.settle()
+        for _, spilling in spillings:
+            spilling.settle()
 
 
-def _state_of(pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None) -> bytes:
-    try:
-        standing, tensors = _described(pipeline, worker, extra)
-    except PipefitError as problem:
-        standing, tensors = Standing(str(problem)), {}
-    return save(tensors, {_HEAD: msgspec.json.encode(standing).decode()})
-
-
-def _described(
+def _state_of(
     pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None
-) -> tuple[Standing, dict[str, Tensor]]:
-    """A rank's standing, and copies of what its records do not hold.
+) -> tuple[bytes, Aside | None]:
+    """A rank's standing and copies of what its records do not hold; what is too much for that, in a file."""
+    aside, tensors = None, {}
+    try:
+        standing = _standing(pipeline, worker, extra)
+        found = {entry.name: entry.tensor for entry in _resident(worker)}
+        if sum(tensor.nbytes for tensor in found.values()) > MOST_BYTES:
+            aside = _set_aside(worker, found)
+        else:
+            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
+    except TierError:
+        raise
+    except PipefitError as problem:
+        standing = Standing(str(problem))
+    return save(tensors, {_HEAD: msgspec.json.encode(standing).decode()}), aside
+
+
+def _set_aside(worker: Worker, tensors: Mapping[str, Tensor]) -> Aside:
+    """Writes tensors to a file that the last committed step does not need.
 
     Raises:
-        PipefitError: that cannot be told, or is too much.
+        TierError: the disk refused.
+        PipefitError: a tensor is of a type that the file cannot hold.
+    """
+    assert worker.spilling is not None and isinstance(worker.spilling.tier, DiskTier | SplitTier)
+    path = worker.spilling.tier.spare()
+    try:
+        path.unlink(missing_ok=True)
+        return Aside(path.name, *write_tensors(path, tensors, {}))
+    except OSError as problem:
+        raise TierError(f"{path}: {problem.strerror}; {worker.spilling.tier.cure()}") from None
+
+
+def _standing(pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None) -> Standing:
+    """Where a rank stands.
+
+    Raises:
+        PipefitError: that cannot be told.
     """
     assert worker.spilling is not None
-    if not isinstance(worker.spilling.tier, DiskTier):
-        raise TierError("a part of its records lay in the host's memory")
-    found = list(_resident(worker))
-    num_bytes = sum(entry.tensor.nbytes for entry in found)
-    if num_bytes > MOST_BYTES:
-        raise TierError(
-            f"{format_bytes(num_bytes)} of its weights and states stayed on the device, which is too much to write at "
-            "every step"
-        )
-    standing = Standing(
+    return Standing(
         ordinal=pipeline._next_ordinal,
         loss_scale=worker.scale.state() if worker.scale is not None else None,
         optimization=optimization_of(worker, list(worker.stages)),
         known={stage: sorted(store.known) for stage, store in worker.spilling.stores.items()},
         extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
     )
-    return standing, {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found}
 
 
 def _resident(worker: Worker) -> Iterator[_Resident]:
@@ -182,19 +212,33 @@ def _taken(pipeline: Trained) -> dict[str, Any]:
         assert worker.spilling is not None and worker.spilling.resumed is not None
         committed = worker.spilling.resumed
         standing = standing_of(committed.state)
-        tensors = load(committed.state)
-        _take(worker, standing, tensors)
+        with contextlib.ExitStack() as files:
+            tensors: dict[str, Callable[[], Tensor]] = {}
+            for name, tensor in load(committed.state).items():
+                tensors[name] = tensor.clone
+            if committed.aside is not None:
+                assert isinstance(worker.spilling.tier, DiskTier | SplitTier)
+                path = worker.spilling.tier.spare().parent / committed.aside.name
+                file = files.enter_context(safe_open(path, framework="pt"))
+                tensors |= {name: partial(_read, file, name) for name in file.keys()}
+            _take(worker, standing, tensors)
         pipeline.num_updates, pipeline._next_ordinal = committed.step, standing.ordinal
         extra = standing.extra
     return extra
 
 
-def _take(worker: Worker, standing: Standing, tensors: Mapping[str, Tensor]) -> None:
+def _read(file: Any, name: str) -> Tensor:
+    """A copy: the file is written anew while the run lasts."""
+    tensor: Tensor = file.get_tensor(name).clone()
+    return tensor
+
+
+def _take(worker: Worker, standing: Standing, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
     assert worker.spilling is not None
     for stage in worker.stages:
         for name, tensor in _weights(worker, stage):
             if f"{stage}/{name}" in tensors:
-                tensor.copy_(tensors[f"{stage}/{name}"])
+                tensor.copy_(tensors[f"{stage}/{name}"]())
         if stage in worker.spilling.stores:
             worker.spilling.stores[stage].known = set(standing.known.get(stage, ()))
         if stage in worker.optimizers:
@@ -202,7 +246,7 @@ def _take(worker: Worker, standing: Standing, tensors: Mapping[str, Tensor]) -> 
             begin = f"{stage}/{OPTIM}"
             for name in (name for name in tensors if name.startswith(begin)):
                 parameter, _, key = name.removeprefix(begin).rpartition("/")
-                states.setdefault(parameter, {})[key] = partial(tensors.__getitem__, name)
+                states.setdefault(parameter, {})[key] = tensors[name]
             restore_optimizer(worker, stage, standing.optimization, states)()
     if worker.scale is not None and standing.loss_scale is not None:
         worker.scale.load(standing.loss_scale)

@@ -51,6 +51,10 @@ def command(
     ] = None,
     host_memory: Annotated[str | None, help_of("Most that what waits may take of the host's memory.")] = None,
     disk: Annotated[Path | None, help_of("Folder in which it waits instead.")] = None,
+    commit_every: Annotated[
+        int | None,
+        help_of("Steps between commits to --disk, to go on from; 0: none; default: 1 if all is there, else 10."),
+    ] = None,
     step_on: Annotated[
         Literal["auto", "device", "host"], help_of("Where what waits in the host's memory steps; auto: as planned.")
     ] = "auto",
@@ -113,6 +117,7 @@ def command(
         device_memory=device_memory or "",
         host_memory=host_memory or "",
         disk=_text(disk),
+        commit_every=commit_every,
         step_on=step_on,
         plan=_text(plan),
         batch=batch,

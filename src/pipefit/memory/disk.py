@@ -16,7 +16,7 @@ from pipefit.errors import TierError
 from pipefit.memory.arena import aligned, pin, unpin
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
-from pipefit.memory.tierfile import Committed, TierFile
+from pipefit.memory.tierfile import Aside, Committed, TierFile
 from pipefit.memory.tiers import Key
 
 __all__ = ["DiskTier"]
@@ -33,6 +33,7 @@ class _Record:
         start: of its first copy in the file.
         num_bytes: of its payload.
         current: which copy holds what was written last; −1: none.
+        kept: which copy belongs to the last committed step, and is not written; −1: none.
         version: of that copy.
         asked: the version that was last given to write.
         written: its last write.
@@ -42,6 +43,7 @@ class _Record:
     num_bytes: int
     copies: int
     current: int = -1
+    kept: int = -1
     version: int = -1
     asked: int | None = None
     written: Copy | None = None
@@ -49,12 +51,16 @@ class _Record:
     def position(self, copy: int) -> int:
         return self.start + copy * (HEADER_BYTES + self.num_bytes)
 
+    @property
+    def end(self) -> int:
+        return self.position(self.copies)
+
 
 class DiskTier:
     """Records in a file, each with version and checksum, twice.
 
-    A run that is cut off goes on from `recover`: the records of the last committed step are whole, because what the
-    next step writes goes to the other copy of each.
+    A run that is cut off goes on from `recover`: the records of the last committed step are whole, because whatever
+    is written after it goes to the other copy of each.
 
     Attributes:
         about: JSON data that tells what the records are of; set it before `reserve`, read it after `recover`.
@@ -96,8 +102,8 @@ class DiskTier:
 
     @property
     def sizes(self) -> dict[Key, int]:
-        """Bytes of each record."""
-        return {key: record.num_bytes for key, record in self._records.items()}
+        """Bytes of each record that outlasts the run."""
+        return {key: record.num_bytes for key, record in self._records.items() if record.copies == 2}
 
     @property
     def is_direct(self) -> bool:
@@ -106,20 +112,29 @@ class DiskTier:
 
     def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
         """See `TierStore`. What an earlier run left in the file is forgotten."""
-        self._place(sizes, scratch)
+        self._place({key: size for key, size in sizes.items() if key not in scratch}, 2)
+        self._place({key: size for key, size in sizes.items() if key in scratch}, 1)
         self._file.allocate(self.num_bytes)
-        self._file.write_table(self._rows(), self.about)
+        self._file.write_table([[*key, size] for key, size in self.sizes.items()], self.about)
 
-    def _rows(self) -> list[list[Any]]:
-        return [[*key, record.num_bytes, record.copies] for key, record in self._records.items()]
+    def reserve_scratch(self, sizes: Mapping[Key, int]) -> None:
+        """After `recover`: makes room for the records that live within a step only, behind those that were found.
 
-    def _place(self, sizes: Mapping[Key, int], scratch: Sequence[Key]) -> None:
-        position = 0
+        Raises:
+            TierError: there is not enough room.
+        """
+        self._place(sizes, 1)
+        self._file.extend(self.num_bytes)
+
+    def _place(self, sizes: Mapping[Key, int], copies: int) -> None:
+        position = max((record.end for record in self._records.values()), default=0)
         for key, size in sizes.items():
-            record = self._records[key] = _Record(position, size, 1 if key in scratch else 2)
-            position = record.position(record.copies)
+            record = self._records[key] = _Record(position, size, copies)
+            position = record.end
         if self._device.type == "cuda":
-            largest = max(sizes.values(), default=0)
+            for buffer in self._pinned.values():
+                unpin(buffer)
+            largest = max((record.num_bytes for record in self._records.values()), default=0)
             self._pinned = {lane: aligned(largest) for lane in ("read", "write")}
             for buffer in self._pinned.values():
                 pin(buffer)
@@ -138,7 +153,7 @@ class DiskTier:
             if source.is_cuda:
                 through.copy_(source)
             checksum = chunk_sum(data) if known is None else known
-            copy = (record.current + 1) % record.copies
+            copy = 1 - record.kept if record.kept >= 0 else 0
             self._head["write"][:] = RecordHeader(str(key), version, record.num_bytes, checksum).pack()
             self._move(self._writers, self._file.write, self._head["write"], data, record.position(copy))
             record.current, record.version = copy, version
@@ -183,13 +198,25 @@ class DiskTier:
         """See `TierStore`."""
         return self._records[key].asked
 
-    def commit(self, step: int, version: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
+    def commit(
+        self, step: int, version: int, state: bytes, after: Sequence[Copy] = (), aside: Aside | None = None
+    ) -> Copy:
         """See `TierStore`. Nothing waits for it but what is written later."""
 
         def work() -> None:
-            self._file.commit(step, version, state)
+            self._file.commit(step, version, state, aside)
+            for record in self._records.values():
+                record.kept = record.current if record.copies == 2 else -1
 
         return self._lanes.write.submit(work, len(state), after)
+
+    def spare(self) -> Path:
+        """Where a file can be put that belongs to the next step to be committed."""
+        return self._file.spare()
+
+    def cure(self) -> str:
+        """What is left to go on from."""
+        return self._file.cure()
 
     def recover(self, at_most: int | None = None) -> Committed:
         """Goes back to the last committed step, whatever was being written when the run before was cut off.
@@ -206,18 +233,19 @@ class DiskTier:
         if not commits:
             raise TierError(f"{self._file.path.parent}: no step was committed there")
         rows, self.about = self._file.table()
-        keys = {Key(stage, kind, mb): (size, copies) for stage, kind, mb, size, copies in rows}
         if not self._records:
-            self._place({key: size for key, (size, _) in keys.items()}, [key for key in keys if keys[key][1] == 1])
+            self._place({Key(stage, kind, mb): size for stage, kind, mb, size in rows}, 2)
         self._file.check_size(self.num_bytes)
         wanted = [committed for committed in commits if at_most is None or committed.step <= at_most]
         if not wanted:
             first = commits[-1].step
             raise TierError(f"{self._file.path}: step {at_most} is asked for, the first that is there is {first}")
-        damaged: list[Key] = []
+        damaged: list[str] = []
         for committed in wanted:
             version = committed.version
-            damaged = [key for key, record in self._records.items() if not self._finds(key, record, version)]
+            damaged = [str(key) for key, record in self._records.items() if not self._finds(key, record, version)]
+            if not self._file.fits(committed):
+                damaged.append("what stayed on the device")
             if not damaged:
                 return committed
         raise TierError(
@@ -237,7 +265,8 @@ class DiskTier:
         for copy in range(record.copies):
             header = self._load(key, record, copy, buffer)
             if header is not None and header.version == version and header.checksum == chunk_sum(buffer):
-                record.current, record.version, record.asked = copy, version, version
+                record.current = record.kept = copy
+                record.version = record.asked = version
                 return True
         return False
 

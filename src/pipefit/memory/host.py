@@ -11,6 +11,7 @@ from torch import Tensor
 from pipefit.errors import TierError
 from pipefit.memory.arena import aligned, pin, unpin
 from pipefit.memory.lanes import Copy, Lanes
+from pipefit.memory.tierfile import Aside
 from pipefit.memory.tiers import Key
 from pipefit.units import format_bytes
 
@@ -88,8 +89,18 @@ class HostTier:
         return self._lanes.read.submit(work, into.numel(), (*after, *([written] if written else [])))
 
     def record(self, key: Key) -> Tensor:
-        """The bytes of a record, where they lie; only for what is stepped there."""
+        """The bytes of a record, where they lie."""
         return self._place(key, self._places[key][1])
+
+    def written(self, key: Key) -> Tensor:
+        """The bytes of a record, once its last write has ended."""
+        if key in self._writes:
+            self._writes[key].wait()
+        return self.record(key)
+
+    def took(self, key: Key, version: int) -> None:
+        """A record was filled where it lies."""
+        self._versions[key] = self._asked[key] = version
 
     def step(self, stage: int, version: int, work: Callable[[], None], after: Sequence[Copy] = ()) -> Copy:
         """Starts a step where the records of a stage lie, once its gradients are written; they are `version` then."""
@@ -108,7 +119,9 @@ class HostTier:
         """See `TierStore`."""
         return self._asked.get(key)
 
-    def commit(self, step: int, version: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
+    def commit(
+        self, step: int, version: int, state: bytes, after: Sequence[Copy] = (), aside: Aside | None = None
+    ) -> Copy:
         """Nothing to do: memory does not outlive the process."""
         return self._lanes.write.submit(lambda: None, 0, after)
 

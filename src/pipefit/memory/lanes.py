@@ -43,6 +43,10 @@ class Copy:
         self._check = check
         return self
 
+    def ended(self) -> bool:
+        """Whether it has, well or not."""
+        return self._future.done()
+
     def wait(self) -> None:
         """Waits for its end.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -17,9 +18,31 @@ from pipefit.errors import TierError
 from pipefit.spec.files import sync_folder
 from pipefit.units import format_bytes
 
-__all__ = ["Committed", "TierFile", "read_commits", "read_table"]
+__all__ = ["Aside", "Committed", "TierFile", "read_commits", "read_table"]
 
-_FORMAT = "pipefit.tier/2"
+_FORMAT = "pipefit.tier/3"
+
+
+class Aside(NamedTuple):
+    """A file beside the records, with what a step needs of the weights and states that stay on the device.
+
+    Attributes:
+        name: of the file.
+        num_bytes: of it.
+        sha256: of it.
+    """
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+    def fits(self, folder: Path) -> bool:
+        """Whether the file is whole."""
+        try:
+            with (folder / self.name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+        except OSError:
+            return False
 
 
 class Committed(NamedTuple):
@@ -29,11 +52,13 @@ class Committed(NamedTuple):
         step: weight updates done.
         version: of the records that belong to it.
         state: what else must be known to go on from there.
+        aside: what is too much for `state`; None: nothing.
     """
 
     step: int
     version: int
     state: bytes
+    aside: Aside | None = None
 
 
 class TierFile:
@@ -48,7 +73,9 @@ class TierFile:
         self.path = folder / f"{name}.tier"
         self._table = folder / f"{name}.json"
         self._commit, self._before = (folder / f"{name}.{ending}" for ending in ("commit", "before"))
+        self._asides = tuple(folder / f"{name}.aside-{number}" for number in (0, 1))
         self._step: int | None = None
+        self._aside = ""
         try:
             folder.mkdir(exist_ok=True)
             self._fd, self.is_direct = _open(self.path, direct)
@@ -72,15 +99,27 @@ class TierFile:
             TierError: there is not enough.
         """
         try:
-            for path in (self._commit, self._before):
+            for path in (self._commit, self._before, *self._asides):
                 path.unlink(missing_ok=True)
             sync_folder(self.path.parent)
             os.ftruncate(self._fd, 0)
+        except OSError as problem:
+            raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
+        self.extend(num_bytes)
+
+    def extend(self, num_bytes: int) -> None:
+        """Takes room up to a size.
+
+        Raises:
+            TierError: there is not enough.
+        """
+        had = os.fstat(self._fd).st_size
+        try:
             if num_bytes:
                 os.posix_fallocate(self._fd, 0, num_bytes)
         except OSError as problem:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, 0)
+                os.ftruncate(self._fd, had)
             if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 free = shutil.disk_usage(self.path.parent).free
                 raise TierError(
@@ -118,7 +157,11 @@ class TierFile:
         except OSError as problem:
             raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
 
-    def commit(self, step: int, version: int, state: bytes) -> None:
+    def spare(self) -> Path:
+        """A file beside the records that the last committed step does not need."""
+        return next(path for path in self._asides if path.name != self._aside)
+
+    def commit(self, step: int, version: int, state: bytes, aside: Aside | None = None) -> None:
         """Forces everything to the disk, then names the step whose records are whole; the one before stays beside it.
 
         Raises:
@@ -128,9 +171,10 @@ class TierFile:
             os.fdatasync(self._fd)
             if self.path.stat().st_ino != self._inode:
                 raise FileNotFoundError(errno.ENOENT, "it is no longer the file that was opened")
-            facts = {"step": step, "version": version, "bytes": len(state), "checksum": zlib.crc32(state)}
+            facts = {"format": _FORMAT, "step": step, "version": version, "aside": aside}
+            facts |= {"bytes": len(state), "checksum": zlib.crc32(state)}
             temporary = self._commit.with_suffix(".writing")
-            _write(temporary, json.dumps({"format": _FORMAT, **facts}).encode() + b"\n" + state)
+            _write(temporary, json.dumps(facts).encode() + b"\n" + state)
             if self._step is not None:
                 self._commit.replace(self._before)
             temporary.replace(self._commit)
@@ -138,13 +182,21 @@ class TierFile:
             sync_folder(self.path.parent)
         except OSError as problem:
             raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
-        self._step = step
+        self._step, self._aside = step, aside.name if aside else ""
 
     def commits(self) -> list[Committed]:
         """The committed steps whose records may be whole, the last one first."""
         found = read_commits(self.path.parent, self.path.stem)
-        self._step = found[0].step if found else None
+        self._stands_at(found[0] if found else None)
         return found
+
+    def fits(self, committed: Committed) -> bool:
+        """Whether what lies beside the records of a step is whole."""
+        return committed.aside is None or committed.aside.fits(self.path.parent)
+
+    def _stands_at(self, committed: Committed | None) -> None:
+        self._step = committed.step if committed else None
+        self._aside = committed.aside.name if committed and committed.aside else ""
 
     def goes_on_from(self, committed: Committed) -> None:
         """Forgets what was committed after a step.
@@ -162,7 +214,7 @@ class TierFile:
         except OSError as problem:
             raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
         finally:
-            self._step = committed.step
+            self._stands_at(committed)
 
     def write_table(self, rows: list[list[Any]], about: Mapping[str, Any]) -> None:
         """Notes where the records lie, and of what they are."""
@@ -184,7 +236,7 @@ class TierFile:
 
     def remove(self) -> None:
         """Removes it and what stands beside it."""
-        for path in (self._commit, self._before, self._table, self.path):
+        for path in (self._commit, self._before, *self._asides, self._table, self.path):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -222,10 +274,11 @@ def _read_commit(path: Path) -> Committed | None:
         facts = json.loads(head)
         if len(state) != facts["bytes"] or zlib.crc32(state) != facts["checksum"]:
             raise ValueError("it does not fit its checksum")
-        return Committed(int(facts["step"]), int(facts["version"]), state)
+        aside = Aside(*facts["aside"]) if facts["aside"] else None
+        return Committed(int(facts["step"]), int(facts["version"]), state, aside)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         raise TierError(f"{path} cannot be read: {problem}; go on from a checkpoint") from None
 
 

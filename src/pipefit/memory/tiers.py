@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from pipefit.memory.lanes import Copy
+from pipefit.memory.tierfile import Aside
 
 __all__ = ["ALIGNMENT", "Key", "TierStore", "padded"]
 
@@ -70,7 +71,9 @@ class TierStore(Protocol):
     def holds(self, key: Key) -> int | None:
         """The version that was written last (or is being written); None: none yet."""
 
-    def commit(self, step: int, version: int, state: bytes, after: Sequence[Copy] = ()) -> Copy:
+    def commit(
+        self, step: int, version: int, state: bytes, after: Sequence[Copy] = (), aside: Aside | None = None
+    ) -> Copy:
         """All records as written so far belong to `step`, with what else must be known to go on from there.
 
         Args:
@@ -78,6 +81,7 @@ class TierStore(Protocol):
             version: of the records.
             state: for `recover`.
             after: the writes since the last commit; if one of them fails, so does the commit.
+            aside: a file that belongs to the step too.
         """
 
     def close(self) -> None:

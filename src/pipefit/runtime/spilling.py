@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.spilled import SpilledStore
 from pipefit.memory.split import SplitTier
 from pipefit.memory.states import is_zero_at_first, probe_states
-from pipefit.memory.tierfile import Committed
+from pipefit.memory.tierfile import Aside, Committed
 from pipefit.memory.tiers import Key, TierStore
 from pipefit.runtime.executor import Execution
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
@@ -52,6 +52,7 @@ class SpillPlace:
         direct: whether the disk is read and written past the page cache.
         about: JSON data that is kept beside the records: what they are of.
         resume: go on from the records that are in the folder; a number: from that step or one before.
+        commits: whether steps will be committed to the folder.
     """
 
     folder: Path | None = None
@@ -59,6 +60,7 @@ class SpillPlace:
     direct: bool = True
     about: Mapping[str, Any] = field(default_factory=dict)
     resume: bool | int = False
+    commits: bool = True
 
     @property
     def latest(self) -> int | None:
@@ -80,7 +82,7 @@ class SpillPlace:
         disk.about = dict(self.about)
         if self.host_bytes is None:
             return disk
-        return SplitTier(HostTier(None, lanes, device), disk, self.host_bytes)
+        return SplitTier(HostTier(None, lanes, device), disk, self.host_bytes, self.commits)
 
 
 @dataclass
@@ -94,6 +96,8 @@ class Spilling:
         lanes: that copy.
         resumed: what an earlier run committed, from which this one goes on.
         committed: the last commit that was asked for.
+        committed_step: its step, or that of `resumed`.
+        commit_every: steps from one commit to the next; 0: none.
         parts: norms of the gradients of stages that have left the device, by update and stage.
         steps: on the host, that this pass has begun.
     """
@@ -104,6 +108,8 @@ class Spilling:
     lanes: Lanes
     resumed: Committed | None = None
     committed: Copy | None = None
+    committed_step: int = 0
+    commit_every: int = 1
     writes: list[Copy] = field(default_factory=list)
     parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     steps: list[Copy] = field(default_factory=list)
@@ -151,10 +157,11 @@ class Spilling:
         tier = place.tier(rank, spill.tier, lanes, device)
         moving = {i.stage for i in program.ranks[rank] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
         kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or key.stage in moving}
+        scratch = [key for key in kept if key.kind == Kind.WGRAD]
         try:
-            resumed = _recovered(tier, kept, place) if place.resume is not False else None
+            resumed = _recovered(tier, kept, scratch, place) if place.resume is not False else None
             if resumed is None:
-                tier.reserve(kept, [key for key in kept if key.kind == Kind.WGRAD])
+                tier.reserve(kept, scratch)
         except TierError:
             lanes.close()
             tier.close()
@@ -171,10 +178,11 @@ class Spilling:
         Raises:
             TierError: they are not whole.
         """
-        assert isinstance(self.tier, DiskTier) and self.resumed is not None
+        assert isinstance(self.tier, DiskTier | SplitTier) and self.resumed is not None
         if step < self.resumed.step:
             self.resumed = self.tier.recover(step)
         self.tier.goes_on_from(self.resumed)
+        self.committed_step = self.resumed.step
         for store in self.stores.values():
             store.hold(self.resumed.version)
 
@@ -191,15 +199,38 @@ class Spilling:
             step.wait()
         self.settle()
 
-    def commit(self, step: int, state: bytes) -> None:
+    @property
+    def lasts(self) -> bool:
+        """Whether what is committed outlasts the process."""
+        return isinstance(self.tier, DiskTier | SplitTier)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is to be committed."""
+        return 0 < self.commit_every <= step - self.committed_step
+
+    def passes(self) -> None:
+        """The last step is not committed.
+
+        Raises:
+            TierError: a write of it, or of one before, has failed.
+        """
+        under_way = [copy for copy in self.writes if not copy.ended()]
+        for copy in self.writes:
+            if copy not in under_way:
+                copy.wait()
+        self.writes = under_way
+
+    def commit(self, step: int, state: bytes, aside: Aside | None = None) -> None:
         """What was written becomes the committed step, once that has ended.
 
         Args:
             step: weight updates done.
             state: what else must be known to go on from there.
+            aside: a file with more of that.
         """
         version = max(store.num_updates for store in self.stores.values())
-        self.committed = self.tier.commit(step, version, state, self.writes)
+        self.committed = self.tier.commit(step, version, state, self.writes, aside)
+        self.committed_step = step
         self.writes = []
 
     def settle(self) -> None:
@@ -225,15 +256,17 @@ class Spilling:
             self.tier.close()
 
 
-def _recovered(tier: TierStore, kept: Mapping[Key, int], place: SpillPlace) -> Committed:
+def _recovered(tier: TierStore, kept: Mapping[Key, int], scratch: Sequence[Key], place: SpillPlace) -> Committed:
     """Goes back to what an earlier run committed; its records must be those of this one."""
-    if not isinstance(tier, DiskTier):
-        raise TierError("only what lies wholly on disk can be gone on from; go on from a checkpoint")
+    if not isinstance(tier, DiskTier | SplitTier):
+        raise TierError("only what was committed to a disk can be gone on from; go on from a checkpoint")
     found = tier.recover(place.latest)
-    if tier.sizes != dict(kept):
-        key = next(key for key in {**tier.sizes, **kept} if tier.sizes.get(key) != kept.get(key))
-        was, wanted = (f"{sizes[key]} bytes" if key in sizes else "none" for sizes in (tier.sizes, kept))
+    lasting = {key: size for key, size in kept.items() if key not in scratch}
+    if tier.sizes != lasting:
+        key = next(key for key in {**tier.sizes, **lasting} if tier.sizes.get(key) != lasting.get(key))
+        was, wanted = (f"{sizes[key]} bytes" if key in sizes else "none" for sizes in (tier.sizes, lasting))
         raise TierError(f"{place.folder}: {key}: its record has {was}, this run's {wanted}; it is of another run")
+    tier.reserve_scratch({key: kept[key] for key in scratch})
     return found
 
 

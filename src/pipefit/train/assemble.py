@@ -10,6 +10,7 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Training, Worker
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer, split
+from pipefit.train.committing import commit_every
 from pipefit.train.divided import Divided
 from pipefit.train.gather import forget_others
 from pipefit.train.sharding import shard_optimizers
@@ -49,6 +50,9 @@ def assemble(
     ties = tied_parameters(layers, plan.partition)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
     kept = spillings(ranks, parts, program, training, ties, device, spill, model, session)
+    for spilling in kept:
+        if spilling is not None:
+            spilling.commit_every = commit_every(spill, header, layers, plan.partition, training.optimizer)
     workers = [
         Worker.create(rank, training, part, ties, device, spilling)
         for rank, part, spilling in zip(ranks, parts, kept, strict=True)

@@ -32,6 +32,8 @@ class RunConfig:
         device_memory: most that training may take on the device, like "1.5 GiB"; the model is then spilled.
         host_memory: most that the host tier may take; stages live there unless there is a disk.
         disk: folder in which stages live.
+        commit_every: steps between commits to `disk`, which `resume` goes on from; 0: none; None: 1 where
+            all records lie there, else 10.
         step_on: where stages that live in the host's memory step: "device", "host", or "auto", as the plan says.
         plan: a plan's path; it then says schedule, stages and the rest.
         batch: samples per step.
@@ -68,6 +70,7 @@ class RunConfig:
     device_memory: str = ""
     host_memory: str = ""
     disk: str = ""
+    commit_every: int | None = None
     step_on: str = "auto"
     plan: str = ""
     batch: int = 16

@@ -370,7 +370,7 @@ class Pipeline:
             for index, stage in worker.stages.items():
                 with presence(worker, index, change=True):
                     stage.load_state_dict(state)
-        commit_step(self, self.notes)
+        commit_step(self, self.notes, now=True)
 
     def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None) -> Path:
         """Saves weights (the user's names, safetensors), optimizers and where the training stands.
@@ -404,7 +404,7 @@ class Pipeline:
             PipefitError: there is none, or it is of another model or optimizer; nothing was changed.
         """
         found = load(self, path, weights_only=weights_only)
-        commit_step(self, lambda: found.extra)
+        commit_step(self, lambda: found.extra, now=True)
         return found
 
     def timeline(self, last: int = 3) -> Timeline:

@@ -27,7 +27,7 @@ from pipefit.train.config import RunConfig
 __all__ = ["agree_on_step", "check_same", "committed_step", "facts_of", "going_on", "identity", "recorded_plan"]
 
 _TOLD = 3
-_FREE = ("output", "resume", "checkpoint_every", "sample", "disk", "host_memory", "plan")
+_FREE = ("output", "resume", "checkpoint_every", "sample", "disk", "host_memory", "commit_every", "plan")
 _OPTIONS = {"options": "option"}
 _OF_A_PLAN = ("prediction", "candidates", "plan_seconds", "method", "model")
 _MISSING = "nothing"

@@ -74,6 +74,8 @@ class Spilled:
         resume: go on from the last step that a run which was cut off has committed in `disk`, instead of beginning
             anew. Model, plan and training must be the same; weights, optimizers, schedules and random numbers stand
             where they stood, and `Pipeline.num_updates` says where that is. A number: from that step or one before.
+        commit_every: steps from one commit on `disk` to the next, which is where a run that is cut off goes on from;
+            None: 1 where all records lie there, else 10; 0: nothing is committed.
         about: JSON data on what else must be the same to go on from there, each by the name that a message calls it.
         place: in place of `disk` and `host_memory`, for runs that share slots and lanes.
     """
@@ -86,6 +88,7 @@ class Spilled:
     step_on: str | Sequence[int] = "auto"
     prefetch: int | None = None
     resume: bool | int = False
+    commit_every: int | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     place: SpillPlace | None = None
 
@@ -101,7 +104,15 @@ class Spilled:
             return self.place
         host = _bytes(self.host_memory, "host_memory")
         folder = None if self.disk is None else Path(self.disk)
-        return SpillPlace(folder, None if host is None else int(host), about=self.about, resume=self.resume)
+        if self.commit_every is not None and self.commit_every < 0:
+            raise PlanError(f"commit_every: expected steps, 1 or more, or 0 for no commits, got {self.commit_every}")
+        return SpillPlace(
+            folder,
+            None if host is None else int(host),
+            about=self.about,
+            resume=self.resume,
+            commits=self.commit_every != 0,
+        )
 
     @property
     def committed(self) -> int | None:
@@ -277,7 +288,8 @@ def tiers_of(config: RunConfig, resume: bool = False) -> Spilled | None:
     latest = config.steps - 1 if resume else False
     about = facts_of(config)
     where = config.host_memory or None, config.disk or None
-    return Spilled(None, *where, step_on=config.step_on, resume=latest, about=about)
+    every = config.commit_every
+    return Spilled(None, *where, step_on=config.step_on, resume=latest, commit_every=every, about=about)
 
 
 def rates_of(config: RunConfig, device: torch.device) -> Tier:
