@@ -169,8 +169,9 @@ class SpillingMachine(Machine):
         self.copies[rank].append(Copy(rank, i, slot, mine))
 
     def _keep(self, rank, i):
-        """What autograd keeps of a forward is a view of the slot as it is filled now."""
-        if ("saved", i.stage, i.mb) in self.values[rank] and i.stage in self.spill.stages:
+        """What autograd keeps of a forward is a view of the slot as it is filled now, unless it is told apart."""
+        views = i.stage in self.spill.stages and i.stage not in self.spill.keeps
+        if ("saved", i.stage, i.mb) in self.values[rank] and views:
             slot = self.home[rank]["weights", i.stage]
             self.values[rank]["view", i.stage, i.mb] = slot, self.filled[rank][slot]
 
@@ -185,7 +186,7 @@ class SpillingMachine(Machine):
         return result
 
     def _bwd_input(self, rank, i):
-        if i.stage in self.spill.stages and ("view", i.stage, i.mb) in self.values[rank]:
+        if ("view", i.stage, i.mb) in self.values[rank]:
             slot, filled = self.values[rank]["view", i.stage, i.mb]
             if self.home[rank].get(("weights", i.stage)) != slot or self.filled[rank][slot] != filled:
                 raise BrokenProgramError(f"{i}: what autograd kept lay in a slot that was filled anew")

@@ -35,6 +35,8 @@ def spilling(draw):
     optim = draw(st.integers(0, 2))
     tier = draw(st.sampled_from(["host", "disk"]))
     on_host = draw(st.sets(st.sampled_from(sorted(stages)))) if tier == "host" else ()
+    keeps = draw(st.sets(st.sampled_from(sorted(stages))))
+    some = tuple(sorted(on_host)), tuple(sorted(keeps))
     shape = Shape(
         depth=depth,
         num_microbatches=draw(st.integers(2, 4)),
@@ -44,7 +46,7 @@ def spilling(draw):
         ties=ties,
         clip=draw(st.booleans()),
         recompute=draw(st.sampled_from([(), None])),
-        spill=Spill(tier, slots, optim, optim > 0, tuple(sorted(stages)), draw(st.booleans()), tuple(sorted(on_host))),
+        spill=Spill(tier, slots, optim, optim > 0, tuple(sorted(stages)), draw(st.booleans()), *some),
         prefetch=draw(st.sampled_from([None, 0, 1, 2])),
     )
     return name, shape
@@ -105,12 +107,36 @@ def test_a_stage_may_not_leave_while_autograd_keeps_a_view_of_its_slot():
     assert message == "what autograd keeps of m0, m1 is in this slot and goes too: replay stage 0 before its backward"
 
 
+def test_a_stage_that_keeps_what_autograd_saved_may_leave_but_must_be_back_for_its_backward():
+    program = generate("spilled", Shape(3, 1, spill=replace(Spill.of(3), keeps=(0,))))
+    own = list(program.ranks[0])
+    assert [str(i) for i in own if i.op == "recompute"] == ["recompute s1 m0 w0"]
+    assert verify(program).ok
+    without_leave = type(program)(replace(program.header, spill=Spill.of(3)), program.ranks)
+    (message,) = told(without_leave)
+    assert message == "what autograd keeps of m0 is in this slot and goes too: replay stage 0 before its backward"
+    back, backward = map(parse_instruction, ["fetch s0 weights w0 host @0", "bwd s0 m0 w0"])
+    own.reverse()  # the second of its fetches
+    own.remove(back)
+    own.reverse()
+    assert not verify(program.with_ranks([own])).ok
+    own.insert(own.index(backward) + 1, back)
+    assert not verify(program.with_ranks([own])).ok
+
+
+def test_weights_may_come_back_to_another_slot_than_that_of_their_forward():
+    program = generate("interleaved", SHUFFLED)
+    slots = [i.slot for i in program.ranks[0] if (i.op, i.stage, i.kind) == ("fetch", 1, "weights")]
+    assert len(set(slots)) == 2 and verify(program).ok
+
+
 def test_a_header_that_spills_nothing_has_no_copies():
     program = generate("gpipe", Shape(1, 1))
     own = [parse_instruction("fetch s0 weights w0 host @0"), *program.ranks[0]]
     assert told(program.with_ranks([own])) == ["the header spills nothing: every stage stays on its device"]
 
 
+SHUFFLED = Shape(1, 2, num_chunks=4, spill=replace(Spill.of(4), keeps=(0, 1, 2, 3)))
 CASES = [
     ("spilled", Shape(3, 2)),
     ("spilled", Shape(3, 1, num_steps=2, spill=Spill("disk", 1, 1, True, (0, 1, 2)))),
@@ -121,6 +147,9 @@ CASES = [
     ("interleaved", Shape(2, 2, num_chunks=2, clip=True, spill=Spill("host", 1, 1, True, (0, 2, 3)))),
     ("spilled", Shape(3, 1, num_steps=2, spill=Spill("host", 2, 0, False, (0, 1, 2), False, (0, 1, 2)))),
     ("spilled", Shape(3, 1, clip=True, ties=((0, 2),), spill=Spill("host", 2, 1, True, (0, 1, 2), False, (0, 2)))),
+    ("spilled", Shape(3, 2, num_steps=2, spill=replace(Spill.of(3, slots=1), keeps=(0, 1)))),
+    ("breadth-first", Shape(2, 2, num_chunks=2, spill=replace(Spill.of(4, slots=1), keeps=(0, 1, 2, 3)))),
+    ("interleaved", SHUFFLED),
 ]
 
 

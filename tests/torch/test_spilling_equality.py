@@ -94,6 +94,58 @@ def test_slots_and_prefetching_change_nothing(how):
     other.close()
 
 
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("how", [{}, {"slots": 1}, {"slots": 3}, {"host_memory": "1 GiB", "step_on": "host"}])
+def test_stages_that_keep_their_activations_replay_nothing_and_train_alike(optimizer, clip, how):
+    one, other = resident(optimizer, clip), spilled(optimizer, clip, keep=True, **how)
+    assert not any(i.op == "recompute" for i in other.program.ranks[0])
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_backward_finds_its_weights_in_whatever_slot_they_are(ranks):
+    def pipeline(spill):
+        return Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, schedule="interleaved",
+            stages=[3, 1, 1, 2] if ranks == 1 else [3, 2, 1, 1], chunks=4 // ranks, microbatches=2, seed=3, spill=spill,
+        )  # fmt: skip
+
+    one, other = pipeline(None), pipeline(Spilled(keep=True, slots=2 if ranks == 1 else 1))
+    if ranks == 1:
+        fetches = [i.slot for i in other.program.ranks[0] if (i.op, i.stage, i.kind) == ("fetch", 1, "weights")]
+        assert len(set(fetches)) == 2
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_weights_that_a_layer_transposes_or_uses_twice_are_saved_by_their_place():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+            self.fixed = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+        def forward(self, x):
+            return torch.tanh(x @ self.weight.t() @ self.fixed) @ self.weight[:, ::2].exp() @ self.weight[1::2]
+
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(*(Twice() for _ in range(4)), nn.Linear(8, 4))
+
+    counts = (1, 1, 1, 1, 1)
+    one, other = resident(model=model()), spilled(model=model(), counts=counts, keep=True)
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
 def test_what_the_host_has_no_room_for_lies_on_disk(tmp_path):
     one, other = resident(adamw, 0.5), spilled(adamw, 0.5, disk=tmp_path / "tier", host_memory=5 * 4096)
     tier = other._engine.workers[0].spilling.tier

@@ -68,6 +68,7 @@ def command(
     ] = None,
     activations: Annotated[bool, flag("What enters a spilled stage waits on the tier too, until its replay.")] = False,
     step_on: Annotated[Literal["device", "host"], help_of("Where stages on the host step.", "--step-on")] = "device",
+    keep: Annotated[bool, flag("Spilled stages keep their activations on the device, and replay nothing.")] = False,
     copy: Copy = 2,
     option: Annotated[list[str] | None, help_of("An option of the schedule as NAME=INTEGER; may be repeated.")] = None,
     warmup: Annotated[int | None, help_of("Short for --option warmup=…")] = None,
@@ -113,6 +114,7 @@ def command(
         prefetch=prefetch,
         activations=activations,
         step_on=step_on,
+        keep=keep,
         copy=copy,
         **options,
     )

@@ -43,6 +43,7 @@ class How(NamedTuple):
     prefetch: int | None = None
     activations: bool = False
     step_on: str = "device"
+    keep: bool = False
 
 
 class _Wish(NamedTuple):
@@ -168,9 +169,10 @@ def _drawn(wish: _Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | No
 def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
     """A shape all of whose stages live on another tier, through so many slots of each rank."""
     num_stages = made(shape).header.num_stages
-    on_host = tuple(range(num_stages)) if how.step_on == "host" else ()
+    every = tuple(range(num_stages))
+    on_host, keeps = every if how.step_on == "host" else (), every if how.keep else ()
     spill = Spill.of(num_stages, slots, 0 if on_host else how.optim_slots, how.tier, how.activations)
-    spill = msgspec.structs.replace(spill, on_host=on_host)
+    spill = msgspec.structs.replace(spill, on_host=on_host, keeps=keeps)
     return msgspec.structs.replace(shape, spill=spill, prefetch=how.prefetch)
 
 

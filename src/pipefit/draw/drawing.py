@@ -148,6 +148,7 @@ def draw(
     prefetch: int | None = None,
     activations: bool = False,
     step_on: str = "device",
+    keep: bool = False,
     copy: float = 2,
     **options: int,
 ) -> Drawing:
@@ -178,6 +179,7 @@ def draw(
         prefetch: stages ahead that the next is fetched; None: as soon as a slot is free; 0: when it is needed.
         activations: what enters a stage waits on the tier too, from its forward to its replay.
         step_on: where stages that live on the host step: "device" or "host".
+        keep: what a forward saved stays on the device while its stage is away; else the backward replays it.
         copy: time of moving all stages of a rank to or from the tier.
         options: integers of the schedule, such as `warmup=2`.
 
@@ -196,7 +198,7 @@ def draw(
         recompute=(None if recompute else ()) if isinstance(recompute, bool) else tuple(recompute),
         options=options,
     )
-    how = How(optim_slots, tier, prefetch, activations, step_on) if slots is not None or made.spills else None
+    how = How(optim_slots, tier, prefetch, activations, step_on, keep) if slots is not None or made.spills else None
     if how:
         shape = spilled(made, shape, 2 if slots is None else slots, how)
 
@@ -226,7 +228,7 @@ def drawing_of(program: Program, forward: float = 1, backward: float = 2) -> Dra
 
     cost = pricing(program.header)
     spill = program.header.spill
-    how = How(spill.optim_slots, spill.tier, None, spill.activations) if spill else None
+    how = How(spill.optim_slots, spill.tier, None, spill.activations, keep=bool(spill.keeps)) if spill else None
     return Drawing(simulated(program, cost, memory=True), cost, forward, backward, pricing, how=how)
 
 

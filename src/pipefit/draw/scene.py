@@ -254,7 +254,8 @@ def _spill_words(header: Header) -> str:
         return ""
     slots = f"{spill.weights_slots} slot{'s' if spill.weights_slots > 1 else ''}"
     steps = f" · {len(spill.on_host)} step there" if spill.on_host else ""
-    return f"{len(spill.stages)} stages on the {spill.tier} · {slots}{steps}"
+    kept = f" · {len(spill.keeps)} keep activations" if spill.keeps else ""
+    return f"{len(spill.stages)} stages on the {spill.tier} · {slots}{steps}{kept}"
 
 
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:

@@ -37,6 +37,8 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         activations: whether what enters a spilled stage waits on the tier too, from its forward to its replay.
         on_host: those of them that step on the host, in increasing order: their gradients are written back, and the
             optimizer's states never leave it. Only where the tier is the host.
+        keeps: those of them that keep on the device what autograd saved, while their weights come and go, in increasing
+            order. The others replay a forward whose backward falls into another stay.
     """
 
     tier: str
@@ -46,6 +48,7 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: tuple[int, ...]
     activations: bool = False
     on_host: tuple[int, ...] = ()
+    keeps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:
@@ -68,6 +71,11 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ScheduleError(
                 f"spill: expected spilled stages to step on the host, distinct and in increasing order, got "
                 f"{self.on_host} of {self.stages}"
+            )
+        if self.keeps != tuple(stage for stage in self.stages if stage in self.keeps):
+            raise ScheduleError(
+                f"spill: expected spilled stages to keep what autograd saved, distinct and in increasing order, got "
+                f"{self.keeps} of {self.stages}"
             )
 
     @classmethod

@@ -101,23 +101,24 @@ def _spill_line(spill: Spill) -> str:
     """How a header says what is spilled: "spill host weights 2 optim 2 stages 0 1 2"."""
     stages = " ".join(map(str, spill.stages))
     parked = " activations" if spill.activations else ""
-    stepped = "".join(f" {word}" for word in ("on-host", *map(str, spill.on_host))) if spill.on_host else ""
-    return (
-        f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}{parked}{stepped}"
-    )
+    some = (("on-host", spill.on_host), ("keeps", spill.keeps))
+    told = "".join(f" {word} {' '.join(map(str, those))}" for word, those in some if those)
+    return f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}{parked}{told}"
 
 
 def _spill(words: list[str]) -> Spill:
     if words[1:6:2] != ["weights", "optim", "stages"]:
         raise ValueError(f"expected 'spill TIER weights N optim N stages S …', got {' '.join(words)!r}")
     optim = int(words[4])
-    on_host: tuple[int, ...] = ()
-    if "on-host" in words:
-        place = words.index("on-host")
-        words, on_host = words[:place], tuple(map(int, words[place + 1 :]))
+    some: dict[str, tuple[int, ...]] = {}
+    for word in ("keeps", "on-host"):
+        if word in words:
+            place = words.index(word)
+            words, some[word] = words[:place], tuple(map(int, words[place + 1 :]))
     activations = words[-1] == "activations"
     stages = tuple(map(int, words[6:-1] if activations else words[6:]))
-    return Spill(words[0], int(words[2]), optim, optim > 0, stages, activations, on_host)
+    on_host, keeps = some.get("on-host", ()), some.get("keeps", ())
+    return Spill(words[0], int(words[2]), optim, optim > 0, stages, activations, on_host, keeps)
 
 
 def parse_instruction(text: str) -> Instruction:

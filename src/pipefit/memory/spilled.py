@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from pipefit.errors import TierError
 from pipefit.memory.arena import Arena
 from pipefit.memory.host import HostTier
+from pipefit.memory.kept import saved_apart
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.layout import Layout, absent
 from pipefit.memory.states import StateSpec
@@ -224,6 +225,10 @@ class SpilledStore:
         else:
             self._forget_gradients()
         return copy
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward whose stage may leave before its backward: see `saved_apart`."""
+        return saved_apart(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes)
 
     # ---- what a WeightStore does -----------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ def with_spilling(program: Program, spill: Spill, prefetch: int | None = None) -
 
     Only what changed is written back. A stage steps directly after its last backward, while it is on the device. Where
     that cannot be its gradients are evicted too and it is visited again: under clipping, which first needs the norm of
-    all gradients, and for stages that share a weight. What autograd keeps for a backward lies in the slot of its
-    stage, so a forward whose backward falls into another stay of the stage is replayed there.
+    all gradients, and for stages that share a weight. A forward whose backward falls into another stay of the stage is
+    replayed there, unless the stage keeps what autograd saved (`Spill.keeps`).
 
     Args:
         program: built, of a schedule that flushes.
@@ -136,10 +136,12 @@ def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[
 
 def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Instruction]:
     """Adds the replays that are due because a forward and its backward fall into different stays."""
+    assert header.spill is not None
     stay_of = {
         (index, stay.stage): number
         for number, stay in enumerate(_weight_stays(header, rank, listed))
         for index in stay.visits
+        if stay.stage not in header.spill.keeps
     }
     kept: dict[tuple[int, int], int] = {}
     result: list[Instruction] = []

@@ -16,7 +16,7 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
 from pipefit.runtime.executor import Execution, Handlers
-from pipefit.runtime.spilling import evict, fetch, norm_part, norms_of, step_on_host
+from pipefit.runtime.spilling import evict, fetch, norm_part, norms_of, saving, step_on_host
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
@@ -91,7 +91,8 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
         leaves = widened(leaves, given.flags, stage.half)
     run.worker.stores[i.stage].at(i.version)
     update = run.compiled.program.header.update_of(i.stage, i.mb)
-    output = stage.forward(unflatten(leaves, given.structure), run.feed.ordinals[i.mb], replay, update)
+    with saving(run, i):
+        output = stage.forward(unflatten(leaves, given.structure), run.feed.ordinals[i.mb], replay, update)
     outputs, structure = flatten(output, f"the output of stage {i.stage}")
     # Without a graph there are no edges, though a layer may hand on an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]

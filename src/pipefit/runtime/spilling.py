@@ -32,7 +32,18 @@ from pipefit.stage.split import NamedLayer
 if TYPE_CHECKING:
     from pipefit.runtime.worker import Training, Worker
 
-__all__ = ["SpillPlace", "Spilling", "evict", "fetch", "norm_part", "norms_of", "presence", "step_on_host", "tier_name"]
+__all__ = [
+    "SpillPlace",
+    "Spilling",
+    "evict",
+    "fetch",
+    "norm_part",
+    "norms_of",
+    "presence",
+    "saving",
+    "step_on_host",
+    "tier_name",
+]
 
 SLOTTED = ("weights", "wgrad", "optim")
 
@@ -389,6 +400,14 @@ def evict(run: Execution, i: Instruction) -> None:
     copy = _spilled(run, i).evict(i.kind, i.version)
     spilling.writes.append(copy)
     run.copies.append((run.index, copy))
+
+
+def saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[None]:
+    """Around a forward: what autograd saves of a stage that keeps it must not lie in its slot."""
+    spill, spilling = run.compiled.program.header.spill, run.worker.spilling
+    if spill is None or spilling is None or i.stage not in spill.keeps:
+        return contextlib.nullcontext()
+    return spilling.stores[i.stage].saving()
 
 
 def step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None) -> None:

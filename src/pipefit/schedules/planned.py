@@ -45,7 +45,8 @@ def _spill(plan: Plan) -> Spill | None:
     told = plan.spill
     stages = told.stages or tuple(range(len(plan.partition.stages)))
     optim = told.optim_slots > 0
-    return Spill(told.tier, told.weights_slots, told.optim_slots, optim, stages, told.activations, told.on_host)
+    some = told.activations, told.on_host, told.keeps
+    return Spill(told.tier, told.weights_slots, told.optim_slots, optim, stages, *some)
 
 
 def program_of(plan: Plan, *, num_steps: int = 1) -> Program:

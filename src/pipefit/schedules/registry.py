@@ -68,7 +68,7 @@ class Schedule:
         options: its own integers and their defaults.
         check: raises ScheduleError for a shape it has no meaning for.
         spills: whether it is made for stages that live on the host or on disk: it then spills all of them, and replays
-            forwards, unless the shape says otherwise.
+            forwards but of stages that keep what was saved, unless the shape says otherwise.
     """
 
     name: str
@@ -116,9 +116,11 @@ class Schedule:
         options = {**self.options, **shape.options}
         orders = [list(self.order(Task(header, part, shape.depth, options))) for part in spans]
         ranks = [[i for order in orders for i in order[rank]] for rank in range(header.num_ranks)]
-        recompute = None if self.spills and shape.recompute == () else shape.recompute
-        program = build(header, ranks, recompute=recompute, ahead=shape.ahead)
         spill = shape.spill or (Spill.of(header.num_stages) if self.spills else None)
+        recompute = shape.recompute
+        if self.spills and spill and recompute == ():
+            recompute = tuple(stage for stage in range(header.num_stages) if stage not in spill.keeps)
+        program = build(header, ranks, recompute=recompute, ahead=shape.ahead)
         return with_spilling(program, spill, shape.prefetch) if spill else program
 
     def _refuse_placement(self, header: Header) -> None:

@@ -132,6 +132,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         prefetch: stages ahead that are loaded; None: as soon as a slot is free.
         activations: whether what enters a stage waits on the tier too, from its forward to its replay.
         on_host: the stages that step on the host.
+        keeps: the stages that keep what was saved for their backward on the device while their weights are away.
         peak_bytes: predicted of the fullest device; 0: not predicted.
         limit_s: seconds per update that no order of work and copies can beat; 0: not known.
         binds: the lane that sets this limit.
@@ -147,6 +148,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch: int | None = None
     activations: bool = False
     on_host: tuple[int, ...] = ()
+    keeps: tuple[int, ...] = ()
     peak_bytes: float = 0.0
     limit_s: float = 0.0
     binds: str = ""

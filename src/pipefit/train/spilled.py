@@ -70,6 +70,8 @@ class Spilled:
         step_on: where stages step: "device" (the optimizer's states come to it, or stay there), "host" (in the memory
             of the host tier, where the states stay), the stages that step on the host, or "auto": what is faster by
             the plan for the cap; without one, the device.
+        keep: what a forward saved for its backward stays on the device while its stage is away: of all stages, or of
+            these; else the backward replays it. None: as many as the plan for a cap has room for; without one, False.
         prefetch: stages ahead that the next is loaded; None: as soon as a slot is free; 0: when it is needed.
         resume: go on from the last step that a run which was cut off has committed in `disk`, instead of beginning
             anew. Model, plan and training must be the same; weights, optimizers, schedules and random numbers stand
@@ -86,6 +88,7 @@ class Spilled:
     slots: int = 2
     optim_slots: int = 1
     step_on: str | Sequence[int] = "auto"
+    keep: bool | Sequence[int] | None = None
     prefetch: int | None = None
     resume: bool | int = False
     commit_every: int | None = None
@@ -153,7 +156,11 @@ class Spilled:
             raise PlanError(NOT_FROM_DISK)
         optim_slots = self.optim_slots if len(stepped) < num_stages else 0
         spill = Spill.of(num_stages, self.slots, optim_slots, "disk" if on_disk else "host")
-        return msgspec.structs.replace(spill, on_host=stepped)
+        if isinstance(self.keep, bool | None):
+            keeps = tuple(range(num_stages)) if self.keep else ()
+        else:
+            keeps = tuple(sorted(set(self.keep)))
+        return msgspec.structs.replace(spill, on_host=stepped, keeps=keeps)
 
 
 def _bytes(value: float | str | None, name: str) -> float | None:

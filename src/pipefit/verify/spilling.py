@@ -123,8 +123,13 @@ def _drop(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str
 
 
 def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
+    """What autograd saved lies in the slot, but for stages that keep it: there the backward reads whichever slot it is.
+
+    That the slot then holds the same version is a rule of values.
+    """
+    assert state.header.spill is not None
     kept = state.saved.get(i.stage)
-    if kept:
+    if kept and i.stage not in state.header.spill.keeps:
         mbs = ", ".join(f"m{mb}" for mb in sorted(kept))
         yield f"what autograd keeps of {mbs} is in this slot and goes too: replay stage {i.stage} before its backward"
 
