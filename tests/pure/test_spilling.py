@@ -108,11 +108,12 @@ def test_what_is_needed_first_is_written_back_first():
     assert written == ["optim 2", "weights 2", "optim 1", "weights 1", "weights 0", "optim 0"]
 
 
-def test_a_trace_has_a_lane_for_each_direction():
-    program = generate("spilled", Shape(3, 1))
+@pytest.mark.parametrize(("on_host", "more"), [((), set()), ((0, 2), {"host_step"})])
+def test_a_trace_has_a_lane_for_each_direction_and_one_for_steps_on_the_host(on_host, more):
+    program = generate("spilled", Shape(3, 1, spill=Spill("host", 2, 1, True, (0, 1, 2), on_host=on_host)))
     trace = simulate(program, unit(program.header)).to_chrome_trace()
     names = {item["args"]["name"] for item in trace["traceEvents"] if item["name"] == "thread_name"}
-    assert names == {"compute", "fetch", "evict"}
+    assert names == {"compute", "fetch", "evict"} | more
     assert from_chrome_trace(trace).program == program
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipefit import errors
 from pipefit.errors import PipefitError
 from pipefit.runtime.session import Session
 
-__all__ = ["agree", "attempt", "exchange"]
+__all__ = ["agree", "attempt", "exchange", "from_first"]
 
 
 def exchange(session: Session, data: Any) -> list[Any]:
@@ -54,3 +55,24 @@ def agree(session: Session, outcome: dict[str, Any], kind: type[PipefitError] = 
         distinct = len(set(errors.values())) > 1 or len(errors) < len(outcomes)
         raise kind(f"rank {rank}: {first}" if distinct else first)
     return [o["value"] for o in outcomes]
+
+
+def from_first(session: Session, function: Callable[[], Any]) -> Any:
+    """The JSON data that a function gives on the first rank, which alone calls it.
+
+    Raises:
+        PipefitError: on every rank the one that the function raised.
+    """
+    if not session.is_distributed:
+        return function()
+    outcome: dict[str, Any] = {}
+    if session.rank == 0:
+        try:
+            outcome = {"value": function()}
+        except Exception as problem:  # the other ranks wait for this one's word
+            known = isinstance(problem, PipefitError)
+            outcome = {"error": str(problem) if known else repr(problem), "kind": type(problem).__name__}
+    first = exchange(session, outcome)[0]
+    if "error" in first:
+        raise getattr(errors, first["kind"], PipefitError)(first["error"])
+    return first["value"]

@@ -31,7 +31,10 @@ def command(
     transport: Annotated[
         Literal["distributed", "local"], help_of("A process for each rank, or all of them in this one.")
     ] = "distributed",
-    schedule: Annotated[str, help_of("Its name, or auto; `pipefit schedules` lists them.")] = "1f1b",
+    schedule: Annotated[
+        str | None,
+        help_of("Its name, or auto; `pipefit schedules` lists them. Default: 1f1b, or auto under --device-memory."),
+    ] = None,
     microbatches: Annotated[int, help_of("Per weight update.", "--microbatches", "-m")] = 4,
     chunks: Annotated[int, help_of("Stages on each rank.", "--chunks", "-v")] = 1,
     replicas: Annotated[str | None, help_of("Copies of each stage, such as 2,1; one number stands for all.")] = None,
@@ -101,7 +104,7 @@ def command(
         options=",".join(option or []),
         data=tuple(data or ()),
         ranks=ranks,
-        schedule=schedule,
+        schedule=schedule or ("auto" if device_memory else "1f1b"),
         microbatches=microbatches,
         chunks=chunks,
         replicas=whole_numbers("--replicas", replicas),

@@ -22,7 +22,7 @@ __all__ = ["from_chrome_trace", "load_trace", "save_trace", "to_chrome_trace"]
 
 _FORMAT = "pipefit.timeline/1"
 _US = 1e6
-_THREADS = {"compute": 0, "comm": 100, "fetch": 200, "evict": 300}
+_THREADS = {"compute": 0, "comm": 100, "fetch": 200, "evict": 300, "host_step": 400}
 
 
 def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:

@@ -72,13 +72,19 @@ class HeldMemory:
 
 
 def _kept_bytes(worker: Worker) -> float:
-    """Of weights, their gradients and the optimizers' states, as far as they are on the worker's device."""
+    """Of weights, their gradients and the optimizers' states, as far as they are on the worker's device.
+
+    What is spilled is away between two passes; its slots are there.
+    """
     tensors = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
     tensors += [p.grad for p in tensors if p.grad is not None]
-    for optimizer in worker.optimizers.values():
-        tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    spilled = worker.spilling.stores if worker.spilling else {}
+    for stage, optimizer in worker.optimizers.items():
+        if stage not in spilled or not spilled[stage].on_host:
+            tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    return float(sum(storages.values()))
+    slots = worker.spilling.arena.num_bytes if worker.spilling else 0
+    return float(sum(storages.values()) + slots)
 
 
 class _Mallinfo(ctypes.Structure):

@@ -29,6 +29,7 @@ from pipefit.timeline import Timeline
 from pipefit.train.agreement import Agreement
 from pipefit.train.assemble import assemble
 from pipefit.train.batch import Weigh, feed_of, pair_of
+from pipefit.train.capped import plan_of
 from pipefit.train.divided import Divided
 from pipefit.train.evaluate import evaluate
 from pipefit.train.gather import full_state
@@ -41,7 +42,7 @@ from pipefit.train.profiled import profile_of
 from pipefit.train.report import PipelineReport
 from pipefit.train.setup import check_ranks, default_device, make_plan, wanted_ranks
 from pipefit.train.sharding import release_flat, with_sharding
-from pipefit.train.spilled import Spilled, plan_of, same_plan, spilled_shape, told_apart
+from pipefit.train.spilled import Spilled, same_plan, spilled_shape, told_apart
 from pipefit.train.stream import stream_feed
 from pipefit.train.traffic import traffic
 from pipefit.verify import verify
@@ -63,9 +64,10 @@ class Pipeline:
         loss: from the model's output and the target to their mean loss over the samples given.
         optimizer: from a list of parameters to an optimizer; called for each stage.
         stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
-        schedule: its name; see `pipefit schedules`.
+        schedule: its name; see `pipefit schedules`. None: "1f1b", and what suits them where stages spill.
         microbatches: per weight update.
         chunks: stages per rank, for the looped schedules.
+        ranks: of a run in one process; None: as the stages and replicas ask for, and one under a cap on memory.
         replicas: copies of each stage, or one number for all.
         recompute: keep only stage inputs and replay forwards before backwards.
         tensor: processes that share each rank by tensor parallelism; for models whose layers have a tensor rule (gpt).
@@ -97,9 +99,10 @@ class Pipeline:
         loss: Callable[[Any, Any], Tensor],
         optimizer: MakeOptimizer,
         stages: int | Sequence[int] | str | None = None,
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         microbatches: int = 4,
         chunks: int = 1,
+        ranks: int | None = None,
         replicas: int | Sequence[int] = (),
         recompute: bool = False,
         tensor: int = 1,
@@ -126,16 +129,28 @@ class Pipeline:
         self.spill = spill
         plan = plan or same_plan(spill, stages == "auto", self._session)
         if spill is not None and plan is None:
-            schedule = "spilled" if schedule == "1f1b" and not self._session.is_distributed else schedule
             if spill.cap_bytes is not None:
-                clip = clip_norm is not None
-                plan, _, _ = plan_of(self.layers, spill, optimizer, example, microbatches, loss, clip, self.device)
+                plan, _, _ = plan_of(
+                    self.layers,
+                    spill,
+                    optimizer,
+                    example,
+                    microbatches,
+                    loss,
+                    clip_norm is not None,
+                    self.device,
+                    num_ranks=ranks or 1,
+                    schedule=schedule,
+                    num_chunks=chunks if chunks > 1 else 0,
+                )
+            elif schedule is None and ranks in (None, 1) and not self._session.is_distributed:
+                schedule = "spilled"
         if plan is None:
             copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
             self.plan = make_plan(
                 self.layers,
-                num_ranks=wanted_ranks(self._session, stages, chunks, copies, tensor),
-                schedule=schedule,
+                num_ranks=wanted_ranks(self._session, stages, chunks, copies, tensor, ranks),
+                schedule=schedule or "1f1b",
                 num_microbatches=microbatches,
                 num_chunks=chunks,
                 stages=None if stages is None or isinstance(stages, int | str) else list(stages),

@@ -28,6 +28,7 @@ from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, compare
 from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import runtime_costs
+from pipefit.train.capped import AUTO, capped
 from pipefit.train.config import RunConfig
 from pipefit.train.live import Live, Rated, rated
 from pipefit.train.memory import held_memory_bytes, peak_memory_bytes
@@ -40,12 +41,11 @@ from pipefit.train.resumed import going_on
 from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sharding import with_sharding
 from pipefit.train.sources import Source, example_of, source_of
-from pipefit.train.spilled import bundle_of, capped, let_go, rates_of, tiers_of
+from pipefit.train.spilled import bundle_of, let_go, rates_of, tiers_of
 from pipefit.train.traffic import Traffic, traffic
 
 __all__ = ["Observer", "RunResult", "run"]
 
-AUTO = "auto"
 _CHECKPOINTS = "checkpoints"
 _COUNTS = (2, 4, 8, 16)
 """Micro-batches per update that a run with the schedule "auto" chooses from."""

@@ -34,7 +34,12 @@ def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
 
 
 def wanted_ranks(
-    session: Session, stages: int | Sequence[int] | str | None, chunks: int, replicas: Sequence[int], tensor: int
+    session: Session,
+    stages: int | Sequence[int] | str | None,
+    chunks: int,
+    replicas: Sequence[int],
+    tensor: int,
+    ranks: int | None = None,
 ) -> int:
     """The processes, t to a rank, when ranks are processes; else as many as the stages and replicas ask for.
 
@@ -44,6 +49,7 @@ def wanted_ranks(
         chunks: stages per rank.
         replicas: copies of each stage, or one number for all.
         tensor: t.
+        ranks: as they are asked for; None: they are not.
 
     Raises:
         PlanError: they do not go together.
@@ -52,6 +58,8 @@ def wanted_ranks(
         raise PlanError(f'stages: expected a number, a list of layer counts or "auto", got {stages!r}')
     if session.is_distributed:
         return ranks_of(session.num_ranks, tensor)
+    if ranks is not None:
+        return ranks
     count = len(stages) if isinstance(stages, list | tuple) else stages if isinstance(stages, int) else 2 * chunks
     if len(replicas) > 1:
         return sum(replicas)

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
 
 from pipefit.errors import PlanError
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
-from pipefit.memory.states import probe_states
 from pipefit.models import ModelBundle, build
-from pipefit.planner.spilling import NOT_FROM_DISK, STEP_ON, plan_spilling
-from pipefit.profiling import analytic_profile, measure_device, measure_tier
+from pipefit.planner.spilling import NOT_FROM_DISK, STEP_ON
+from pipefit.profiling import measure_tier
 from pipefit.runtime.session import Session, current
 from pipefit.runtime.spilling import Spilling, SpillPlace
-from pipefit.runtime.worker import MakeOptimizer, Tie, Training, Worker
+from pipefit.runtime.worker import Tie, Training, Worker
 from pipefit.schedules.shape import Shape
-from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec import Plan
 from pipefit.spec.topology import Tier
 from pipefit.stage.materialise import can_be_drawn, initialise, is_meta, materialise
 from pipefit.stage.split import NamedLayer, named_layers
-from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
 from pipefit.train.resumed import agree_on_step, check_same, committed_step, facts_of, identity, recorded_plan
-from pipefit.train.ties import tied_layers
 from pipefit.units import parse_quantity
 
 __all__ = [
     "Spilled",
     "bundle_of",
-    "capped",
+    "in_bytes",
     "let_go",
-    "plan_of",
     "rates_of",
     "same_plan",
     "spilled_shape",
     "spillings",
-    "state_per_weight",
     "tiers_of",
     "told_apart",
 ]
-
-
-_DIVIDES = (
-    *("plan", "ranks", "schedule", "chunks", "replicas", "stages", "recompute"),
-    *("data_parallel", "tensor", "sequence_parallel", "shard_optimizer"),
-)
 
 
 @dataclass(frozen=True)
@@ -98,14 +85,14 @@ class Spilled:
     @property
     def cap_bytes(self) -> float | None:
         """The cap on the device's memory."""
-        return _bytes(self.device_memory, "device_memory")
+        return in_bytes(self.device_memory, "device_memory")
 
     @property
     def where(self) -> SpillPlace:
         """The tier's place."""
         if self.place is not None:
             return self.place
-        host = _bytes(self.host_memory, "host_memory")
+        host = in_bytes(self.host_memory, "host_memory")
         folder = None if self.disk is None else Path(self.disk)
         if self.commit_every is not None and self.commit_every < 0:
             raise PlanError(f"commit_every: expected steps, 1 or more, or 0 for no commits, got {self.commit_every}")
@@ -125,7 +112,7 @@ class Spilled:
 
     def measured(self, device: torch.device) -> Tier:
         """The tier with its rates, measured now."""
-        folder, host = self.where.folder, _bytes(self.host_memory, "host_memory")
+        folder, host = self.where.folder, in_bytes(self.host_memory, "host_memory")
         return measure_tier(folder, device, capacity_bytes=host if folder is None else None)
 
     def of(self, num_stages: int, ties: Sequence[Sequence[int]] = ()) -> Spill:
@@ -163,7 +150,8 @@ class Spilled:
         return msgspec.structs.replace(spill, on_host=stepped, keeps=keeps)
 
 
-def _bytes(value: float | str | None, name: str) -> float | None:
+def in_bytes(value: float | str | None, name: str) -> float | None:
+    """Bytes of a number, or of text like "1.5 GiB"; None stays None."""
     return None if value is None else parse_quantity(value, "bytes", name)
 
 
@@ -173,91 +161,6 @@ def spilled_shape(shape: Shape, spill: Spilled | None) -> Shape:
         return shape
     num_stages = shape.depth * shape.num_chunks
     return msgspec.structs.replace(shape, spill=spill.of(num_stages, shape.ties), prefetch=spill.prefetch)
-
-
-def plan_of(
-    layers: Sequence[NamedLayer],
-    spill: Spilled,
-    optimizer: MakeOptimizer,
-    example: tuple[Any, Any] | None,
-    num_microbatches: int,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    clip: bool = False,
-    device: torch.device | None = None,
-) -> tuple[Plan, Profile, Topology]:
-    """The plan for a cap on the device's memory: cuts, slots, and what it should cost; see `planner.plan_spilling`.
-
-    Nothing of the model is run: its layers may be on the meta device. The device and the tier are measured.
-
-    Raises:
-        PlanError: there is no example, from which the sizes of activations follow.
-        InfeasibleError: the cap is too small; the message says the smallest that works.
-    """
-    if example is None or spill.cap_bytes is None:
-        raise PlanError("a cap on the device's memory needs example=(input, target), one batch of data")
-    place = device or torch.device("cpu")
-    own = measure_device(place, threads=None, repeats=3)
-    profile = analytic_profile(
-        nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in layers)),
-        example[0],
-        own,
-        loss,
-        example[1],
-        microbatch_size=largest_part(example[0], num_microbatches),
-        model="the model",
-    )
-    tier = spill.measured(place)
-    if tier.name == "host":
-        tier = msgspec.structs.replace(tier, step_bytes_per_s=measure_host_step(optimizer))
-    topology = msgspec.structs.replace(Topology.local(1, 1e12, 0.0), tiers=(tier,), device=own)
-    found = plan_spilling(
-        profile,
-        topology,
-        device_bytes=spill.cap_bytes,
-        num_microbatches=num_microbatches,
-        tier=tier.name,
-        host_bytes=_bytes(spill.host_memory, "host_memory") if tier.name == "host" else None,
-        state_per_weight=state_per_weight(layers, optimizer),
-        clip=clip,
-        ties=tied_layers(layers),
-        step_on=_told_place(spill, tier),
-    )
-    return found, profile, topology
-
-
-def _told_place(spill: Spilled, tier: Tier) -> str:
-    if not isinstance(spill.step_on, str):
-        raise PlanError("step_on: stages are known once the model is cut; under a cap say 'device', 'host' or 'auto'")
-    if spill.step_on == "host" and tier.name != "host":
-        raise PlanError(NOT_FROM_DISK)
-    return spill.step_on
-
-
-def measure_host_step(optimizer: MakeOptimizer, num_elements: int = 1 << 20) -> float:
-    """Bytes of weights per second that an optimizer steps in the host's memory: the best of a few steps."""
-    parameter = nn.Parameter(torch.ones(num_elements))
-    made = optimizer([parameter])
-    seconds = []
-    for _ in range(4):
-        parameter.grad = torch.ones_like(parameter)
-        started = time.perf_counter()
-        made.step()
-        seconds.append(time.perf_counter() - started)
-    return parameter.nbytes / min(seconds[1:])
-
-
-def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> float:
-    """Bytes that an optimizer keeps for each byte of weights; of layers built alike one is looked at."""
-    known: dict[tuple[Any, ...], tuple[float, float]] = {}
-    weights = states = 0.0
-    for layer in layers:
-        parameters = [p for p in layer.module.parameters() if p.requires_grad]
-        key = tuple((p.shape, p.dtype) for p in parameters)
-        if key not in known:
-            specs = probe_states(optimizer, parameters, torch.device("cpu"))
-            known[key] = (sum(p.nbytes for p in parameters), sum(spec.like.nbytes for spec in specs))
-        weights, states = weights + known[key][0], states + known[key][1]
-    return states / weights if weights else 0.0
 
 
 def bundle_of(model: str, options: dict[str, Any], seed: int, capped: bool) -> ModelBundle:
@@ -310,31 +213,6 @@ def let_go(workers: Sequence[Worker], finished: bool) -> None:
         if worker.spilling is not None:
             worker.spilling.settle()
             worker.spilling.close(discard=finished)
-
-
-def capped(
-    config: RunConfig,
-    layers: Sequence[NamedLayer],
-    optimizer: MakeOptimizer,
-    example: tuple[Any, Any],
-    loss: Callable[[Any, Any], Tensor],
-) -> tuple[Plan, Profile, Topology]:
-    """The plan of a run under a cap, with the profile and the topology it was made from.
-
-    Raises:
-        PlanError: the run is also told how to be divided.
-    """
-    usual = RunConfig(ranks=1)
-    told = [f"--{name.replace('_', '-')}" for name in _DIVIDES if getattr(config, name) != getattr(usual, name)]
-    if told:
-        raise PlanError(
-            f"a cap on the device's memory makes its own plan, for one process: leave out {' and '.join(told)}, or "
-            "--device-memory; without it, --disk and --host-memory spill the stages of any pipeline"
-        )
-    where = config.host_memory or None, config.disk or None
-    spill = Spilled(config.device_memory, *where, step_on=config.step_on)
-    device = torch.device(config.device) if config.device else None
-    return plan_of(layers, spill, optimizer, example, config.microbatches, loss, bool(config.clip), device)
 
 
 def same_plan(spill: Spilled | None, is_balanced: bool, session: Session) -> Plan | None:

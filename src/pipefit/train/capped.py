@@ -1,0 +1,212 @@
+"""The plan for a cap on the device's memory: what is measured for it, and how ranks agree on it."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipefit.checkpoint.exchange import exchange, from_first
+from pipefit.errors import PlanError
+from pipefit.memory.states import probe_states
+from pipefit.planner.spilling import NOT_FROM_DISK, plan_spilling
+from pipefit.profiling import analytic_profile, measure_device
+from pipefit.runtime.session import Session, current
+from pipefit.runtime.worker import MakeOptimizer
+from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.topology import Device, Tier
+from pipefit.stage.split import NamedLayer
+from pipefit.train.batch import largest_part
+from pipefit.train.config import RunConfig
+from pipefit.train.predicted import links_of
+from pipefit.train.spilled import Spilled, in_bytes
+from pipefit.train.ties import tied_layers
+
+__all__ = ["AUTO", "capped", "measure_host_step", "plan_of", "state_per_weight"]
+
+AUTO = "auto"
+"""The schedule of whoever leaves it to the plan."""
+
+_DIVIDES = (
+    *("plan", "replicas", "stages", "recompute"),
+    *("data_parallel", "tensor", "sequence_parallel", "shard_optimizer"),
+)
+
+
+def capped(
+    config: RunConfig,
+    layers: Sequence[NamedLayer],
+    optimizer: MakeOptimizer,
+    example: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor],
+) -> tuple[Plan, Profile, Topology]:
+    """The plan of a run under a cap, with the profile and the topology it was made from.
+
+    Raises:
+        PlanError: the run is also told how to be divided.
+    """
+    usual = RunConfig()
+    told = [f"--{name.replace('_', '-')}" for name in _DIVIDES if getattr(config, name) != getattr(usual, name)]
+    if told:
+        raise PlanError(
+            f"a cap on the device's memory makes its own plan: leave out {' and '.join(told)}, or --device-memory; "
+            "without it, --disk and --host-memory spill the stages of any pipeline"
+        )
+    where = config.host_memory or None, config.disk or None
+    spill = Spilled(config.device_memory, *where, step_on=config.step_on)
+    device = torch.device(config.device) if config.device else None
+    return plan_of(
+        layers,
+        spill,
+        optimizer,
+        example,
+        config.microbatches,
+        loss,
+        bool(config.clip),
+        device,
+        num_ranks=config.ranks,
+        schedule=None if config.schedule == AUTO else config.schedule,
+        num_chunks=config.chunks if config.chunks > 1 else 0,
+    )
+
+
+def plan_of(
+    layers: Sequence[NamedLayer],
+    spill: Spilled,
+    optimizer: MakeOptimizer,
+    example: tuple[Any, Any] | None,
+    num_microbatches: int,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    clip: bool = False,
+    device: torch.device | None = None,
+    *,
+    num_ranks: int = 1,
+    schedule: str | None = None,
+    num_chunks: int = 0,
+) -> tuple[Plan, Profile, Topology]:
+    """The plan for a cap on the device's memory: cuts, slots, and what it should cost; see `planner.plan_spilling`.
+
+    Nothing of the model is run: its layers may be on the meta device. Devices and tiers are measured, on all ranks at
+    the same time; what is given are the topology's tiers as each rank has them. The first rank plans for all.
+
+    Args:
+        layers: of the whole model.
+        spill: the cap, and where stages live.
+        optimizer: of a stage.
+        example: (input, target) of one batch.
+        num_microbatches: per weight update.
+        loss: of the model's output.
+        clip: gradients are clipped by their global norm.
+        device: where a rank computes.
+        num_ranks: of the pipeline where all ranks run in this process; else as many as processes.
+        schedule: by which they take turns; None: as the planner does.
+        num_chunks: stages on each rank; 0: as many as are best.
+
+    Raises:
+        PlanError: there is no example, from which the sizes of activations follow.
+        InfeasibleError: the cap is too small; the message says the smallest that works.
+    """
+    if example is None or spill.cap_bytes is None:
+        raise PlanError("a cap on the device's memory needs example=(input, target), one batch of data")
+    session = current()
+    num_ranks = session.num_ranks if session.is_distributed else num_ranks
+    place = device or torch.device("cpu")
+    links = links_of(session, num_ranks)
+    if session.is_distributed:
+        dist.barrier()
+    own = _slowest(session, measure_device(place, threads=None, repeats=3))
+    tier = _shared(session, _measured(spill, place, optimizer), links.tier_shares(num_ranks))
+    topology = msgspec.structs.replace(links, tiers=(tier,), device=own)
+    profile = analytic_profile(
+        nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in layers)),
+        example[0],
+        own,
+        loss,
+        example[1],
+        microbatch_size=largest_part(example[0], num_microbatches),
+        model="the model",
+    )
+
+    def planned() -> Any:
+        found = plan_spilling(
+            profile,
+            topology,
+            device_bytes=spill.cap_bytes or 0.0,
+            num_microbatches=num_microbatches,
+            tier=tier.name,
+            host_bytes=in_bytes(spill.host_memory, "host_memory") if tier.name == "host" else None,
+            state_per_weight=state_per_weight(layers, optimizer),
+            clip=clip,
+            ties=tied_layers(layers),
+            step_on=_told_place(spill, tier),
+            num_ranks=num_ranks,
+            schedule=schedule,
+            num_chunks=num_chunks,
+        )
+        return msgspec.to_builtins(found)
+
+    plan = msgspec.convert(from_first(session, planned), Plan)
+    return plan, profile, msgspec.structs.replace(topology, tiers=topology.tiers_among(num_ranks))
+
+
+def _measured(spill: Spilled, place: torch.device, optimizer: MakeOptimizer) -> Tier:
+    tier = spill.measured(place)
+    if tier.name != "host":
+        return tier
+    return msgspec.structs.replace(tier, step_bytes_per_s=measure_host_step(optimizer))
+
+
+def _slowest(session: Session, own: Device) -> Device:
+    """The device of all ranks, as slow as the slowest: the same everywhere, for one pipeline."""
+    found = [msgspec.convert(data, Device) for data in exchange(session, msgspec.to_builtins(own))]
+    return min(found, key=lambda device: device.flops)
+
+
+def _shared(session: Session, own: Tier, num_sharing: int) -> Tier:
+    """The tier of a machine, from what each of the ranks that share it got when all of them measured."""
+    if not session.is_distributed:
+        return own
+    found = exchange(session, [own.capacity_bytes, own.read_bytes_per_s, own.write_bytes_per_s, own.step_bytes_per_s])
+    capacity, read, write, step = (min(figures) for figures in zip(*found, strict=True))
+    return Tier(own.name, capacity, read * num_sharing, write * num_sharing, step_bytes_per_s=step * num_sharing)
+
+
+def _told_place(spill: Spilled, tier: Tier) -> str:
+    if not isinstance(spill.step_on, str):
+        raise PlanError("step_on: stages are known once the model is cut; under a cap say 'device', 'host' or 'auto'")
+    if spill.step_on == "host" and tier.name != "host":
+        raise PlanError(NOT_FROM_DISK)
+    return spill.step_on
+
+
+def measure_host_step(optimizer: MakeOptimizer, num_elements: int = 1 << 20) -> float:
+    """Bytes of weights per second that an optimizer steps in the host's memory: the best of a few steps."""
+    parameter = nn.Parameter(torch.ones(num_elements))
+    made = optimizer([parameter])
+    seconds = []
+    for _ in range(4):
+        parameter.grad = torch.ones_like(parameter)
+        started = time.perf_counter()
+        made.step()
+        seconds.append(time.perf_counter() - started)
+    return parameter.nbytes / min(seconds[1:])
+
+
+def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> float:
+    """Bytes that an optimizer keeps for each byte of weights; of layers built alike one is looked at."""
+    known: dict[tuple[Any, ...], tuple[float, float]] = {}
+    weights = states = 0.0
+    for layer in layers:
+        parameters = [p for p in layer.module.parameters() if p.requires_grad]
+        key = tuple((p.shape, p.dtype) for p in parameters)
+        if key not in known:
+            specs = probe_states(optimizer, parameters, torch.device("cpu"))
+            known[key] = (sum(p.nbytes for p in parameters), sum(spec.like.nbytes for spec in specs))
+        weights, states = weights + known[key][0], states + known[key][1]
+    return states / weights if weights else 0.0
