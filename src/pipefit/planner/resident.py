@@ -50,7 +50,8 @@ def _plan(task: Task, size: int, schedule: str, partition: Partition) -> Plan:
         recompute=tuple(index for index, stage in enumerate(partition.stages) if stage.recompute),
     )
     cost, program = task.cost_of(partition), generate(schedule, shape)
-    step_s = simulate(program, cost, memory=False).makespan_s
+    timeline = simulate(program, cost, memory=task.num_ranks > 1)
+    step_s = timeline.makespan_s
     samples = size * task.num_microbatches
     return Plan(
         partition,
@@ -61,7 +62,7 @@ def _plan(task: Task, size: int, schedule: str, partition: Partition) -> Plan:
         chunks,
         model=task.profile.model,
         method="spilled",
-        prediction=Prediction(step_s, step_s, step_s, samples / step_s, peaks_of(program, cost)),
+        prediction=Prediction(step_s, step_s, step_s, samples / step_s, peaks_of(program, cost, timeline)),
     )
 
 

@@ -21,6 +21,7 @@ from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.schedules import Shape, generate
 from pipefit.spec import Partition, Profile, Topology
 from pipefit.spec.topology import Tier
+from pipefit.timeline import Timeline
 
 __all__ = ["Choice", "Task", "cuts_of", "finest", "fitting", "peaks_of"]
 
@@ -299,12 +300,21 @@ def _choice(task: Task, partition: Partition, spill: Spill, cost: CostModel, bes
     return Choice(partition, spill, small, cost, peak, limit, hope_s)
 
 
-def peaks_of(program: Program, cost: CostModel) -> tuple[float, ...]:
-    """The most that each rank has on its device at once, with the optimizer's states that stay there, to the byte."""
-    return tuple(
-        device_peak_bytes(program, rank, cost.size_bytes, _states_of(program, cost, rank))[0]
-        for rank in range(program.header.num_ranks)
-    )
+def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[float, ...]:
+    """The most that each rank has on its device at once, with the optimizer's states that stay there.
+
+    In a pipeline what is sent is held until it has arrived, so there the clock counts too.
+
+    Args:
+        program: that runs.
+        cost: of its stages.
+        timeline: of the program, with its memory where there are several ranks.
+    """
+    ranks = range(program.header.num_ranks)
+    listed = [device_peak_bytes(program, rank, cost.size_bytes, _states_of(program, cost, rank))[0] for rank in ranks]
+    if len(ranks) == 1:
+        return tuple(listed)
+    return tuple(max(amount, timeline.peak_bytes(rank)) for rank, amount in zip(ranks, listed, strict=True))
 
 
 def _states_of(program: Program, cost: CostModel, rank: int) -> float:

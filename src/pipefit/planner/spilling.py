@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -131,12 +133,12 @@ def plan_spilling(
         return msgspec.structs.replace(whole, plan_seconds=time.perf_counter() - started)
     cuts = list(cuts_of(task))
     choices = sorted(fitting(task, cuts), key=lambda choice: choice.hope_s)
-    if not choices:
+    best = _fastest(task, choices)
+    if best is None:
         raise InfeasibleError(_nothing_fits(task, cuts))
-    best, period_s, makespan_s = _fastest(task, choices[:_NUM_SIMULATED])
-    places = [place for place in ("device", "host", "split") if place != best.steps]
+    places = [place for place in ("device", "host", "split") if place != best.choice.steps]
     others = [choice for place in places for choice in [c for c in choices if c.steps == place][:1]]
-    made = _plan_of(task, best, period_s, makespan_s, size, others)
+    made = _plan_of(task, best, size, others)
     assert made.spill is not None
     told = msgspec.structs.replace(made.spill, resident_s=whole.prediction.step_s)
     return msgspec.structs.replace(made, spill=told, plan_seconds=time.perf_counter() - started)
@@ -164,24 +166,48 @@ def _tier(topology: Topology, name: str | None) -> Tier:
     return found[0]
 
 
-def _fastest(task: Task, choices: Sequence[Choice]) -> tuple[Choice, float, float]:
-    """The choice with the shortest period, of equals the one with the fewest stages; its period and makespan."""
-    timed = []
-    for choice in choices:
-        assert choice.program.header.spill is not None
-        program = task.program_of(choice.partition, choice.program.header.spill, task.num_microbatches)
-        once, thrice = (simulate(program, choice.cost, repeats=n, memory=False).makespan_s for n in (1, 3))
-        timed.append((replace(choice, program=program), (thrice - once) / 2, once))
-    return min(timed, key=lambda found: (round(found[1], 9), len(found[0].partition.stages)))
+class _Timed(NamedTuple):
+    """A choice with its whole program, simulated: its seconds, and the most on each device, which fits."""
+
+    choice: Choice
+    period_s: float
+    makespan_s: float
+    peaks: tuple[float, ...]
+
+
+def _fastest(task: Task, choices: Sequence[Choice]) -> _Timed | None:
+    """The choice with the shortest period, of equals the one with the fewest stages; None: none of those tried fits.
+
+    Those that promise most are tried, and only where none of them fits, those that take least.
+    """
+    least = sorted(choices, key=lambda choice: choice.peak_bytes)
+    for some, wanted in ((choices[: 2 * _NUM_SIMULATED], _NUM_SIMULATED), (least[:_NUM_SIMULATED], 1)):
+        timed = list(islice((found for choice in some if (found := _timed(task, choice))), wanted))
+        if timed:
+            return min(timed, key=lambda found: (round(found.period_s, 9), len(found.choice.partition.stages)))
+    return None
+
+
+def _timed(task: Task, choice: Choice) -> _Timed | None:
+    """A choice, simulated; None: in time it takes more of a device than there is."""
+    assert choice.program.header.spill is not None
+    program = task.program_of(choice.partition, choice.program.header.spill, task.num_microbatches)
+    once = simulate(program, choice.cost, memory=task.num_ranks > 1)
+    peaks = peaks_of(program, choice.cost, once)
+    if max(peaks) > task.device_bytes:
+        return None
+    thrice = simulate(program, choice.cost, repeats=3, memory=False)
+    period_s = (thrice.makespan_s - once.makespan_s) / 2
+    return _Timed(replace(choice, program=program), period_s, once.makespan_s, peaks)
 
 
 def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
     """What the smallest device would be, and the layer that asks for it."""
     layers, several = task.profile.layers, task.num_ranks > 1
-    least, count = min(
-        (choice.peak_bytes, len(choice.partition.stages))
-        for choice in fitting(replace(task, device_bytes=math.inf, host_bytes=math.inf), [*cuts, finest(task)])
-    )
+    anywhere = replace(task, device_bytes=math.inf, host_bytes=math.inf)
+    choices = sorted(fitting(anywhere, [*cuts, finest(task)]), key=lambda choice: choice.peak_bytes)
+    timed = [found for choice in choices[:_NUM_SIMULATED] if (found := _timed(anywhere, choice))]
+    least, count = min((max(found.peaks), len(found.choice.partition.stages)) for found in timed)
     if least <= task.device_bytes:
         return (
             f"{task.profile.model} does not fit the {task.tier.name}: it would keep its weights and the states of its "
@@ -197,18 +223,10 @@ def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
     )
 
 
-def _plan_of(
-    task: Task,
-    best: Choice,
-    period_s: float,
-    makespan_s: float,
-    size: int,
-    others: Sequence[Choice],
-) -> Plan:
+def _plan_of(task: Task, found: _Timed, size: int, others: Sequence[Choice]) -> Plan:
+    best, period_s, makespan_s, peaks = found
     num_stages, spill = len(best.partition.stages), best.program.header.spill
     assert spill is not None
-    # Counted on the whole program, to the byte.
-    peaks = peaks_of(best.program, best.cost)
     limits = [limit_of(traffic(best.program, rank, best.cost), task.tier) for rank in range(task.num_ranks)]
     limit = max(limits, key=lambda found: found.limit_s)
     told = SpillSpec(

@@ -49,7 +49,7 @@ def assemble(
     ranks = [mesh.rank_of(session.rank)] if session.is_distributed else list(range(header.num_ranks))
     ties = tied_parameters(layers, plan.partition)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
-    kept = spillings(ranks, parts, program, training, ties, device, spill, model, session)
+    kept = spillings(ranks, parts, program, training, ties, device, spill, model, session, plan.partition, layers)
     for spilling in kept:
         if spilling is not None:
             spilling.commit_every = commit_every(spill, header, layers, plan.partition, training.optimizer)

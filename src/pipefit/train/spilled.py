@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ import msgspec
 import torch
 
 from pipefit.errors import PlanError
-from pipefit.ir.program import Program
+from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import Spill
 from pipefit.models import ModelBundle, build
 from pipefit.planner.spilling import NOT_FROM_DISK, STEP_ON
@@ -21,7 +22,7 @@ from pipefit.runtime.session import Session, current
 from pipefit.runtime.spilling import Spilling, SpillPlace
 from pipefit.runtime.worker import Tie, Training, Worker
 from pipefit.schedules.shape import Shape
-from pipefit.spec import Plan
+from pipefit.spec import Partition, Plan
 from pipefit.spec.topology import Tier
 from pipefit.stage.materialise import can_be_drawn, initialise, is_meta, materialise
 from pipefit.stage.split import NamedLayer, named_layers
@@ -50,7 +51,7 @@ class Spilled:
     Attributes:
         device_memory: most that training may take on the device, bytes or text like "1.5 GiB"; None: the stages are
             cut as the pipeline's other arguments say, all of them spilled.
-        host_memory: most that the host tier may take; None: no limit.
+        host_memory: most that the host tiers of a machine's ranks may take; None: no limit.
         disk: folder of the disk tier, for what `host_memory` leaves, or all; None: stages live in the host's memory.
         slots: stages whose weights and gradients are on the device at once: one computes, the others load.
         optim_slots: the same for the optimizer's states; 0: these stay on the device.
@@ -263,15 +264,22 @@ def spillings(
     spill: Spilled | None,
     model: object,
     session: Session,
+    partition: Partition,
+    whole: Sequence[NamedLayer],
 ) -> list[Spilling | None]:
     """The tiers of the ranks of this process; layers of the meta device get their weights, wherever they will lie."""
     own = getattr(model, "initialise_layer", None)
     result: list[Spilling | None] = []
+    where = (spill or Spilled()).where
     for rank, part in zip(ranks, parts, strict=True):
         made = None
         if any(program.header.is_spilled(stage) for stage in part):
             shared = _shared(part, ties)
-            made = Spilling.create(rank, program, training, part, shared, device, (spill or Spilled()).where, own)
+            place = where
+            if where.host_bytes is not None and program.header.num_ranks > 1:
+                share = _host_share(rank, program.header, partition, whole, session)
+                place = replace(where, host_bytes=int(where.host_bytes * share))
+            made = Spilling.create(rank, program, training, part, shared, device, place, own)
         for stage, layers in part.items():
             if not program.header.is_spilled(stage) and is_meta(layers):
                 materialise(layers, training.seed, device, own)
@@ -279,6 +287,24 @@ def spillings(
     if spill is not None and spill.resume is not False:
         agree_on_step(session, result)
     return result
+
+
+def _host_share(
+    rank: int, header: Header, partition: Partition, whole: Sequence[NamedLayer], session: Session
+) -> float:
+    """A rank's share of the host's memory: as of the weights that the ranks of its machine spill."""
+
+    def spilled_bytes(of: int) -> int:
+        stages = [stage for stage in header.stages_of(of) if header.is_spilled(stage)]
+        layers = [whole[layer].module for stage in stages for layer in partition.stages[stage].layers]
+        return sum(p.nbytes for p in {id(p): p for layer in layers for p in layer.parameters()}.values())
+
+    first, count = 0, header.num_ranks
+    if session.is_distributed:
+        first = rank - int(os.environ.get("LOCAL_RANK", rank))
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    total = sum(spilled_bytes(of) for of in range(first, first + count))
+    return spilled_bytes(rank) / total if total else 1.0
 
 
 def _shared(part: dict[int, list[NamedLayer]], ties: dict[str, Tie]) -> set[int]:
