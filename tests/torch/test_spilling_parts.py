@@ -9,11 +9,12 @@ from torch import nn
 from pipefit import Pipeline, Spilled
 from pipefit.compare.bench import spill as bench
 from pipefit.errors import ModelError, PlanError
+from pipefit.memory import states
 from pipefit.memory.arena import Slot, aligned
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.layout import Layout, absent
 from pipefit.memory.records import chunk_sum
-from pipefit.memory.states import is_zero_at_first, probe_states
+from pipefit.memory.states import is_zero_at_first, numbers_beside, probe_states
 from pipefit.memory.tiers import Key
 from pipefit.profiling import measure_tier
 from pipefit.stage.materialise import can_be_drawn, materialise
@@ -177,3 +178,52 @@ def test_weights_that_are_still_in_their_slots_are_not_read_again_and_not_steppe
             header = spilling.tier._load(key, spilling.tier._records[key], copy, room)
             assert header.checksum == chunk_sum(room)
     pipe.close()
+
+
+def beside_a_gpu(monkeypatch):
+    """An optimizer's single numbers stay out of the records, as they do beside a GPU; trials are made on the CPU."""
+
+    def on_the_cpu(make):
+        with monkeypatch.context() as trial:
+            trial.setattr(states, "_moves", moves)
+            return is_zero_at_first(make)
+
+    moves = states._moves
+    monkeypatch.setattr(states, "_moves", lambda value, device: value.dim() > 0)
+    monkeypatch.setattr("pipefit.runtime.spilling.is_zero_at_first", on_the_cpu)
+
+
+@pytest.mark.parametrize("host", [(), (0, 2)])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
+def test_an_optimizer_whose_count_of_steps_stays_beside_the_records_trains_alike(make, host, monkeypatch):
+    """Adam on a GPU: it found the states that were put into its slot, made no count of steps, and missed it."""
+    beside_a_gpu(monkeypatch)
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+
+    def trained(**more):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8) for _ in range(4)]
+        pipe = Pipeline(
+            layers,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda p: make(p, 0.01),
+            microbatches=2,
+            clip_norm=0.5,
+            **more,
+        )
+        losses = [pipe.step(x, y) for _ in range(4)]
+        weights = pipe.state_dict()
+        pipe.close()
+        return losses, weights
+
+    alone = trained(stages=1)
+    spilled = trained(stages=4, chunks=4, spill=Spilled(step_on=host or "device"))
+    assert alone[0] == spilled[0] and all(torch.equal(alone[1][name], spilled[1][name]) for name in alone[1])
+
+
+def test_numbers_that_stay_beside_the_records_are_those_that_the_optimizer_makes(monkeypatch):
+    cpu = torch.device("cpu")
+    assert numbers_beside(torch.optim.Adam, cpu) == {}, "on a CPU they are in the records"
+    beside_a_gpu(monkeypatch)
+    assert numbers_beside(torch.optim.Adam, cpu) == {"step": torch.tensor(0.0)}
+    assert numbers_beside(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), cpu) == {}

@@ -13,6 +13,8 @@ from pipefit.memory.tiers import ALIGNMENT, padded
 
 __all__ = ["Arena", "Slot", "aligned", "pin", "unpin"]
 
+_PORTABLE = 1  # cudaHostRegisterPortable
+
 
 def aligned(num_bytes: int, device: torch.device | None = None) -> Tensor:
     """A flat uint8 tensor whose first byte lies on a multiple of `ALIGNMENT`, as direct I/O asks for."""
@@ -24,10 +26,16 @@ def aligned(num_bytes: int, device: torch.device | None = None) -> Tensor:
 def pin(memory: Tensor) -> None:
     """Pins host memory where it lies, to the byte: torch's own pinned memory comes in powers of two.
 
+    For all devices of the process, whichever is the current one. Copies to and from it are asynchronous; torch's
+    allocator does not know it and cannot keep it from being let go meanwhile, so whoever lets it go waits for them.
+
+    Args:
+        memory: whole pages, as of `aligned`.
+
     Raises:
         RuntimeError: the system does not allow so much.
     """
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
 
 
 def unpin(memory: Tensor) -> None:
@@ -57,6 +65,10 @@ class Slot:
 
 class Arena:
     """The slots of one device; several trials may take turns in them.
+
+    Copy streams read and write slots that the caller's stream has allocated. Nothing must be told to torch's allocator
+    (`Tensor.record_stream`), since no slot goes back to it before the lanes are closed; and what the memory was used
+    for before is over when a copy begins, because that waits for all that the caller's stream had been given.
 
     Args:
         sizes: bytes of the largest record of each kind ("weights", "wgrad", "optim").

@@ -17,7 +17,8 @@ from pipefit.memory.arena import aligned, pin, unpin
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
 from pipefit.memory.tierfile import Aside, Committed, TierFile
-from pipefit.memory.tiers import Key
+from pipefit.memory.tiers import ALIGNMENT, Key
+from pipefit.units import format_bytes
 
 __all__ = ["DiskTier"]
 
@@ -132,12 +133,19 @@ class DiskTier:
             record = self._records[key] = _Record(position, size, copies)
             position = record.end
         if self._device.type == "cuda":
-            for buffer in self._pinned.values():
-                unpin(buffer)
-            largest = max((record.num_bytes for record in self._records.values()), default=0)
-            self._pinned = {lane: aligned(largest) for lane in ("read", "write")}
-            for buffer in self._pinned.values():
+            self._pin(max((record.num_bytes for record in self._records.values()), default=0))
+
+    def _pin(self, num_bytes: int) -> None:
+        """Sees to pinned buffers of that size. Each lane has one: its thread makes one copy at a time, to the end."""
+        for lane in ("read", "write"):
+            if lane in self._pinned:
+                unpin(self._pinned.pop(lane))
+            buffer = aligned(max(num_bytes, ALIGNMENT))
+            try:
                 pin(buffer)
+            except RuntimeError as problem:
+                raise TierError(f"the host has no room to pin {format_bytes(num_bytes)}: {problem}") from None
+            self._pinned[lane] = buffer
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`."""

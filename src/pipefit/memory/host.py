@@ -58,11 +58,12 @@ class HostTier:
             self._places[key] = (position, size)
             position += size
         try:
-            self._buffer = aligned(total)
+            buffer = aligned(total)
             if self._device.type == "cuda" and total:
-                pin(self._buffer)
+                pin(buffer)
         except RuntimeError as problem:
             raise TierError(f"the host has no room for {format_bytes(total)} of spilled records: {problem}") from None
+        self._buffer = buffer
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`."""
@@ -141,7 +142,7 @@ class HostTier:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """On the host with numpy: torch would take the threads that compute."""
+    """On the host with numpy: torch would take the threads that compute. Beside a GPU it is only begun."""
     if source.device.type == "cpu" and target.device.type == "cpu":
         np.copyto(target.numpy(), source.numpy())
     else:

@@ -59,11 +59,13 @@ class Copy:
             check()
             self._check = None
 
-    def run(self, work: Callable[[], None], after: Sequence[Copy]) -> None:
-        """Does the work on the calling thread, once all copies of `after` have ended."""
+    def run(self, work: Callable[[], None], after: Sequence[Copy], computed: Callable[[], None] | None = None) -> None:
+        """Does the work on the calling thread, once all copies of `after` have ended and `computed` returns."""
         try:
             for earlier in after:
                 earlier.wait()
+            if computed is not None:
+                computed()
             self.started_s = time.perf_counter()
             work()
         except BaseException as problem:
@@ -89,22 +91,28 @@ class Lane:
     def submit(self, work: Callable[[], None], num_bytes: int, after: Sequence[Copy] = ()) -> Copy:
         """Asks for a copy.
 
-        On a CUDA device it waits on its stream for what the caller's stream was given before, and it has ended once
-        the device says so.
+        On a CUDA device it begins once the device has done all that the caller's stream was given before, and it has
+        ended once the device says so: until then the slots at its ends are its own. Both are waited for by the
+        lane's thread, asleep. What is launched after the caller has waited for the copy finds what it brought; no
+        stream needs to wait for another.
         """
         copy = Copy(num_bytes)
         if self.stream is None:
             self._thread.submit(copy.run, work, after)
             return copy
-        stream, computed = self.stream, torch.cuda.current_stream(self.stream.device).record_event()
+        stream = self.stream
+        computed = torch.cuda.Event(blocking=True)
+        computed.record(torch.cuda.current_stream(stream.device))
 
         def on_stream() -> None:
+            # It also makes the stream's device this thread's.
             with torch.cuda.stream(stream):
-                stream.wait_event(computed)
                 work()
-                stream.synchronize()
+                ended = torch.cuda.Event(blocking=True)
+                ended.record(stream)
+                ended.synchronize()
 
-        self._thread.submit(copy.run, on_stream, after)
+        self._thread.submit(copy.run, on_stream, after, computed.synchronize)
         return copy
 
     def close(self) -> None:

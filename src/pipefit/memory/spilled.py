@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class SpilledStore:
         on_host: whether it steps on the host: what the optimizer gets are views of its records there, and its states
             never leave them.
         device: of the slots.
+        numbers: that its optimizer keeps outside of the records, as `numbers_beside` found.
 
     Attributes:
         masters: what the optimizer gets.
@@ -57,6 +58,7 @@ class SpilledStore:
         zero_at_first: bool,
         device: torch.device,
         on_host: bool = False,
+        numbers: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.stage = stage
         self.on_host = on_host
@@ -72,6 +74,7 @@ class SpilledStore:
         ]
         self.state_layout = Layout(spec.like for _, spec in self._states) if states is not None else None
         self._zero_at_first = zero_at_first
+        self._numbers = dict(numbers or {})
         self._device = device
         self._optimizer: Optimizer | None = None
         self.known: set[int] = set()
@@ -392,7 +395,12 @@ class SpilledStore:
         for index, view in enumerate(self.state_layout.views(record)):
             if self._zero_at_first or index in self.known:
                 parameter, spec = self._states[index]
-                self._optimizer.state[self._master_of[id(parameter)]][spec.key] = view
+                state = self._optimizer.state[self._master_of[id(parameter)]]
+                state[spec.key] = view
+                # An optimizer that finds any state makes no others: Adam on a GPU would miss its count of steps.
+                for key, zero in self._numbers.items():
+                    if key not in state:
+                        state[key] = zero.clone()
 
     def _unbind_states(self) -> None:
         if self._optimizer is None or self.state_layout is None:

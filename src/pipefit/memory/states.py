@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from pipefit.errors import ModelError
 
-__all__ = ["StateSpec", "is_zero_at_first", "probe_states"]
+__all__ = ["StateSpec", "is_zero_at_first", "numbers_beside", "probe_states"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -33,7 +33,8 @@ class StateSpec(NamedTuple):
 def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.device) -> list[StateSpec]:
     """The tensors that an optimizer will keep on the parameters' device, by taking one step with pretended ones.
 
-    Numbers that it keeps on the host for parameters of another device (step counters beside a GPU) are not among them.
+    Numbers that it keeps for parameters of another device (step counters beside a GPU) are not among them; see
+    `numbers_beside`.
 
     Raises:
         ModelError: its step cannot be taken stage by stage, so it cannot be spilled.
@@ -51,9 +52,30 @@ def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torc
     specs = []
     for index, state in enumerate(found):
         for key, value in state.items():
-            if isinstance(value, Tensor) and (device.type == "cpu" or value.dim()):
+            if isinstance(value, Tensor) and _moves(value, device):
                 specs.append(StateSpec(index, key, torch.empty_like(value, device="meta")))
     return specs
+
+
+def _moves(value: Tensor, device: torch.device) -> bool:
+    """Whether a state goes into a record: beside a GPU, single numbers stay where the optimizer put them."""
+    return device.type == "cpu" or value.dim() > 0
+
+
+def numbers_beside(make: MakeOptimizer, device: torch.device) -> dict[str, Tensor]:
+    """The single numbers that an optimizer keeps for each parameter outside of the records, as zeros, by name.
+
+    They are found out by a real step of a tiny parameter, for where they lie is the optimizer's choice: Adam counts its
+    steps on the host, a fused Adam on the GPU. On a CPU they are in the records, and there are none.
+    """
+    if _moves(torch.zeros(()), device):
+        return {}
+    parameter = nn.Parameter(torch.zeros(2, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = make([parameter])
+    optimizer.step()
+    state = optimizer.state.get(parameter, {})
+    return {k: torch.zeros_like(v) for k, v in state.items() if isinstance(v, Tensor) and not _moves(v, device)}
 
 
 def _stepped(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.device) -> list[dict[str, object]]:

@@ -281,14 +281,16 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
     factor = None
     if worker.training.clip_norm is not None:
         norm = run.norms[i.version].sum().sqrt() * scale
-        factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        # To the host now, where that steps: its thread knows nothing of the stream that has yet to compute the norm.
+        place = optimizer.param_groups[0]["params"][0].device
+        factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(place)
 
     def update() -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
         if factor is not None and gradients:
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         optimizer.step()
         if scheduler is not None:
             scheduler.step()

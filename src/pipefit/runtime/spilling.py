@@ -22,7 +22,7 @@ from pipefit.memory.host import HostTier
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.spilled import SpilledStore
 from pipefit.memory.split import SplitTier
-from pipefit.memory.states import is_zero_at_first, probe_states
+from pipefit.memory.states import is_zero_at_first, numbers_beside, probe_states
 from pipefit.memory.tierfile import Aside, Committed
 from pipefit.memory.tiers import Key, TierStore
 from pipefit.runtime.executor import Execution
@@ -160,7 +160,8 @@ class Spilling:
         for stage in mine:
             _stand_ins(layers[stage], shared, device)
         zero = spill.optim and is_zero_at_first(training.optimizer)
-        stores = {s: _store(s, layers[s], shared, training, program.header, zero, device) for s in mine}
+        beside = numbers_beside(training.optimizer, device) if spill.optim else {}
+        stores = {s: _store(s, layers[s], shared, training, program.header, zero, device, beside) for s in mine}
         sizes = {key: size for store in stores.values() for key, size in store.sizes().items()}
         slotted = {key: size for key, size in sizes.items() if key.kind != OPTIM or not stores[key.stage].on_host}
         arena = _arena(slotted, {kind: spill.slots(kind) for kind in SLOTTED}, device)
@@ -322,6 +323,7 @@ def _store(
     header: Header,
     zero: bool,
     device: torch.device,
+    beside: Mapping[str, Tensor],
 ) -> SpilledStore:
     found = {id(p): p for layer in layers for p in layer.module.parameters()}
     trained = [p for p in found.values() if p.requires_grad]
@@ -334,7 +336,7 @@ def _store(
         )
     place = torch.device("cpu") if on_host else device
     states = None if header.keeps_states(stage) else probe_states(training.optimizer, trained, place)
-    return SpilledStore(stage, trained, sharing, frozen, states, zero, device, on_host)
+    return SpilledStore(stage, trained, sharing, frozen, states, zero, device, on_host, {} if on_host else beside)
 
 
 def _arena(sizes: dict[Key, int], counts: dict[str, int], device: torch.device) -> Arena:
