@@ -13,6 +13,7 @@ import msgspec
 from pipefit.cost import CostModel, from_profile
 from pipefit.errors import InfeasibleError
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
+from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.partition.balance import minmax
@@ -70,6 +71,7 @@ class Task:
         topology: with such tiers.
         schedule: by which the ranks take turns; "spilled" for one of them.
         num_chunks: stages on each rank; 0: as many as are best.
+        keep: whether stages that there is room for keep what a forward saved for its backward.
     """
 
     profile: Profile
@@ -87,6 +89,7 @@ class Task:
     num_ranks: int = 1
     schedule: str = "spilled"
     num_chunks: int = 0
+    keep: bool = True
 
     def cost_of(self, partition: Partition) -> CostModel:
         """What the stages of a cut cost, wherever they step."""
@@ -109,14 +112,15 @@ class Task:
         return generate(self.schedule, self.shape_of(partition, spill, num_microbatches))
 
     def shape_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Shape:
-        """The shape of that; in a pipeline, too, all that is spilled replays its forwards."""
+        """The shape of that; in a pipeline, too, what is spilled replays its forwards, but for stages that keep."""
+        replayed = tuple(stage for stage in range(len(partition.stages)) if stage not in spill.keeps)
         return Shape(
             self.num_ranks,
             num_microbatches,
             len(partition.stages) // self.num_ranks,
             clip=self.clip,
             ties=self.ties_of(partition),
-            recompute=None,
+            recompute=() if self.schedule == "spilled" else replayed,
             spill=spill,
             options=self.options,
         )
@@ -280,15 +284,17 @@ def _choice(task: Task, partition: Partition, spill: Spill, cost: CostModel, bes
     """The choice with its limit; None: device or tier have no room for it."""
     counted = 1 if task.moves_once else task.num_microbatches
     small = task.program_of(partition, spill, counted)
-    ranks = range(task.num_ranks)
-    peak = max(
+    peaks = [
         beside[rank] + arena_bytes(small.header, rank, cost.size_bytes) + _states_of(small, cost, rank)
-        for rank in ranks
-    )
-    if peak > task.device_bytes or not task.has_room(small, cost):
+        for rank in range(task.num_ranks)
+    ]
+    if max(peaks) > task.device_bytes or not task.has_room(small, cost):
         return None
+    spill, peaks = _keeping(task, small, cost, peaks)
+    if spill.keeps:
+        small = task.program_of(partition, spill, counted)
     times = task.num_microbatches / counted
-    moved = [traffic(small, rank, cost) for rank in ranks]
+    moved = [traffic(small, rank, cost) for rank in range(task.num_ranks)]
     limits = [limit_of(replace(each, compute_s=each.compute_s * times), task.tier) for each in moved]
     limit = max(limits, key=lambda found: found.limit_s)
     bubble_s = (
@@ -297,7 +303,28 @@ def _choice(task: Task, partition: Partition, spill: Spill, cost: CostModel, bes
         * sum(each.compute_s * times for each in moved)
     )
     hope_s = max(limit.limit_s, max(each.lanes["compute"] for each in limits) + bubble_s)
-    return Choice(partition, spill, small, cost, peak, limit, hope_s)
+    return Choice(partition, spill, small, cost, max(peaks), limit, hope_s)
+
+
+def _keeping(task: Task, program: Program, cost: CostModel, peaks: list[float]) -> tuple[Spill, list[float]]:
+    """Lets stages that would replay keep what was saved, as far as their device has room; and what it then has.
+
+    First come those whose replay takes the longest for the room that it saves.
+    """
+    spill = program.header.spill
+    assert spill is not None
+    replayed = {i.stage for instructions in program.ranks for i in instructions if i.op is Op.RECOMPUTE}
+    if not task.keep or not replayed:
+        return spill, peaks
+    peaks, kept = list(peaks), set()
+    for stage in sorted(replayed, key=lambda stage: (-cost.forward_s[stage] / max(cost.saved_bytes[stage], 1), stage)):
+        rank = stage % task.num_ranks
+        saved = task.num_microbatches * cost.saved_bytes[stage]
+        if peaks[rank] + saved <= task.device_bytes:
+            peaks[rank] += saved
+            kept.add(stage)
+    keeps = spill.stages if kept == replayed else tuple(sorted(kept))
+    return msgspec.structs.replace(spill, keeps=keeps), peaks
 
 
 def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[float, ...]:

@@ -54,6 +54,7 @@ def plan_spilling(
     num_ranks: int = 1,
     schedule: str | None = None,
     num_chunks: int = 0,
+    keep: bool = True,
 ) -> Plan:
     """How to train a model on devices that it does not fit: the cut, the slots, and the lane that binds.
 
@@ -84,6 +85,7 @@ def plan_spilling(
         schedule: one that flushes; None: "spilled" for one rank, for several "breadth-first", or "1f1b" where the model
             fits.
         num_chunks: shards on each rank; 0: as many as are best.
+        keep: stages that the cap leaves room for keep what a forward saved for its backward, instead of replaying it.
 
     Raises:
         InfeasibleError: nothing fits; the message says the smallest cap that works.
@@ -126,6 +128,7 @@ def plan_spilling(
         num_ranks,
         order.name,
         num_chunks if order.chunks else 1,
+        keep,
     )
     whole = resident(task, size, schedule)
     assert whole.prediction is not None
@@ -204,7 +207,7 @@ def _timed(task: Task, choice: Choice) -> _Timed | None:
 def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
     """What the smallest device would be, and the layer that asks for it."""
     layers, several = task.profile.layers, task.num_ranks > 1
-    anywhere = replace(task, device_bytes=math.inf, host_bytes=math.inf)
+    anywhere = replace(task, device_bytes=math.inf, host_bytes=math.inf, keep=False)
     choices = sorted(fitting(anywhere, [*cuts, finest(task)]), key=lambda choice: choice.peak_bytes)
     timed = [found for choice in choices[:_NUM_SIMULATED] if (found := _timed(anywhere, choice))]
     least, count = min((max(found.peaks), len(found.choice.partition.stages)) for found in timed)
@@ -237,6 +240,7 @@ def _plan_of(task: Task, found: _Timed, size: int, others: Sequence[Choice]) -> 
         optim_slots=spill.optim_slots,
         activations=spill.activations,
         on_host=spill.on_host,
+        keeps=spill.keeps,
         peak_bytes=max(peaks),
         limit_s=limit.limit_s,
         binds=limit.binds,
@@ -244,7 +248,10 @@ def _plan_of(task: Task, found: _Timed, size: int, others: Sequence[Choice]) -> 
     samples = size * task.num_microbatches
     # The schedule for one rank replays by itself.
     replays = task.schedule != "spilled"
-    stages = tuple(msgspec.structs.replace(stage, recompute=replays) for stage in best.partition.stages)
+    stages = tuple(
+        msgspec.structs.replace(stage, recompute=replays and index not in spill.keeps)
+        for index, stage in enumerate(best.partition.stages)
+    )
     return Plan(
         Partition(stages),
         Placement(best.program.header.placement),
@@ -284,6 +291,10 @@ def spill_lines(plan: Plan) -> list[str]:
         f"{told.weights_slots} slots for weights{states}{each}",
     ]
     lines.append(f"steps: {_steps_words(told, len(plan.partition.stages))}")
+    if told.keeps:
+        num_stages = len(plan.partition.stages)
+        rest = "" if len(told.keeps) == num_stages else "; the others replay their forwards"
+        lines.append(f"activations: {len(told.keeps)} of {num_stages} stages keep theirs{rest}")
     if told.peak_bytes:
         share = told.peak_bytes / told.device_bytes
         lines.append(

@@ -164,8 +164,8 @@ def test_a_plan_for_several_ranks_keeps_the_cap_on_each_and_visits_a_stage_for_a
     assert plan.prediction.period_s == pytest.approx(
         (simulate(program, cost, repeats=3).makespan_s - simulate(program, cost).makespan_s) / 2
     )
-    # The last stage replays nothing, all others do.
-    assert {stage for stage, _ in program.recomputed} == set(range(num_stages - 1))
+    # The last stage replays nothing, nor do those that there is room for to keep what they saved.
+    assert {stage for stage, _ in program.recomputed} == set(range(num_stages - 1)) - set(plan.spill.keeps)
     # However many micro-batches there are, as much is moved.
     more = program_of(replace_(plan, num_microbatches=12))
     for rank in range(num_ranks):
@@ -289,3 +289,23 @@ def test_shards_are_as_even_as_they_can_be(weights, count):
         for cuts in combinations(range(1, len(weights)), shards - 1)
     )
     assert largest([sum(counts[:n]) for n in range(1, len(counts))]) == best
+
+
+@pytest.mark.parametrize(("num_ranks", "more_bytes"), [(1, 2.6e9), (2, 1.6e9)])
+def test_as_many_stages_keep_their_activations_as_the_cap_has_room_for(num_ranks, more_bytes):
+    def planned(device_bytes, **wishes):
+        return plan_spilling(
+            PROFILE, SERVER, device_bytes=device_bytes, num_microbatches=6, num_ranks=num_ranks, **wishes
+        )
+
+    few, many = planned(0.9e9), planned(more_bytes)
+    assert 0 < len(few.spill.keeps) < len(few.partition.stages)
+    assert set(range(len(many.partition.stages))) == set(many.spill.keeps)
+    assert not program_of(many).recomputed
+    for plan in (few, many):
+        cost = replace(cost_of(plan), topology=SERVER, tiers=SERVER.tiers_among(num_ranks))
+        assert verify(program_of(plan), capacity_bytes=plan.spill.device_bytes, size=cost.size_bytes).ok
+        replaying = planned(plan.spill.device_bytes, keep=False)
+        assert not replaying.spill.keeps and program_of(replaying).recomputed
+        assert plan.prediction.period_s < replaying.prediction.period_s
+    assert "keep theirs; the others replay" in "".join(spill_lines(few))
