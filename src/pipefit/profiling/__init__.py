@@ -1,6 +1,7 @@
 """What each layer of a model costs: measured on the device at hand, or computed for devices that are not."""
 
 from pipefit.profiling.analytic import analytic_profile, layer_flops
+from pipefit.profiling.kinds import with_measured_kinds
 from pipefit.profiling.layers import as_chain
 from pipefit.profiling.links import LinkSample, fit_link, measure_links
 from pipefit.profiling.machine import measure_device
@@ -18,4 +19,5 @@ __all__ = [
     "measure_tier",
     "profile_layers",
     "profile_sizes",
+    "with_measured_kinds",
 ]

@@ -24,7 +24,7 @@ from pipefit.profiling.untouched import random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 
-__all__ = ["LayerCost", "analytic_profile", "layer_flops"]
+__all__ = ["LayerCost", "analytic_profile", "layer_costs", "layer_flops", "tensors_like"]
 
 Loss = Callable[[Any, Any], Tensor]
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
@@ -33,9 +33,9 @@ _ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer needs for one micro-batch, and the form of its output.
+    """What one layer needs for one micro-batch, and the forms of its input and output.
 
-    `output` holds (shape, type, needs a gradient) in place of tensors.
+    `input` and `output` hold (shape, type, needs a gradient) in place of tensors; see `tensors_like`.
     """
 
     forward: Cost
@@ -45,6 +45,7 @@ class LayerCost:
     grad_bytes: int | None
     saved_bytes: int
     weight_bytes: int
+    input: Any
     output: Any
 
 
@@ -102,6 +103,23 @@ def analytic_profile(
         loss_s=loss_s,
         optimizer_s=_ADAM_BYTES * trained / bandwidth if bandwidth else 0.0,
     )
+
+
+def layer_costs(
+    chain: Chain, example_input: Any, device: Device, microbatch_size: int, dtype: torch.dtype | None = None
+) -> list[LayerCost]:
+    """What each layer needs; layers that are built alike and are given the same share one object."""
+    with random_state_kept(torch.device("cpu")):
+        return _costs(chain, _form(example_input, dtype, batch_of(example_input), microbatch_size), device, dtype)
+
+
+def tensors_like(form: Any, make: Callable[[torch.Size, torch.dtype], Tensor]) -> Any:
+    """A payload of such a form, from what `make` gives for a shape and a type."""
+
+    def tensor(leaf: _Form) -> Tensor:
+        return make(torch.Size(leaf.shape), leaf.dtype).requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(lambda leaf: tensor(leaf) if isinstance(leaf, _Form) else leaf, form)
 
 
 def layer_flops(layer: nn.Module, payload: Any, *, input_gradient: bool = True) -> tuple[float, float, float]:
@@ -214,6 +232,7 @@ def _worked_through(name: str, layer: nn.Module, form: Any, device: Device, dtyp
         grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
         saved_bytes=sum(storage.nbytes() for storage in seen.values()),
         weight_bytes=num_bytes([state[key] for key, _ in layer.named_parameters()]),
+        input=form,
         output=map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), output),
     )
 

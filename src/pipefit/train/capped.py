@@ -16,7 +16,7 @@ from pipefit.checkpoint.exchange import exchange, from_first
 from pipefit.errors import PlanError
 from pipefit.memory.states import probe_states
 from pipefit.planner.spilling import NOT_FROM_DISK, plan_spilling
-from pipefit.profiling import analytic_profile, measure_device
+from pipefit.profiling import analytic_profile, measure_device, with_measured_kinds
 from pipefit.runtime.session import Session, current
 from pipefit.runtime.worker import MakeOptimizer
 from pipefit.spec import Plan, Profile, Topology
@@ -92,8 +92,8 @@ def plan_of(
 ) -> tuple[Plan, Profile, Topology]:
     """The plan for a cap on the device's memory: cuts, slots, and what it should cost; see `planner.plan_spilling`.
 
-    Nothing of the model is run: its layers may be on the meta device. Devices and tiers are measured, on all ranks at
-    the same time; what is given are the topology's tiers as each rank has them. The first rank plans for all.
+    The first rank runs one layer of each kind, by itself, and plans for all; layers may be on the meta device. Devices
+    and tiers are measured on all ranks at the same time; what is given are the topology's tiers as each rank has them.
 
     Args:
         layers: of the whole model.
@@ -123,15 +123,24 @@ def plan_of(
     own = _slowest(session, measure_device(place, threads=None, repeats=3))
     tier = _shared(session, _measured(spill, place, optimizer), links.tier_shares(num_ranks))
     topology = msgspec.structs.replace(links, tiers=(tier,), device=own)
-    profile = analytic_profile(
-        nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in layers)),
-        example[0],
-        own,
-        loss,
-        example[1],
-        microbatch_size=largest_part(example[0], num_microbatches),
-        model="the model",
-    )
+    chain = nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in layers))
+    size, state = largest_part(example[0], num_microbatches), state_per_weight(layers, optimizer)
+
+    def profiled() -> Any:
+        found = with_measured_kinds(
+            analytic_profile(chain, example[0], own, loss, example[1], microbatch_size=size, model="the model"),
+            chain,
+            example[0],
+            place,
+            loss=loss,
+            target=example[1],
+            optimizer=optimizer,
+            state_per_weight=state,
+            room_bytes=spill.cap_bytes or 0.0,
+        )
+        return msgspec.to_builtins(found)
+
+    profile = msgspec.convert(from_first(session, profiled), Profile)
 
     def planned() -> Any:
         found = plan_spilling(
@@ -141,7 +150,7 @@ def plan_of(
             num_microbatches=num_microbatches,
             tier=tier.name,
             host_bytes=in_bytes(spill.host_memory, "host_memory") if tier.name == "host" else None,
-            state_per_weight=state_per_weight(layers, optimizer),
+            state_per_weight=state,
             clip=clip,
             ties=tied_layers(layers),
             step_on=_told_place(spill, tier),

@@ -1,0 +1,252 @@
+"""Seconds of a model that is too large to run: one layer of each kind is measured, alone, and let go again.
+
+A device does not reach one rate: a product of small matrices runs at half that of large ones, and what a gradient's
+summing or an optimizer's step cost in memory depends on where it lies. So the arithmetic of `analytic_profile` is
+corrected by layers that run; for those built alike one of them speaks.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from pipefit.errors import ModelError
+from pipefit.profiling.analytic import LayerCost, layer_costs, tensors_like
+from pipefit.profiling.clock import Clock, median_of
+from pipefit.profiling.layers import as_chain, call_layer
+from pipefit.profiling.optimizer import Optimizer
+from pipefit.profiling.passes import Loss
+from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, placed, take, tensors_of
+from pipefit.profiling.untouched import untouched
+from pipefit.spec.profile import Layer, Profile
+from pipefit.spec.topology import Device
+from pipefit.stage.materialise import is_meta, materialise
+from pipefit.stage.split import NamedLayer
+
+__all__ = ["with_measured_kinds"]
+
+_FEWEST, _MOST, _LIMIT_S = 2, 5, 0.8
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Of one layer: both ways, and of a step on its weights (0: it has none, or there was no room)."""
+
+    forward_s: float
+    backward_s: float
+    step_s: float
+
+
+def with_measured_kinds(
+    profile: Profile,
+    layers: nn.Module | Sequence[Any],
+    example_input: Any,
+    device: torch.device,
+    *,
+    loss: Loss | None = None,
+    target: Any = None,
+    optimizer: Optimizer | None = None,
+    state_per_weight: float = 2.0,
+    room_bytes: float = float("inf"),
+) -> Profile:
+    """A computed profile with measured seconds, at its own micro-batch size.
+
+    Layers that are alike in their modules, the forms of their tensors and of their input are of one kind. One of each
+    is run forward and backward, its gradients added to some that are there, as in training; then the optimizer steps on
+    its weights. A layer on the meta device is copied and drawn for the while. There is never more than one in memory.
+    A kind that would not fit keeps its computed seconds, scaled as the others' turned out to be.
+
+    Args:
+        profile: of `analytic_profile` for these layers.
+        layers: as there.
+        example_input: payload of the first layer, real: of at least the profile's micro-batch.
+        device: where to measure.
+        loss: (output, target) -> scalar, measured too where it is given.
+        target: for the loss.
+        optimizer: parameters -> optimizer; None: its seconds stay computed.
+        state_per_weight: bytes of its states for each byte of weights, to know what fits.
+        room_bytes: the most that a measurement may take on the device.
+
+    Returns:
+        The profile with other seconds; bytes are as they were. The layers are as they were too.
+    """
+    chain, size = as_chain(layers), profile.microbatch_size
+    costs = layer_costs(chain, example_input, Device(flops=1.0), size)
+    first = placed(take(example_input, size, batch_of(example_input)), device, None)
+    found: dict[int, _Seconds] = {}
+    for index, ((name, layer), cost) in enumerate(zip(chain, costs, strict=True)):
+        if id(cost) in found or _needs_bytes(cost) > room_bytes:
+            continue
+        with _present(name, layer, device) as module, untouched(((name, module),), device, None):
+            payload = map_tensors(torch.clone, first) if not index else _payload(cost.input, device)
+            try:
+                found[id(cost)] = _measured(name, module, payload, device, optimizer, room_bytes, state_per_weight)
+            except (ModelError, torch.OutOfMemoryError):
+                # It cannot be run by itself, on data that only look like its own.
+                continue
+    loss_s = profile.loss_s
+    if loss is not None and 2 * costs[-1].output_bytes <= room_bytes:
+        goal = placed(take(target, size, batch_of(target)), device, None)
+        loss_s = _loss_s(loss, _payload(costs[-1].output, device), goal, device)
+    return _corrected(profile, [found.get(id(cost)) for cost in costs], loss_s)
+
+
+def _needs_bytes(cost: LayerCost) -> float:
+    """Weights, gradients, those that come to be added to them, and what goes through."""
+    return 3 * cost.weight_bytes + cost.saved_bytes + 2 * cost.output_bytes
+
+
+def _payload(form: Any, device: torch.device) -> Any:
+    def make(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if dtype.is_floating_point:
+            return torch.randn(shape, device=device).to(dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return tensors_like(form, make)
+
+
+@contextmanager
+def _present(name: str, layer: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    """The layer; in place of one of the meta device a copy that has weights."""
+    if not is_meta([NamedLayer(0, name, layer)]):
+        yield layer
+        return
+    module = copy.deepcopy(layer)
+    materialise([NamedLayer(0, name, module)], 0, device)
+    yield module
+
+
+def _measured(
+    name: str,
+    layer: nn.Module,
+    payload: Any,
+    device: torch.device,
+    optimizer: Optimizer | None,
+    room_bytes: float,
+    state_per_weight: float,
+) -> _Seconds:
+    clock = Clock(device)
+    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    for parameter in weights:
+        parameter.grad = torch.zeros_like(parameter)
+    forwards, backwards = [], []
+
+    def turn() -> None:
+        marks = [clock.mark()]
+        # What a layer changes in place must be no leaf.
+        output = call_layer(name, layer, map_tensors(_of_a_graph, payload), describe(payload))
+        marks.append(clock.mark())
+        roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
+        seeds = [torch.ones_like(root) for root in roots]
+        marks.append(clock.mark())
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        marks.append(clock.mark())
+        clock.settle()
+        forwards.append(clock.between(marks[0], marks[1]))
+        backwards.append(clock.between(marks[2], marks[3]))
+
+    with torch.enable_grad():
+        _repeated(turn)
+    for leaf in tensors_of(payload):
+        leaf.grad = None
+    step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
+    steps = _step_s(weights, optimizer, clock) if optimizer and weights and step_bytes <= room_bytes else 0.0
+    return _Seconds(median_of(forwards[1:]), median_of(backwards[1:]), steps)
+
+
+def _of_a_graph(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
+def _repeated(turn: Callable[[], None]) -> None:
+    """A rehearsal, then a few turns, fewer of slow ones."""
+    turn()
+    began = time.perf_counter()
+    for count in range(_MOST):
+        if count >= _FEWEST and time.perf_counter() - began > _LIMIT_S:
+            return
+        turn()
+
+
+def _step_s(weights: list[nn.Parameter], optimizer: Optimizer, clock: Clock) -> float:
+    """Seconds of a step, on weights that are put back one by one, for they may be the user's."""
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in weights]
+    for made, parameter in zip(copies, weights, strict=True):
+        made.grad, parameter.grad = parameter.grad, None
+    stepper, samples = optimizer(copies), []
+
+    def turn() -> None:
+        began = clock.mark()
+        stepper.step()
+        ended = clock.mark()
+        clock.settle()
+        samples.append(clock.between(began, ended))
+
+    _repeated(turn)
+    return median_of(samples[1:])
+
+
+def _loss_s(loss: Loss, output: Any, target: Any, device: torch.device) -> float:
+    clock, samples = Clock(device), []
+
+    def turn() -> None:
+        began = clock.mark()
+        value = loss(output, target)
+        if value.requires_grad:
+            value.backward()
+        ended = clock.mark()
+        clock.settle()
+        samples.append(clock.between(began, ended))
+        for leaf in tensors_of(output):
+            leaf.grad = None
+
+    with torch.enable_grad():
+        _repeated(turn)
+    return median_of(samples[1:])
+
+
+def _corrected(profile: Profile, found: Sequence[_Seconds | None], loss_s: float) -> Profile:
+    pairs = [(layer, seconds) for layer, seconds in zip(profile.layers, found, strict=True) if seconds is not None]
+    if not pairs:
+        return profile
+    stepped = [(layer.weight_bytes, seconds.step_s) for layer, seconds in pairs if seconds.step_s]
+    ratio = _ratio([(layer.total_s, seconds.forward_s + seconds.backward_s) for layer, seconds in pairs])
+    per_byte = _ratio(stepped) if stepped else 0.0
+
+    def corrected(layer: Layer, seconds: _Seconds | None) -> Layer:
+        forward_s = seconds.forward_s if seconds else layer.forward_s * ratio
+        backward_s = seconds.backward_s if seconds else layer.backward_s * ratio
+        inputs = layer.backward_input_s / layer.backward_s if layer.backward_s else 0.0
+        step_s = seconds.step_s if seconds and seconds.step_s else layer.weight_bytes * per_byte
+        return msgspec.structs.replace(
+            layer,
+            forward_s=forward_s,
+            backward_input_s=backward_s * inputs,
+            backward_weight_s=backward_s * (1 - inputs),
+            step_s=step_s,
+        )
+
+    layers = tuple(corrected(layer, seconds) for layer, seconds in zip(profile.layers, found, strict=True))
+    told = f"{len(pairs)} of {len(layers)} layers by one of their kind, measured"
+    return msgspec.structs.replace(
+        profile,
+        layers=layers,
+        loss_s=loss_s,
+        optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
+        source=f"{profile.source}; {told}",
+    )
+
+
+def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+    """The second over the first, of their sums."""
+    below, above = sum(a for a, _ in pairs), sum(b for _, b in pairs)
+    return above / below if below else 1.0

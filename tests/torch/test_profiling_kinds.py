@@ -1,0 +1,93 @@
+"""Profiles of models too large to run: one layer of each kind is measured, the model stays as it was."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pipefit.profiling import analytic_profile, kinds, with_measured_kinds
+from pipefit.spec.topology import Device
+
+SLOW = Device(flops=1e6)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, 1e-2)
+
+
+def layers_of():
+    block = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Dropout(0.5)) for _ in range(4)]
+    return nn.Sequential(nn.Linear(8, 16), *block, nn.Linear(16, 256, bias=False))
+
+
+def profiled(model, **more):
+    x, y = torch.randn(6, 8), torch.randint(0, 256, (6,))
+    computed = analytic_profile(model, x, SLOW, nn.functional.cross_entropy, y, microbatch_size=4)
+    more = {"loss": nn.functional.cross_entropy, "target": y, "optimizer": adam} | more
+    return computed, with_measured_kinds(computed, model, x, torch.device("cpu"), **more)
+
+
+def test_one_layer_of_each_kind_is_measured_and_speaks_for_the_others(monkeypatch):
+    run = []
+    real = kinds._measured
+    monkeypatch.setattr(kinds, "_measured", lambda name, *rest: run.append(name) or real(name, *rest))
+    computed, measured = profiled(layers_of())
+    # The first block takes what needs a gradient, as all blocks do.
+    assert run == ["0", "1", "5"]
+    first, *_, last = measured.layers
+    assert {layer.forward_s for layer in measured.layers[1:5]} == {measured.layers[1].forward_s}
+    assert 0 < first.total_s < computed.layers[0].total_s and last.step_s > 0
+    assert measured.optimizer_s == pytest.approx(sum(layer.step_s for layer in measured.layers))
+    assert measured.loss_s > 0 == computed.loss_s
+    assert [layer.weight_bytes for layer in measured.layers] == [layer.weight_bytes for layer in computed.layers]
+    assert "6 of 6 layers by one of their kind" in measured.source
+
+
+def test_the_model_is_left_as_it_was():
+    model = layers_of().eval()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    homes = [parameter.data_ptr() for parameter in model.parameters()]
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    x = torch.zeros(4, 8)
+    with_measured_kinds(analytic_profile(model, x, SLOW), model, x, torch.device("cpu"), optimizer=adam)
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [parameter.data_ptr() for parameter in model.parameters()] == homes
+    grads = [parameter.grad for parameter in model.parameters()]
+    assert torch.equal(grads[0], torch.ones_like(grads[0])) and not any(grad is not None for grad in grads[1:])
+    assert not any(module.training for module in model.modules())
+
+
+def test_layers_of_the_meta_device_stay_there():
+    with torch.device("meta"):
+        model = layers_of()
+    parameters = list(model.parameters())
+    computed, measured = profiled(model)
+    assert all(a is b and b.is_meta for a, b in zip(parameters, model.parameters(), strict=True))
+    assert 0 < measured.layers[2].total_s < computed.layers[2].total_s
+
+
+def test_what_does_not_fit_is_scaled_as_the_others_turned_out():
+    computed, measured = profiled(layers_of(), room_bytes=3 * 4 * 16 * 256)
+    small = [(a.total_s, b.total_s) for a, b in zip(computed.layers[:-1], measured.layers[:-1], strict=True)]
+    ratio = sum(b for _, b in small) / sum(a for a, _ in small)
+    assert measured.layers[-1].total_s == pytest.approx(computed.layers[-1].total_s * ratio)
+    assert measured.layers[-1].step_s > 0 and "5 of 6 layers" in measured.source
+    assert profiled(layers_of(), room_bytes=10)[1].layers == computed.layers
+
+
+def test_a_layer_that_cannot_run_by_itself_keeps_its_computed_seconds():
+    class Picky(nn.Module):
+        def forward(self, x):
+            if not isinstance(x, FakeTensor):
+                raise ValueError("expected what no random numbers are")
+            return x * 2
+
+    model = nn.Sequential(nn.Linear(8, 8), Picky(), nn.Linear(8, 8))
+    x = torch.zeros(2, 8)
+    computed = analytic_profile(model, x, SLOW)
+    measured = with_measured_kinds(computed, model, x, torch.device("cpu"))
+    assert "2 of 3 layers" in measured.source
