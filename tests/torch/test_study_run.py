@@ -155,12 +155,13 @@ def command(*words, cwd):
 def test_a_study_stopped_by_a_signal_goes_on_where_it_stood(number, tmp_path):
     (tmp_path / "s.toml").write_text(FILE)
     words, options = command("s.toml", "-o", "out", cwd=tmp_path)
-    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    running = subprocess.Popen(words, start_new_session=True, **pipes, **options)
     cursors = tmp_path / "out/state"
     deadline = time.monotonic() + 90
     while not any(c.stat().st_size > 160 for c in cursors.glob("*/losses.f64")) and time.monotonic() < deadline:
         time.sleep(0.02)
-    running.send_signal(number)
+    os.killpg(running.pid, number)  # as a terminal and batch systems do: to all processes
     _, said = running.communicate(timeout=60)
     assert running.returncode == 128 + number, said
     assert "go on with: pipefit study s.toml --resume -o out" in said
@@ -186,6 +187,59 @@ def test_a_folder_is_never_taken_for_another_study(tmp_path):
         study(given, tmp_path / "none").run(resume=True)
     again = study(given, tmp_path / "s").run(resume=True)
     assert [row.status for row in again.trials] == ["finished"] * 2 and not again.interrupted
+
+
+def test_a_folder_that_is_in_use_or_is_the_users_is_left_alone(tmp_path, monkeypatch):
+    from pipefit.study.execute import folder
+
+    monkeypatch.setattr(folder, "_PATIENCE_S", 0.1)
+
+    class Second:
+        def changed(self, board):
+            with pytest.raises(StudyError, match="another process is running this study"):
+                study(given, tmp_path / "s").run(resume=True)
+
+        def predicted(self, seconds, bound_s):
+            pass
+
+    given = trials(1)
+    assert study(given, tmp_path / "s").run(observer=Second()).trials[0].status == "finished"
+    mine = tmp_path / "u/state/mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("years of work")
+    with pytest.raises(StudyError, match="is no study's"):
+        study(given, tmp_path / "u").run()
+    assert mine.read_text() == "years of work"
+
+
+def test_the_best_weights_outlast_a_worker_that_dies_over_them_and_a_disk_that_does_not_take_them(
+    tmp_path, monkeypatch
+):
+    from pipefit.errors import TierError
+    from pipefit.study.execute import export
+
+    real, given = export.export, trials(2)
+
+    def dies_once(live, path):
+        if (flag := tmp_path / "died").exists():
+            return real(live, path)
+        flag.touch()
+        suicidal()
+
+    monkeypatch.setattr(export, "export", dies_once)
+    assert Path(study(given, tmp_path / "s").run().paths["best"]).exists()
+
+    def full(live, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "export", full)
+    with pytest.raises(TierError, match=r"weights could not be written.*No space left.*resume"):
+        study(given, tmp_path / "f").run()
+    assert len(json.loads((tmp_path / "f/results.json").read_text())["trials"]) == 2
+    monkeypatch.setattr(export, "export", real)
+    again = study(given, tmp_path / "f").run(resume=True)
+    assert load_file(again.paths["best"]).keys() == load_file(tmp_path / "s/best/model.safetensors").keys()
+    assert not (tmp_path / "f/state").exists()
 
 
 def test_a_full_tier_ends_the_study_in_one_message_and_loses_nothing(tmp_path, monkeypatch):
@@ -238,6 +292,24 @@ def test_halving_stops_the_same_trials_under_every_policy(tmp_path):
 
 def define(values):
     return Trial(**{**SMALL, **MLP, **values})
+
+
+def test_trials_chosen_long_after_the_workers_began_are_known_to_them(tmp_path):
+    values = [{"lr": lr, "steps": 2, "name": "same"} for lr in (1e-1, 1e-2, 1e-1, 1e-3, 1e-1)]
+    search = Listed([*values[:3], {"lr": "fast"}, *values[3:]])
+    result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=1, workers=1)
+    assert [row.status for row in result.trials] == ["finished"] * 3 + ["failed"] + ["finished"] * 2
+    assert "lr: expected a number" in result.trials[3].reason
+    assert len({row.name for row in result.trials}) == 6
+    assert result.trials[0].losses == result.trials[2].losses == result.trials[5].losses
+    assert len(search.told) == 6 and ({"lr": "fast"}, None) in search.told
+
+
+def test_a_chosen_trial_must_be_judged_as_the_others_are(tmp_path):
+    search = Listed([{"steps": 2}, {"steps": 2, "evaluate": 1, "data": ("digits",), "options": {"layers": 2}}])
+    result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=1, workers=1)
+    assert [row.status for row in result.trials] == ["finished", "failed"]
+    assert "say it for all" in result.trials[1].reason
 
 
 def test_a_search_is_asked_and_told(tmp_path):

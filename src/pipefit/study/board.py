@@ -110,13 +110,12 @@ class Board:
     def sent_back(self, number: int) -> None:
         """There is no room on the tier for a trial now: it waits until another one has ended.
 
-        When nobody is there whose end it could wait for, it fails.
+        When nobody is there whose end it could wait for, it fails; those who are held at a rung wait for it in turn.
         """
         entry = self.entries[number]
         entry.status, entry.device = "waiting", -1
         self._sent_back = True
-        if not any((e.admitted or e.is_being_admitted) and not e.has_ended for e in self.entries):
-            self.failed(number, "no room on the tier for its state, with no other trial there; give more (memory = …)")
+        self._end_who_waits_in_vain()
 
     def turned(self, report: Report, device: int) -> None:
         """A turn is committed."""
@@ -175,6 +174,15 @@ class Board:
             return
         self._judge(entry)
         self.review()
+        self._end_who_waits_in_vain()
+
+    def _end_who_waits_in_vain(self) -> None:
+        if not self._sent_back or any(entry.status in ("ready", "running") for entry in self.entries):
+            return
+        there = sum(entry.status == "held" for entry in self.entries)
+        others = f"and {there} of the others wait for it at a rung" if there else "with no other trial there"
+        waiting = next(entry for entry in self.entries if entry.status == "waiting")
+        self.failed(waiting.number, f"no room on the tier for its state, {others}; give more (memory = …)")
 
     def review(self) -> None:
         """Trials that wait at a rung are judged again: others may have come there, or ended."""

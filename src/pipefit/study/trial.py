@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipefit.errors import PipefitError, nearest
@@ -12,6 +13,10 @@ from pipefit.study.policies import POLICIES
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule
 
 __all__ = ["StudyError", "StudySpec", "Trial", "file_name"]
+
+
+_LONGEST = 80
+"""Of names; what is cut off a longer one is made up for by a checksum, so that two do not become one."""
 
 
 class StudyError(PipefitError):
@@ -163,6 +168,17 @@ class StudySpec:
         if any(first % trial.evaluate for trial in self.trials):
             raise StudyError(f"stop: first = {first}: trials must be evaluated there; evaluate must divide it")
 
+    def check_further(self, trial: Trial, others: Sequence[Trial]) -> None:
+        """Whether a trial that comes later fits in.
+
+        Raises:
+            StudyError: it is judged otherwise than the others, or not as the stopping rule needs.
+        """
+        if not isinstance(trial, Trial):
+            raise StudyError(f"define must give a Trial, got {type(trial).__name__}")
+        alike = [replace(other, name=f"{number}") for number, other in enumerate((*others[:1], trial))]
+        replace(self, trials=tuple(alike))
+
     def told(self) -> dict[str, Any]:
         """The study as JSON data."""
         data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("trials", "stop")}
@@ -173,4 +189,5 @@ class StudySpec:
 def file_name(number: int, trial: Trial) -> str:
     """The trial's name, fit for a file."""
     words = trial.name or "-".join([f"t{number:02d}", *(f"{key}={value}" for key, value in trial.values.items())])
-    return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", words).strip("-.")[:80] or f"t{number:02d}"
+    name = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", words).strip("-.") or f"t{number:02d}"
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9]}-{zlib.crc32(words.encode()):08x}"

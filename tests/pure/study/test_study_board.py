@@ -82,6 +82,18 @@ def test_a_trial_without_room_waits_until_another_has_ended():
     assert game.next_job(0)[:2] == ("admit", 1)
 
 
+def test_trials_held_at_a_rung_do_not_wait_for_ever_for_one_that_has_no_room():
+    game = board(4, 4, 4, stop=Halving(first=2))
+    for device in (0, 1):
+        game.admitted(game.next_job(device).trial, Admitted(1, 1, 10, 100), device, 0, 1)
+    game.sent_back(game.next_job(0).trial)
+    while (job := game.next_job(0)) is not None:
+        for _ in range(job.num_turns):
+            game.turned(Report(job.trial, game.entries[job.trial].step, 0, 1, 2, 1.0 + job.trial), 0)
+    assert [entry.status for entry in game.entries] == ["finished", "stopped", "failed"]
+    assert "2 of the others wait for it at a rung" in game.entries[2].reason
+
+
 def test_a_trial_that_never_has_room_fails_with_the_reason():
     game = board(1, devices=1)
     game.next_job(0)

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from pipefit.errors import PipefitError
-from pipefit.study.execute.worker import Settings, work
+from pipefit.study.execute.worker import Order, Settings, work
 
 __all__ = ["Pool"]
 
@@ -38,7 +38,7 @@ class Pool:
             self._context: Any = mp.get_context("fork")
         else:
             self._context = mp.get_context("forkserver")
-            self._context.set_forkserver_preload(["pipefit.train.preload"])
+            self._context.set_forkserver_preload(["pipefit.train.preload", "pipefit.study.execute.preload"])
         self._processes: list[Any] = [None] * len(settings)
         self._pipes: list[Any] = [None] * len(settings)
         for number in range(len(settings)):
@@ -60,7 +60,10 @@ class Pool:
         process = self._context.Process(target=work, args=(settings, theirs), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks of programs with threads
-            process.start()
+            try:
+                process.start()
+            except EOFError:
+                raise PipefitError(f"worker {number} did not start: the process that starts workers has died") from None
         theirs.close()
         self._processes[number], self._pipes[number] = process, ours
 
@@ -73,18 +76,10 @@ class Pool:
             pass
         raise PipefitError(f"worker {number} did not start; its log: {self._settings[number].log}")
 
-    def send(self, number: int, message: tuple[Any, ...]) -> bool:
-        """Gives a worker a job; False: it is dead."""
-        try:
-            self._pipes[number].send(message)
-        except OSError:
-            return False
-        return True
-
-    def pid(self, number: int) -> int:
-        """Of a worker's process."""
-        pid: int = self._processes[number].pid
-        return pid
+    def send(self, number: int, order: Order) -> None:
+        """Gives a worker an order; that it is dead is noticed when its answer is awaited."""
+        with contextlib.suppress(OSError):
+            self._pipes[number].send(order)
 
     def answers(self, busy: set[int], timeout_s: float) -> Iterator[tuple[int, tuple[Any, ...] | None]]:
         """(worker, its answer) of those that have one; None instead of an answer: it died."""
@@ -95,6 +90,12 @@ class Pool:
                 yield number, pipe.recv()
             except (EOFError, OSError):
                 yield number, None
+
+    def answer(self, number: int) -> tuple[Any, ...] | None:
+        """What a worker answers, however long it takes; None: it died."""
+        while True:
+            for _, answer in self.answers({number}, 1.0):
+                return answer
 
     def how_it_died(self, number: int) -> str:
         """In words."""
@@ -107,7 +108,7 @@ class Pool:
     def close(self, grace_s: float = _GRACE_S) -> None:
         """Ends all: those that are at work get a little time."""
         for number in range(len(self._processes)):
-            self.send(number, ("close",))
+            self.send(number, Order("close"))
         deadline = time.monotonic() + grace_s
         for process in self._processes:
             process.join(max(deadline - time.monotonic(), 0))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -17,12 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipefit.errors import PipefitError, TierError
-from pipefit.spec.files import read_json, write_json
+from pipefit.spec.files import write_json
 from pipefit.study.board import Board
 from pipefit.study.entry import Admitted, Entry, Job
 from pipefit.study.execute.cursor import read_cursor, read_losses
+from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
-from pipefit.study.execute.worker import Settings
+from pipefit.study.execute.worker import Order, Settings, reason_of
 from pipefit.study.results import StudyResult, read_entry, result_of, save_result, write_entry
 from pipefit.study.search import Search
 from pipefit.study.trial import StudyError, StudySpec, Trial, file_name
@@ -88,8 +86,7 @@ class StudyRun:
         self._forked = forked
         self.spec, self._define, self._search = spec, define, search
         self._observer: Observer = observer or _Nobody()
-        self.folder = Path(spec.output).absolute()
-        self._open(resume)
+        self._folder = StudyFolder(spec, resume)
         entries = [self._entry(number, trial) for number, trial in enumerate(spec.trials)]
         self.board = Board(entries, spec.workers, spec.policy, spec.stop)
         self.board.on_end = self._ended
@@ -101,35 +98,9 @@ class StudyRun:
         self._chosen: dict[int, Mapping[str, Any]] = {}
         self._kept: Entry | None = self.board.best
 
-    # ---- the folder ------------------------------------------------------------------------------------------------
-
-    def _open(self, resume: bool) -> None:
-        path = self.folder / "study.json"
-        told = self.spec.told()
-        if path.exists():
-            if not resume:
-                raise StudyError(f"{self.folder} holds a study already: resume it (--resume), or give another output")
-            before = read_json(path)
-            for key in ("trials", "stop", "tier"):
-                if before.get(key) != _through_json(told[key]):
-                    raise StudyError(f"{self.folder} holds another study: its {key} differ; give another output")
-        elif resume:
-            raise StudyError(f"{self.folder} holds no study to resume")
-        if self.folder.exists() and not self.folder.is_dir():
-            raise StudyError(f"{self.folder}: expected a folder for the study, got a file")
-        self.state = _state_folder(self.spec, self.folder)
-        if not resume:
-            shutil.rmtree(self.state, ignore_errors=True)
-        for place in (self.folder / "logs", self.state):
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-            except OSError as problem:
-                raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
-        write_json(path, {"format": "pipefit.study/1", "state": str(self.state), **told})
-
     def _entry(self, number: int, trial: Trial) -> Entry:
         entry = Entry(number, trial, file_name(number, trial))
-        before = read_entry(entry.name, self.folder)
+        before = read_entry(entry.name, self._folder.path)
         if before is not None:
             entry.status, entry.reason = before["status"], before["reason"]
             entry.losses = [float("nan") if loss is None else loss for loss in before["losses"]]
@@ -147,17 +118,19 @@ class StudyRun:
         Raises:
             TierError: the tier is full or gone; the study can be resumed when that is mended.
         """
-        with self._listening():
+        with contextlib.closing(self._folder), self._listening():
             self._ask()
-            pool = Pool([self._settings(number) for number in range(self.spec.workers)], self._forked)
+            try:
+                pool = Pool([self._settings(number) for number in range(self.spec.workers)], self._forked)
+            except PipefitError:
+                if self._stop is None:
+                    raise
+                return self._finish(None)  # a signal to the whole group came before it could be answered
             try:
                 self._loop(pool)
-                if self._trouble is not None:
-                    raise TierError(f"{self._trouble}; what was committed is kept: mend that, and resume the study")
-                result = self._finish(pool)
+                return self._finish(pool)
             finally:
                 pool.close(grace_s=0.5)
-        return result
 
     @property
     def stopped_by(self) -> int | None:
@@ -171,8 +144,8 @@ class StudyRun:
             threads,
             self.spec.device,
             self.spec.device_memory_bytes,
-            self.state,
-            self.folder / "logs" / f"worker-{number}.log",
+            self._folder.state,
+            self._folder.logs / f"worker-{number}.log",
             {entry.number: entry.trial for entry in self.board.entries},
             self._define,
             dict(os.environ),
@@ -209,13 +182,17 @@ class StudyRun:
             if job is None:
                 continue
             what = self._room_bytes() if job.kind == "admit" else job.num_turns
-            pool.send(number, (job.kind, job.trial, what))  # a dead worker is noticed when its answer is awaited
+            pool.send(number, self._order(job.kind, job.trial, what))
             idle.discard(number)
             busy[number] = job
 
+    def _order(self, kind: str, number: int, what: Any) -> Order:
+        name, values = self.board.entries[number].name, self._chosen.get(number)
+        return Order(kind, number, name, what, values, frozenset(self.board.alive))
+
     def _room_bytes(self) -> float:
         """What a trial may take on the tier now."""
-        free = float(shutil.disk_usage(self.state).free)
+        free = self._folder.free_bytes
         limit = self.spec.tier_bytes
         return min(free, limit - self.board.tier_bytes) if limit else free
 
@@ -247,11 +224,11 @@ class StudyRun:
         self.board.lost(job.trial, how, step, turn, losses, held_out)
         self._restarts += 1
         if self._restarts > _MOST_RESTARTS:
-            raise PipefitError(f"{self._restarts} workers died ({how}); their logs: {self.folder / 'logs'}")
+            raise PipefitError(f"{self._restarts} workers died ({how}); their logs: {self._folder.logs}")
         pool.restart(number, self._settings(number))
 
     def _place(self, number: int) -> Path:
-        return self.state / self.board.entries[number].name
+        return self._folder.state / self.board.entries[number].name
 
     def _predict(self) -> None:
         """Once every trial was measured twice (the first turns are slow), the whole study is run on paper."""
@@ -273,16 +250,32 @@ class StudyRun:
             values = self._search.ask()
             if values is None:
                 return
-            assert self._define is not None
+            self._chosen[len(self.board.entries)] = values
+            self._add(values)
+
+    def _add(self, values: Mapping[str, Any]) -> None:
+        """A trial of values that the search chose; one that cannot be made fails alone."""
+        assert self._define is not None
+        number, reason = len(self.board.entries), ""
+        try:
             trial = self._define(values)
             trial = replace(trial, values={**dict(trial.values), **dict(values)})
-            number = len(self.board.entries)
-            entry = Entry(number, trial, file_name(number, trial))
-            self._chosen[number] = values
-            self.board.entries.append(entry)
+            self.spec.check_further(trial, [entry.trial for entry in self.board.entries])
+        except Exception as problem:
+            trial, reason = Trial(values=dict(values)), reason_of(problem, "while it was defined")
+        name = file_name(number, trial)
+        if name in {entry.name for entry in self.board.entries}:
+            name = f"{name}-{number}"  # a search may choose the same twice
+        self.board.entries.append(Entry(number, trial, name))
+        if reason:
+            self.board.failed(number, reason)
 
     def _ended(self, entry: Entry) -> None:
-        write_entry(entry, self.folder)
+        try:
+            write_entry(entry, self._folder.path)
+        except PipefitError as problem:
+            self._trouble = str(problem)  # its state stays, so that it ends again when the study is resumed
+            return
         if entry.number in self._chosen and self._search is not None:
             score = entry.score if entry.status != "failed" and entry.score < float("inf") else None
             self._search.tell(self._chosen[entry.number], score)
@@ -290,28 +283,43 @@ class StudyRun:
         # The state of the best so far stays until its weights are written.
         for other in {e.number: e for e in (entry, self._kept) if e is not None}.values():
             if best is None or other.number != best.number:
-                shutil.rmtree(self.state / other.name, ignore_errors=True)
+                self._folder.forget(other.name)
         self._kept = best
 
-    def _finish(self, pool: Pool) -> StudyResult:
-        over = self.board.is_over
+    def _finish(self, pool: Pool | None) -> StudyResult:
+        over = pool is not None and self.board.is_over and self._trouble is None
         result = result_of(self.board, self.spec.name, self._predicted_s, interrupted=not over)
-        best = self.board.best
-        target = self.folder / "best" / "model.safetensors"
-        if over and best is not None and (self.state / best.name).is_dir():
-            pool.send(0, ("export", best.number, str(target)))
-            for _, answer in pool.answers({0}, 120.0):
-                if answer is not None and answer[0] == "exported":
-                    write_json(target.with_name("trial.json"), {"name": best.name, **best.trial.told()})
-                    shutil.rmtree(self.state / best.name, ignore_errors=True)
-                elif answer is not None:
-                    raise PipefitError(f"the best trial's weights could not be written: {answer[2]}")
-        if target.exists():
-            result.paths["best"] = str(target)
-        save_result(result, self.board, self.folder)
+        if pool is not None and over:
+            self._export(pool)
+        if self._folder.best.exists():
+            result.paths["best"] = str(self._folder.best)
+        if self._trouble is not None:
+            with contextlib.suppress(PipefitError):
+                save_result(result, self.board, self._folder.path)
+            raise TierError(f"{self._trouble}; what was committed is kept: mend that, and resume the study")
+        save_result(result, self.board, self._folder.path)
         if over:
-            shutil.rmtree(self.state, ignore_errors=True)
+            self._folder.forget()
         return result
+
+    def _export(self, pool: Pool) -> None:
+        """Writes the best trial's weights, unless an earlier run has; a worker that dies over it is replaced once."""
+        best, target = self.board.best, self._folder.best
+        if best is None or not self._place(best.number).is_dir():
+            return
+        for _ in range(2):
+            pool.send(0, self._order("export", best.number, str(target)))
+            answer = pool.answer(0)
+            if answer is not None:
+                break
+            how = pool.how_it_died(0)
+            pool.restart(0, self._settings(0))
+        else:
+            answer = ("failed", best.number, f"two workers died over it ({how})")
+        if answer[0] != "exported":
+            self._trouble = f"the best trial's weights could not be written: {answer[2]}"
+            return
+        write_json(target.with_name("trial.json"), {"name": best.name, **best.trial.told()})
 
     # ---- signals ---------------------------------------------------------------------------------------------------
 
@@ -335,20 +343,6 @@ class StudyRun:
                 signal.signal(number, handler)
 
 
-def _state_folder(spec: StudySpec, folder: Path) -> Path:
-    """Where trials live between turns."""
-    if spec.tier == "disk":
-        return folder / "state"
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        raise StudyError('tier = "host" needs shared memory at /dev/shm, which is not here; use tier = "disk"')
-    return shared / f"pipefit-study-{os.getuid()}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
-
-
 def _has_used_cuda() -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and torch.cuda.is_initialized()
-
-
-def _through_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))

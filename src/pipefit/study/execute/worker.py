@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipefit.errors import PipefitError, TierError
-from pipefit.study.trial import Trial, file_name
+from pipefit.study.trial import Trial
 
-__all__ = ["Settings", "work"]
+__all__ = ["Order", "Settings", "reason_of", "work"]
 
 _KEPT_BYTES = 1 << 30
 """What a worker keeps of trials between their turns where no limit is given for the device."""
@@ -35,8 +35,9 @@ class Settings:
         folder: where trials have theirs.
         log: what it prints goes there.
         trials: by number.
-        define: makes a trial of values, for those that are asked for later.
+        define: makes a trial of values, for those that a search chooses later.
         environment: of the study's process.
+        held: pipes of other workers, which a fork has and must close.
     """
 
     number: int
@@ -49,6 +50,26 @@ class Settings:
     define: Callable[[Mapping[str, Any]], Trial] | None = None
     environment: dict[str, str] = field(default_factory=dict)
     held: list[Any] = field(default_factory=list)
+
+
+class Order(NamedTuple):
+    """What a worker is to do.
+
+    Attributes:
+        kind: "admit", "turn", "export" or "close".
+        trial: its number.
+        name: of the trial, and of its folder.
+        what: bytes of room on the tier, turns in a row, or the file to write.
+        values: of a trial that a search chose while this worker was at work already.
+        alive: the trials that go on; of the others nothing is kept.
+    """
+
+    kind: str
+    trial: int = -1
+    name: str = ""
+    what: Any = None
+    values: Mapping[str, Any] | None = None
+    alive: frozenset[int] = frozenset()
 
 
 def work(settings: Settings, pipe: Connection) -> None:
@@ -65,14 +86,14 @@ def work(settings: Settings, pipe: Connection) -> None:
     pipe.send(("ready", os.getpid()))
     while True:
         try:
-            message = pipe.recv()
+            order: Order = pipe.recv()
         except (EOFError, OSError):
             break
-        if message[0] == "close":
+        if order.kind == "close":
             break
-        # Turns in a row are reported one by one; a message that comes meanwhile can only say to end.
-        for _ in range(message[2] if message[0] == "turn" else 1):
-            answer = bench.answer(message)
+        # Turns in a row are reported one by one; an order that comes meanwhile can only say to end.
+        for _ in range(order.what if order.kind == "turn" else 1):
+            answer = bench.answer(order)
             sys.stdout.flush()
             sys.stderr.flush()
             try:
@@ -91,7 +112,7 @@ def _settle(settings: Settings) -> None:
     from pipefit.runtime.signals import die_with, die_with_parent
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems send it to every process of a job
     die_with_parent()
     if (parent := mp.parent_process()) is not None:
         die_with(parent.sentinel)
@@ -122,64 +143,60 @@ class _Bench:
     def __init__(self, settings: Settings, device: Any) -> None:
         self._settings, self._device = settings, device
         self._live: OrderedDict[int, Any] = OrderedDict()
-        self._trials = dict(settings.trials)
 
-    def answer(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Does a job: its name, the trial's number and what came of it."""
-        kind, number, *rest = message
-        try:
-            return (*self._done(kind, number, *rest),)
-        except TierError as problem:
+    def answer(self, order: Order) -> tuple[str, int, Any]:
+        """Does what it is told: the name of what came of it, the trial's number, and more."""
+        for number in self._live.keys() - order.alive - {order.trial}:
             self._drop(number)
-            return "tier", number, str(problem)
+        try:
+            return self._done(order)
+        except TierError as problem:
+            self._drop(order.trial)
+            return "tier", order.trial, str(problem)
         except BaseException as problem:
             traceback.print_exc()
-            self._drop(number)
-            return "failed", number, _reason(problem, kind)
+            self._drop(order.trial)
+            doing = "in a turn" if order.kind == "turn" else "while it was built"
+            return "failed", order.trial, reason_of(problem, doing)
 
-    def _done(self, kind: str, number: int, *rest: Any) -> tuple[Any, ...]:
-        if kind == "trial":
-            (given,) = rest
-            self._trials[number] = given if isinstance(given, Trial) else self._defined(given)
-            return "known", number, None
-        if kind == "forget":
-            self._drop(number)
-            return "forgotten", number, None
-        if kind == "export":
+    def _done(self, order: Order) -> tuple[str, int, Any]:
+        if order.kind == "export":
             from pipefit.study.execute.export import export
 
-            return "exported", number, export(self._of(number), *rest)
-        if kind == "admit":
-            return self._admit(number, *rest)
-        live = self._of(number)
-        self._make_room(number)
-        report = live.turn()
-        return "turned", number, report
+            return "exported", order.trial, export(self._of(order), order.what)
+        if order.kind == "admit":
+            return self._admit(order)
+        live = self._of(order)
+        self._make_room(order.trial)
+        return "turned", order.trial, live.turn()
 
-    def _admit(self, number: int, room_bytes: float) -> tuple[Any, ...]:
+    def _admit(self, order: Order) -> tuple[str, int, Any]:
         from pipefit.study.execute.live import NoRoomError
 
         start_s = time.monotonic()
         try:
-            found = self._of(number).admit(room_bytes)
+            found = self._of(order).admit(order.what)
         except NoRoomError as problem:
-            self._drop(number)
-            return "no-room", number, str(problem)
-        return "admitted", number, (found, start_s, time.monotonic())
+            self._drop(order.trial)
+            return "no-room", order.trial, str(problem)
+        return "admitted", order.trial, (found, start_s, time.monotonic())
 
-    def _defined(self, values: Mapping[str, Any]) -> Trial:
-        assert self._settings.define is not None
-        return self._settings.define(values)
-
-    def _of(self, number: int) -> Any:
+    def _of(self, order: Order) -> Any:
         from pipefit.study.execute.live import LiveTrial
 
+        number = order.trial
         if number not in self._live:
-            trial = self._trials[number]
-            place = self._settings.folder / file_name(number, trial)
+            trial, place = self._trial(order), self._settings.folder / order.name
             self._live[number] = LiveTrial(number, trial, place, self._device, self._settings.capacity_bytes)
         self._live.move_to_end(number)
         return self._live[number]
+
+    def _trial(self, order: Order) -> Trial:
+        """Told from the start, or made here of what a search has chosen since."""
+        if (known := self._settings.trials.get(order.trial)) is not None:
+            return known
+        assert self._settings.define is not None and order.values is not None
+        return self._settings.define(order.values)
 
     def _make_room(self, number: int) -> None:
         """Under a limit the device holds one shard; else those that had turns last."""
@@ -198,7 +215,7 @@ class _Bench:
             live.forget()
 
 
-def _reason(problem: BaseException, kind: str) -> str:
+def reason_of(problem: BaseException, doing: str) -> str:
     """Why a trial failed, in a line or two."""
     if isinstance(problem, PipefitError):
         return str(problem)
@@ -207,5 +224,4 @@ def _reason(problem: BaseException, kind: str) -> str:
         return f"out of memory: {words.splitlines()[0] if words else 'the process got no more'}"
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    doing = "while it was built" if kind == "admit" else "in a turn"
     return f"{type(problem).__name__} {doing}: {words or 'without a word'}{place}"

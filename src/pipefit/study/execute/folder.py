@@ -1,0 +1,132 @@
+"""The folder of a study: which one it is, that nobody else is at work in it, and where trials live between turns."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from pipefit.spec.files import read_json, write_json
+from pipefit.study.trial import StudyError, StudySpec
+
+__all__ = ["StudyFolder"]
+
+_PATIENCE_S = 2.0
+"""For so long another run may take to let go of the folder: one that was just killed."""
+
+
+class StudyFolder:
+    """An open folder; nobody else can open it until it is closed.
+
+    Args:
+        spec: the study.
+        resume: the folder must hold it; else it must hold none.
+
+    Attributes:
+        path: of the folder.
+        state: where trials live between turns.
+
+    Raises:
+        StudyError: the folder holds another study, one that was not to be resumed, or one that runs.
+    """
+
+    def __init__(self, spec: StudySpec, resume: bool) -> None:
+        self.path = Path(spec.output).absolute()
+        self.state = _state_folder(spec, self.path)
+        if self.path.exists() and not self.path.is_dir():
+            raise StudyError(f"{self.path}: expected a folder for the study, got a file")
+        if resume and not self._file.exists():
+            raise StudyError(f"{self.path} holds no study to resume")
+        _make(self.path)
+        self._lock = _locked(self.path)
+        try:
+            self._open(spec, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, spec: StudySpec, resume: bool) -> None:
+        told = spec.told()
+        if resume:
+            before = read_json(self._file, StudyError)
+            for key in ("trials", "stop", "tier"):
+                if before.get(key) != json.loads(json.dumps(told[key])):
+                    raise StudyError(f"{self.path} holds another study: its {key} differ; give another output")
+        elif self._file.exists():
+            raise StudyError(f"{self.path} holds a study already: resume it (--resume), or give another output")
+        elif spec.tier == "disk" and self.state.exists():
+            raise StudyError(f"{self.state} is there already, and is no study's: give another output")
+        else:
+            shutil.rmtree(self.state, ignore_errors=True)
+        write_json(self._file, {"format": "pipefit.study/1", "state": str(self.state), **told})
+        _make(self.logs)
+        _make(self.state)
+
+    @property
+    def _file(self) -> Path:
+        return self.path / "study.json"
+
+    @property
+    def logs(self) -> Path:
+        """What workers print."""
+        return self.path / "logs"
+
+    @property
+    def best(self) -> Path:
+        """The best trial's weights."""
+        return self.path / "best" / "model.safetensors"
+
+    @property
+    def free_bytes(self) -> float:
+        """Room for the state of trials."""
+        return float(shutil.disk_usage(self.state).free)
+
+    def forget(self, trial: str | None = None) -> None:
+        """Removes the state of a trial; None: of all."""
+        shutil.rmtree(self.state / trial if trial else self.state, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets others in."""
+        self._lock.close()
+
+
+def _make(place: Path) -> None:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
+
+
+def _locked(path: Path) -> IO[Any]:
+    """A file that this process has for itself; the lock goes with the process, however it ends."""
+    try:
+        file = (path / ".lock").open("a")
+    except OSError as problem:
+        raise StudyError(f"{path}: cannot be written: {problem.strerror}") from None
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise StudyError(f"{path}: another process is running this study; give another output") from None
+            time.sleep(0.05)
+            continue
+        except OSError:
+            pass  # a file system that cannot lock
+        return file
+
+
+def _state_folder(spec: StudySpec, folder: Path) -> Path:
+    if spec.tier == "disk":
+        return folder / "state"
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        raise StudyError('tier = "host" needs shared memory at /dev/shm, which is not here; use tier = "disk"')
+    return shared / f"pipefit-study-{os.getuid()}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
