@@ -50,6 +50,13 @@ class Layout:
             position += padded(field.num_bytes, _GRAIN)
         self.num_bytes = padded(position)
 
+    @classmethod
+    def of(cls, fields: Iterable[Field], num_bytes: int) -> Layout:
+        """One whose tensors have their places already."""
+        made = cls(())
+        made.fields, made.num_bytes = list(fields), padded(num_bytes)
+        return made
+
     def views(self, record: Tensor) -> list[Tensor]:
         """All tensors, as views of a record's bytes."""
         return [field.of(record) for field in self.fields]

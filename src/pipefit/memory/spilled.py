@@ -45,6 +45,9 @@ class SpilledStore:
 
     Attributes:
         masters: what the optimizer gets.
+        summed: the parameters whose gradients lie in the slot.
+        gradients: where they lie there.
+        on_arrival: told the slot's room for gradients when the stage comes into it.
         known: places of the states that its optimizer has made.
     """
 
@@ -59,6 +62,7 @@ class SpilledStore:
         device: torch.device,
         on_host: bool = False,
         numbers: Mapping[str, Tensor] | None = None,
+        gradients: Callable[[Sequence[Tensor]], Layout] = Layout,
     ) -> None:
         self.stage = stage
         self.on_host = on_host
@@ -68,7 +72,9 @@ class SpilledStore:
         self._master_of: dict[int, nn.Parameter] = {}
         self._summed = [index for index, p in enumerate(self._moved) if p.requires_grad]
         self.layout = Layout(self._moved)
-        self.gradients = Layout(self._moved[index] for index in self._summed)
+        self.summed = [self._moved[index] for index in self._summed]
+        self.gradients = gradients(self.summed)
+        self.on_arrival: Callable[[Tensor], None] | None = None
         self._states = [
             (trained[spec.parameter], spec) for spec in states or () if id(trained[spec.parameter]) not in staying
         ]
@@ -206,6 +212,8 @@ class SpilledStore:
             self._version = version
             for parameter, view in zip(self._moved, self.layout.views(record), strict=True):
                 self._point(parameter, view)
+            if self.on_arrival is not None:
+                self.on_arrival(self._arena.slot(WGRAD, slot).bytes)
         elif kind == OPTIM:
             self._bind_states(record)
         else:

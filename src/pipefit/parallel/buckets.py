@@ -24,13 +24,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets", "layout", "view_in"]
+from pipefit.memory.layout import Field, Layout
+from pipefit.memory.tiers import padded
+
+__all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets", "layout", "record_layout", "view_in"]
 
 BUCKET_BYTES = (1 << 20, 25 << 20)
 """The least and the most that makes a bucket full: half of all gradients in between. Small, so that the first
 reductions start early; large, because each takes Gloo some tenths of a millisecond of the core. (The most is DDP's.)"""
 _SHARE = 2
 _ALIGN = 16
+_GRAIN_BYTES = 64
 
 Launch = Callable[[int, Tensor], None]
 
@@ -109,8 +113,32 @@ def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None =
     return made
 
 
+def record_layout(parameters: Sequence[Tensor]) -> tuple[list[Field], Layout]:
+    """Where buckets, and the gradients in them, lie in the record of a stage's gradients.
+
+    Args:
+        parameters: of a stage that is spilled.
+    """
+    buckets = layout(parameters)
+    flats: list[Field] = []
+    fields: dict[int, Field] = {}
+    position = 0
+    for number, bucket in enumerate(buckets):
+        tail = len(parameters) if number == len(buckets) - 1 else 0
+        flats.append(Field(position, torch.Size([bucket.size + tail]), bucket.dtype))
+        for index, start in zip(bucket.members, bucket.starts, strict=True):
+            fields[index] = Field(position + start * bucket.dtype.itemsize, parameters[index].shape, bucket.dtype)
+        position += padded(flats[-1].num_bytes, _GRAIN_BYTES)
+    return flats, Layout.of([fields[index] for index in range(len(parameters))], position)
+
+
 class GradientBuckets:
     """The gradients of the parameters that a stage's replicas sum.
+
+    Args:
+        parameters: in the model's order.
+        parts: every bucket can be divided into as many equal ones.
+        spilled: they lie in the slot in which the stage sits; `place_in` says where that is.
 
     Attributes:
         parameters: in the model's order.
@@ -122,7 +150,7 @@ class GradientBuckets:
         is_watching: whether the last backward of an update runs.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1, spilled: bool = False) -> None:
         self.parameters = list(parameters)
         self.buckets = layout(self.parameters, parts)
         count = len(self.parameters)
@@ -130,16 +158,13 @@ class GradientBuckets:
         self.marks = torch.ones(0)
         self._views: list[Tensor] = [torch.empty(0)] * count
         self._bucket_of = [0] * count
+        self._parts = parts
+        self._fields = record_layout(self.parameters)[0] if spilled else []
         for number, bucket in enumerate(self.buckets):
-            device = self.parameters[bucket.members[0]].device
-            last = number == len(self.buckets) - 1
-            tail = count if last and parts == 1 else 0
-            flat = torch.zeros(bucket.size + tail, dtype=bucket.dtype, device=device)
-            if last:
-                self.marks = flat[bucket.size :] if tail else torch.ones(count, dtype=torch.float64, device=device)
-            self.flats.append(flat)
-            for index, view in zip(bucket.members, bucket.views(flat, self.parameters), strict=True):
-                self._views[index], self._bucket_of[index] = view, number
+            for index in bucket.members:
+                self._bucket_of[index] = number
+        if not spilled:
+            self._place([self._new_flat(number) for number in range(len(self.buckets))])
         # Hooks stay: to make and remove them for every update takes longer than to call them. They live no longer than
         # this, though the parameters are the user's and may.
         itself = weakref.ref(self)
@@ -155,6 +180,28 @@ class GradientBuckets:
         self._launch: Launch = lambda number, flat: None
         self.idle: list[int] = []
 
+    def _tail(self, number: int) -> int:
+        return len(self.parameters) if self._parts == 1 and number == len(self.buckets) - 1 else 0
+
+    def _new_flat(self, number: int) -> Tensor:
+        bucket = self.buckets[number]
+        device = self.parameters[bucket.members[0]].device
+        return torch.zeros(bucket.size + self._tail(number), dtype=bucket.dtype, device=device)
+
+    def _place(self, flats: list[Tensor]) -> None:
+        self.flats = flats
+        for number, (bucket, flat) in enumerate(zip(self.buckets, flats, strict=True)):
+            if self._tail(number):
+                self.marks = flat[bucket.size :]
+            elif number == len(self.buckets) - 1:
+                self.marks = torch.ones(len(self.parameters), dtype=torch.float64, device=flat.device)
+            for index, view in zip(bucket.members, bucket.views(flat, self.parameters), strict=True):
+                self._views[index] = view
+
+    def place_in(self, record: Tensor) -> None:
+        """The gradients lie in a slot from now on, laid out as `record_layout` says."""
+        self._place([field.of(record) for field in self._fields])
+
     def adopt(self) -> None:
         """Moves the gradients of an update's first backward to their places, where later ones are added to them."""
         if not self._adopted:
@@ -166,7 +213,8 @@ class GradientBuckets:
         for index in indices:
             parameter, view = self.parameters[index], self._views[index]
             grad = parameter.grad
-            if grad is not None and grad is not view:
+            # In a slot each gradient is moved to its place as it is made.
+            if grad is not None and grad is not view and grad.data_ptr() != view.data_ptr():
                 places.append(view)
                 made.append(grad)
                 parameter.grad = view

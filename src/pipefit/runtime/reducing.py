@@ -17,6 +17,7 @@ from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
+from pipefit.memory.spilled import SpilledStore
 from pipefit.parallel.buckets import GradientBuckets, Launch
 from pipefit.parallel.sharded import ShardedStore
 from pipefit.runtime.transport import Handle
@@ -38,6 +39,9 @@ def make_buckets(worker: Worker, program: Program) -> None:
             store = worker.stores[stage]
             if isinstance(store, ShardedStore):
                 worker.buckets[stage] = store.buckets
+            elif isinstance(store, SpilledStore):
+                worker.buckets[stage] = buckets = GradientBuckets(store.summed, spilled=True)
+                store.on_arrival = buckets.place_in
             else:
                 own = [owned.parameter for owned in worker.owned[stage] if owned.tie is None]
                 worker.buckets[stage] = GradientBuckets(own)

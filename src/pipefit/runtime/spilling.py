@@ -20,11 +20,13 @@ from pipefit.memory.arena import Arena
 from pipefit.memory.disk import DiskTier
 from pipefit.memory.host import HostTier
 from pipefit.memory.lanes import Copy, Lanes
+from pipefit.memory.layout import Layout
 from pipefit.memory.spilled import SpilledStore
 from pipefit.memory.split import SplitTier
 from pipefit.memory.states import is_zero_at_first, numbers_beside, probe_states
 from pipefit.memory.tierfile import Aside, Committed
 from pipefit.memory.tiers import Key, TierStore
+from pipefit.parallel.buckets import record_layout
 from pipefit.runtime.executor import Execution
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
 from pipefit.stage.split import NamedLayer
@@ -336,7 +338,15 @@ def _store(
         )
     place = torch.device("cpu") if on_host else device
     states = None if header.keeps_states(stage) else probe_states(training.optimizer, trained, place)
-    return SpilledStore(stage, trained, sharing, frozen, states, zero, device, on_host, {} if on_host else beside)
+    numbers = {} if on_host else beside
+    # Replicas sum them bucket by bucket, where they lie.
+    gradients = bucketed if len(header.placement[stage]) > 1 else Layout
+    return SpilledStore(stage, trained, sharing, frozen, states, zero, device, on_host, numbers, gradients)
+
+
+def bucketed(parameters: Sequence[Tensor]) -> Layout:
+    """The layout of gradients that replicas sum."""
+    return record_layout(parameters)[1]
 
 
 def _arena(sizes: dict[Key, int], counts: dict[str, int], device: torch.device) -> Arena:
@@ -399,6 +409,9 @@ def evict(run: Execution, i: Instruction) -> None:
     """Starts to write back what has changed."""
     spilling = run.worker.spilling
     assert spilling is not None
+    if i.kind == Kind.WGRAD:
+        # Their marks go with them.
+        run.worker.forget_idle_gradients(i.stage)
     copy = _spilled(run, i).evict(i.kind, i.version)
     spilling.writes.append(copy)
     run.copies.append((run.index, copy))
