@@ -39,3 +39,22 @@ def test_processes_under_a_cap_have_the_losses_of_one_and_keep_it(place: str, tm
 def test_a_cap_too_small_is_refused_by_all_processes_in_the_words_of_the_planner() -> None:
     with pytest.raises(InfeasibleError, match="on each of 2 ranks: the smallest cap that works is"):
         trained(2, device_memory="100 kB", schedule="auto")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (2, {"data_parallel": 2, "chunks": 5, "schedule": "breadth-first"}),
+        (3, {"replicas": (2, 1), "chunks": 2, "schedule": "breadth-first", "clip": 0.5}),
+    ],
+    ids=["copies", "replicas of one stage, clipped"],
+)
+@pytest.mark.parametrize("place", ["disk", "host"])
+def test_processes_that_are_replicas_spill_and_have_the_losses_of_those_that_hold_everything(
+    num_ranks: int, settings: dict[str, object], place: str, tmp_path: Path
+) -> None:
+    where = {"disk": str(tmp_path)} if place == "disk" else {"host_memory": "64 MiB", "step_on": "host"}
+    resident = trained(num_ranks, **settings)
+    spilled = trained(num_ranks, **settings, **where)
+    assert spilled.losses == resident.losses
+    assert sum(spilled.held_bytes) < sum(resident.held_bytes)

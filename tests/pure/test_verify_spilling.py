@@ -37,12 +37,13 @@ def spilling(draw):
     on_host = draw(st.sets(st.sampled_from(sorted(stages)))) if tier == "host" else ()
     keeps = draw(st.sets(st.sampled_from(sorted(stages))))
     some = tuple(sorted(on_host)), tuple(sorted(keeps))
+    uneven = [(2, 1)] if depth == 2 and name in ("gpipe", "1f1b", "breadth-first") else []
     shape = Shape(
         depth=depth,
         num_microbatches=draw(st.integers(2, 4)),
         num_chunks=chunks,
         num_steps=draw(st.integers(1, 3)),
-        replicas=draw(st.sampled_from([(), (), (2,)])),
+        replicas=draw(st.sampled_from([(), (), (2,), *uneven])),
         ties=ties,
         clip=draw(st.booleans()),
         recompute=draw(st.sampled_from([(), None])),
@@ -150,6 +151,11 @@ CASES = [
     ("spilled", Shape(3, 2, num_steps=2, spill=replace(Spill.of(3, slots=1), keeps=(0, 1)))),
     ("breadth-first", Shape(2, 2, num_chunks=2, spill=replace(Spill.of(4, slots=1), keeps=(0, 1, 2, 3)))),
     ("interleaved", SHUFFLED),
+    ("spilled", Shape(2, 2, replicas=(2,))),
+    ("spilled", Shape(3, 2, replicas=(2,), clip=True, spill=Spill.of(3, slots=1))),
+    ("spilled", Shape(2, 2, num_steps=2, replicas=(2,), spill=Spill("host", 1, 0, False, (0, 1), on_host=(0, 1)))),
+    ("interleaved", Shape(1, 4, num_chunks=2, replicas=(2,), spill=Spill.of(2, slots=1))),
+    ("breadth-first", Shape(2, 2, num_chunks=2, replicas=(2, 1), spill=Spill.of(4, slots=1))),
 ]
 
 
