@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.torch.study_cases import MLP, SMALL, alone
 
 import pipefit as pf
+from pipefit.errors import PipefitError
 from pipefit.study.execute.recipe import recipe_of
 from pipefit.study.search import Listed, OptunaSearch
 from pipefit.study.trial import StudyError, Trial
@@ -312,6 +313,14 @@ def test_a_chosen_trial_must_be_judged_as_the_others_are(tmp_path):
     assert "say it for all" in result.trials[1].reason
 
 
+def test_what_workers_cannot_do_is_said_in_one_message(tmp_path):
+    with pytest.raises(PipefitError, match="device: 'gpu9' cannot be used: Invalid device"):
+        study(trials(1), tmp_path / "a", device="gpu9", workers=1).run()
+    own = Trial("own", lambda: [], loss=torch.nn.functional.mse_loss, data=lambda step: None)
+    with pytest.raises(PipefitError, match="must be told trials in words"):
+        study([own], tmp_path / "b", workers=1).run(forked=False)
+
+
 def test_a_search_is_asked_and_told(tmp_path):
     search = Listed([{"lr": lr, "steps": 2} for lr in (1e-1, 1e-2, 1e-3)] + [{"lr": 1e-2, "model": "none"}])
     result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=1)
@@ -326,6 +335,8 @@ def test_a_search_is_asked_and_told(tmp_path):
 def test_optuna_drives_a_study(tmp_path):
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with pytest.raises(StudyError, match="expected an Optuna study that minimises"):
+        OptunaSearch(optuna.create_study(direction="maximize"), dict, num_trials=4)
     chooser = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     search = OptunaSearch(chooser, lambda trial: {"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)}, num_trials=4)
     result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=1)

@@ -33,7 +33,7 @@ class Study:
         tier: "disk" or "host": where trials live between turns.
         memory: what they may take there together; None: what is free.
         threads: CPU threads of each worker; 0: the cores divided among them.
-        stop: a stopping rule, or its name and numbers as `{"rule": "median", "min_steps": 10}`.
+        stop: a stopping rule, its name, or its name and numbers as `{"rule": "median", "min_steps": 10}`.
         output: the study's folder.
         name: for people.
         device: where workers compute; "": GPUs when there are some, else the CPU.
@@ -54,7 +54,7 @@ class Study:
         tier: str = "disk",
         memory: float | str | None = None,
         threads: int = 0,
-        stop: Rule | Mapping[str, Any] | None = None,
+        stop: Rule | str | Mapping[str, Any] | None = None,
         output: str | Path = "runs/study",
         name: str = "study",
         device: str = "",
@@ -72,7 +72,7 @@ class Study:
             tier,
             parse_quantity(memory, "bytes", "memory") if memory is not None else 0.0,
             threads,
-            rule_of(stop) if isinstance(stop, Mapping) else stop,
+            rule_of({"rule": stop} if isinstance(stop, str) else stop) if isinstance(stop, str | Mapping) else stop,
             str(output),
             name,
             device,

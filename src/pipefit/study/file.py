@@ -12,7 +12,7 @@ from typing import Any
 from pipefit.errors import nearest
 from pipefit.spec.files import parse_toml, read_text
 from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Rule
-from pipefit.study.trial import StudyError, StudySpec, Trial
+from pipefit.study.trial import StudyError, StudySpec, Trial, file_name
 from pipefit.units import parse_quantity
 
 __all__ = ["grid", "load_study", "rule_of", "study_of"]
@@ -44,8 +44,9 @@ def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
         PipefitError: with `where` and the key.
     """
     _known(data, (*_STUDY, *_TABLES, *_TRIAL), where)
+    trials = tuple(_trials(data, where))
+    _different(trials, where)
     try:
-        trials = tuple(_trials(data, where))
         return StudySpec(
             trials,
             workers=data.get("workers", 2),
@@ -55,9 +56,9 @@ def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
             tier_bytes=_bytes(data, "memory", where),
             threads=data.get("threads", 0),
             stop=rule_of(data["stop"], f"{where}: stop") if "stop" in data else None,
-            output=str(data.get("output", f"runs/{data.get('name', 'study')}")),
-            name=str(data.get("name", "study")),
-            device=str(data.get("device", "")),
+            output=_text(data, "output", f"runs/{data.get('name', 'study')}", where),
+            name=_text(data, "name", "study", where),
+            device=_text(data, "device", "", where),
         )
     except StudyError as problem:
         raise problem if str(problem).startswith(where) else StudyError(f"{where}: {problem}") from None
@@ -82,7 +83,7 @@ def rule_of(data: Any, where: str = "stop") -> Rule:
     """
     if not isinstance(data, Mapping) or "rule" not in data:
         raise StudyError(f"{where}: expected a table with rule = {' or '.join(map(repr, RULES))}")
-    kind = RULES.get(data["rule"])
+    kind = RULES.get(str(data["rule"]))
     if kind is None:
         raise StudyError(f"{where}: unknown rule {data['rule']!r}; {nearest(str(data['rule']), RULES)}")
     numbers = {key: value for key, value in data.items() if key != "rule"}
@@ -103,25 +104,42 @@ def rule_of(data: Any, where: str = "stop") -> Rule:
 def _trials(data: Mapping[str, Any], where: str) -> Iterator[Trial]:
     shared = {key: data[key] for key in _TRIAL if key in data}
     listed = data.get("trials", [{}])
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+    if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
         raise StudyError(f"{where}: trials: expected [[trials]] tables, one for each trial")
-    space = data.get("grid", {})
-    flat = _dotted(space) if isinstance(space, dict) else {}
-    if not isinstance(space, dict) or not all(isinstance(values, list) and values for values in flat.values()):
-        raise StudyError(f"{where}: grid: expected a table of lists, such as lr = [1e-3, 3e-4]")
+    space = _space(data["grid"], f"{where}: grid") if "grid" in data else {}
     for index, own in enumerate(listed):
         place = f"{where}: trials[{index}]" if "trials" in data else where
         _known(own, ("name", *_TRIAL), place)
-        for point in grid(flat):
+        for point in grid(space):
             yield _trial(shared, own, point, place, alone=not space)
 
 
-def _dotted(space: Mapping[str, Any]) -> dict[str, Any]:
-    """The grid with options of the model as `options.NAME`."""
-    flat: dict[str, Any] = {}
+def _space(given: Any, where: str) -> dict[str, list[Any]]:
+    """The lists of a grid; those of the model's options as `options.NAME`."""
+    if not isinstance(given, dict) or not given:
+        raise StudyError(f"{where}: expected a table of lists, such as lr = [1e-3, 3e-4], got {given!r}")
+    space: dict[str, Any] = {}
+    for key, values in given.items():
+        nested = key == _OPTIONS and isinstance(values, dict)
+        space |= {f"{_OPTIONS}.{name}": own for name, own in values.items()} if nested else {key: values}
     for key, values in space.items():
-        flat |= {f"{_OPTIONS}.{name}": v for name, v in values.items()} if isinstance(values, dict) else {key: values}
-    return flat
+        head, _, option = key.partition(".")
+        _known({head: values}, _TRIAL, where)
+        if (head == _OPTIONS) != bool(option):
+            raise StudyError(f"{where}: {key}: options of the model stand by name, as in options.width = [64, 128]")
+        if not isinstance(values, list) or not values:
+            raise StudyError(f"{where}: {key}: expected a list of values, as in lr = [1e-3, 3e-4], got {values!r}")
+    return space
+
+
+def _different(trials: Iterable[Trial], where: str) -> None:
+    """Refuses a training that is listed twice: it would give the same numbers twice."""
+    seen: dict[str, str] = {}
+    for number, trial in enumerate(trials):
+        name, what = file_name(number, trial), {**trial.told(), "name": "", "values": {}}
+        before = seen.setdefault(repr(sorted(what.items())), name)
+        if before != name:
+            raise StudyError(f"{where}: {before} and {name} are the same training: change a value, or its seed")
 
 
 def _trial(
@@ -133,17 +151,16 @@ def _trial(
     values |= _table(own.get(_OPTIONS, {}), where)
     for key, value in point.items():
         head, _, option = key.partition(".")
-        if head == _OPTIONS and option:
+        if head == _OPTIONS:
             options[option] = value
         else:
-            _known({key: value}, _TRIAL, f"{where}: grid")
             settings[key] = value
         values[option or key] = value
     name = settings.pop("name", "")
     if name and not alone:
-        name = "-".join([name, *(f"{key.rpartition('.')[2]}={value}" for key, value in point.items())])
-    text = settings.get("data", ())
-    settings["data"] = (text,) if isinstance(text, str) else tuple(text)
+        name = "-".join([str(name), *(f"{key.rpartition('.')[2]}={value}" for key, value in point.items())])
+    if isinstance(settings.get("data"), list):
+        settings["data"] = tuple(settings["data"])
     try:
         return Trial(**{**settings, "name": name, _OPTIONS: options, "values": values})
     except StudyError as problem:
@@ -154,6 +171,13 @@ def _table(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise StudyError(f"{where}: {_OPTIONS}: expected a table such as {{layers = 4}}, got {value!r}")
     return dict(value)
+
+
+def _text(data: Mapping[str, Any], key: str, default: str, where: str) -> str:
+    value = data.get(key, default)
+    if not isinstance(value, str):
+        raise StudyError(f"{where}: {key}: expected text, got {value!r}")
+    return value
 
 
 def _bytes(data: Mapping[str, Any], key: str, where: str) -> float:

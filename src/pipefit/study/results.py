@@ -91,7 +91,10 @@ class StudyResult:
     paths: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Row:
-        return next(row for row in self.trials if row.name == name)
+        for row in self.trials:
+            if row.name == name:
+                return row
+        raise KeyError(name)
 
     @property
     def num_failed(self) -> int:

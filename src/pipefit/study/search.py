@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+from pipefit.study.trial import StudyError
+
 __all__ = ["Listed", "OptunaSearch", "Search"]
 
 Values = Mapping[str, Any]
@@ -49,9 +51,16 @@ class OptunaSearch:
         study: an Optuna study that minimises.
         suggest: from an Optuna trial to values, as `{"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)}`.
         num_trials: how many to ask for.
+
+    Raises:
+        StudyError: the Optuna study maximises.
     """
 
     def __init__(self, study: Any, suggest: Callable[[Any], Values], num_trials: int) -> None:
+        if getattr(getattr(study, "direction", None), "name", "") == "MAXIMIZE":
+            raise StudyError(
+                "scores of trials are losses: expected an Optuna study that minimises, got one that maximises"
+            )
         self._study, self._suggest, self._left = study, suggest, num_trials
         self._open: list[tuple[Values, Any]] = []
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, nearest
 from pipefit.study.policies import POLICIES, Ready
 
 __all__ = ["Outcome", "TrialCost", "Turn", "gap", "lower_bound_s", "simulate_study"]
@@ -102,12 +102,14 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
         policy: a name from `POLICIES`.
 
     Raises:
-        PipefitError: no devices, or a cost that is no finite time.
+        PipefitError: no devices, an unknown policy, or a cost that is no finite time.
     """
     if num_devices < 1:
         raise PipefitError(f"a study needs at least 1 device, got {num_devices}")
     if any(not 0 <= s < float("inf") for cost in costs for s in (*cost.turns_s, cost.admission_s)):
         raise PipefitError("a study's turns need finite times of at least 0")
+    if policy not in POLICIES:
+        raise PipefitError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")
     choose, runs = POLICIES[policy], [_Run(cost) for cost in costs]
     ready = {number for number, run in enumerate(runs) if run.turns}
     idle = list(range(num_devices))

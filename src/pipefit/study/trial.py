@@ -12,7 +12,10 @@ from pipefit.errors import PipefitError, nearest
 from pipefit.study.policies import POLICIES
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule
 
-__all__ = ["StudyError", "StudySpec", "Trial", "file_name"]
+__all__ = ["OPTIMIZERS", "StudyError", "StudySpec", "Trial", "file_name"]
+
+OPTIMIZERS = ("adamw", "adam", "sgd")
+"""By name."""
 
 
 _LONGEST = 80
@@ -35,7 +38,8 @@ class Trial:
         model: built-in name, `pkg.mod:factory`, or a callable without arguments that gives the layers.
         options: of a model by name.
         loss: (output, target) → mean over the samples; for factories.
-        data: names as for `pipefit train --data`; or a callable from the step's number (from 0) to its (input, target).
+        data: a name or names as for `pipefit train --data`; or a callable from the step's number (from 0) to its
+            (input, target).
         held_out: gives the batches to judge by, each (input, target); for data that is a callable.
         evaluate: steps between evaluations on held-out data, of which the last step is one; 0: none. The trial is then
             scored by its last, in place of its losses.
@@ -56,7 +60,7 @@ class Trial:
     model: str | Callable[[], Any] = "gpt"
     options: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any, Any], Any] | None = None
-    data: tuple[str, ...] | Callable[[int], tuple[Any, Any]] = ()
+    data: str | tuple[str, ...] | Callable[[int], tuple[Any, Any]] = ()
     held_out: Callable[[], Sequence[tuple[Any, Any]]] | None = None
     evaluate: int = 0
     batch: int = 16
@@ -72,7 +76,11 @@ class Trial:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        who = f"trial {self.name or '?'}"
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", (self.data,))
+        told = self.name or ", ".join(f"{key}={value}" for key, value in self.values.items())
+        who = f"trial {told}" if told else "trial"
+        self._check_kinds(who)
         for key in ("batch", "microbatches", "steps"):
             _whole(getattr(self, key), 1, f"{who}: {key}")
         for key in ("warmup", "shards", "seed", "evaluate"):
@@ -81,16 +89,24 @@ class Trial:
             value = getattr(self, key)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
                 raise StudyError(f"{who}: {key}: expected a number of at least 0, got {value!r}")
+        if not callable(self.data) and self.batch < self.microbatches:
+            raise StudyError(f"{who}: batch: {self.batch} samples are too few for {self.microbatches} micro-batches")
         if not isinstance(self.model, str) and (self.loss is None or not callable(self.data)):
             raise StudyError(f"{who}: a factory's model needs loss=… and data=…, a function of the step's number")
         if callable(self.data) and (self.held_out is None) != (self.evaluate == 0):
             raise StudyError(f"{who}: held_out=… gives the batches, and evaluate=… how often: give both or neither")
 
-    @property
-    def is_named(self) -> bool:
-        """Whether the trial is told in words and numbers alone, so that any process can build it."""
-        parts = (self.model, self.loss, self.data, self.held_out, self.optimizer, self.scheduler)
-        return not any(callable(part) for part in parts)
+    def _check_kinds(self, who: str) -> None:
+        if not isinstance(self.name, str):
+            raise StudyError(f"{who}: name: expected text, got {self.name!r}")
+        if not isinstance(self.model, str) and not callable(self.model):
+            raise StudyError(f"{who}: model: expected a name, package.module:factory or a factory, got {self.model!r}")
+        listed = isinstance(self.data, tuple) and all(isinstance(name, str) for name in self.data)
+        if not listed and not callable(self.data):
+            raise StudyError(f"{who}: data: expected names, or a function of the step's number, got {self.data!r}")
+        if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
+            hint = nearest(str(self.optimizer), OPTIMIZERS)
+            raise StudyError(f"{who}: optimizer: unknown {self.optimizer!r}; {hint}")
 
     def told(self) -> dict[str, Any]:
         """The trial as JSON data; callables by their names."""
@@ -146,7 +162,10 @@ class StudySpec:
     def __post_init__(self) -> None:
         _whole(self.workers, 1, "workers")
         _whole(self.threads, 0, "threads")
-        if self.policy not in POLICIES:
+        for trial in self.trials:
+            if not isinstance(trial, Trial):
+                raise StudyError(f"trials: expected Trial objects, got {trial!r}; Study.load reads a study's file")
+        if str(self.policy) not in POLICIES:
             raise StudyError(f"unknown policy {self.policy!r}; {nearest(str(self.policy), POLICIES)}")
         if self.tier not in ("disk", "host"):
             raise StudyError(f"tier: expected disk or host, got {self.tier!r}")

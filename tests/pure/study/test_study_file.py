@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
+import pipefit
+import pipefit as pf
 from pipefit.errors import PipefitError
 from pipefit.study.file import grid, load_study, study_of
+from pipefit.study.simulation import TrialCost
 from pipefit.study.stopping import Halving, Median, Patience
-from pipefit.study.trial import StudyError, StudySpec, Trial
+from pipefit.study.trial import OPTIMIZERS, StudyError, StudySpec, Trial, file_name
 
 EXAMPLE = Path(__file__).parents[3] / "examples/study.toml"
 
@@ -44,8 +47,28 @@ def test_trials_take_what_is_shared_then_their_own_then_the_grid():
         ({"polcy": "lrtf"}, "did you mean policy"),
         ({"trials": [{"name": "a", "step": 3}]}, r"trials\[0\]: unknown key 'step'; did you mean steps"),
         ({"grid": {"lrr": [1]}}, "grid: unknown key 'lrr'; did you mean lr"),
-        ({"grid": {"lr": 3}}, "grid: expected a table of lists"),
-        ({"grid": {"lr": []}}, "grid: expected a table of lists"),
+        ({"grid": 3}, "grid: expected a table of lists"),
+        ({"grid": {}}, "grid: expected a table of lists"),
+        ({"grid": {"lr": 3}}, "grid: lr: expected a list of values, .* got 3"),
+        ({"grid": {"lr": []}}, r"grid: lr: expected a list of values, .* got \[\]"),
+        ({"grid": {"lr": {"a": [1]}}}, "grid: lr: expected a list of values"),
+        ({"grid": {"options": [{"width": 8}]}}, "grid: options: .* as in options.width = "),
+        ({"grid": {"lr.x": [1]}}, "grid: lr.x: options of the model stand by name"),
+        ({"grid": {"lr": ["a"]}}, "trial lr=a: lr: expected a number"),
+        ({"grid": {"lr": [0.1, 0.2, 0.1]}}, "t00-lr=0.1 and t02-lr=0.1 are the same training: change a value, or"),
+        ({"trials": [{"name": "a", "lr": 0.1}, {"name": "b", "lr": 0.1}]}, "a and b are the same training"),
+        ({"trials": []}, r"expected \[\[trials\]\]"),
+        ({"trials": [{"name": 3}]}, "name: expected text, got 3"),
+        ({"name": 3}, "name: expected text, got 3"),
+        ({"output": 3}, "output: expected text, got 3"),
+        ({"data": 3}, "data: expected names"),
+        ({"data": [3]}, "data: expected names"),
+        ({"model": 3}, "model: expected a name, package.module:factory or a factory, got 3"),
+        ({"optimizer": "adma"}, "optimizer: unknown 'adma'; did you mean adam"),
+        ({"optimizer": 3}, "optimizer: unknown 3"),
+        ({"policy": ["lrtf"]}, "unknown policy"),
+        ({"stop": {"rule": ["median"]}}, "stop: unknown rule"),
+        ({"batch": 2, "microbatches": 4}, "batch: 2 samples are too few for 4 micro-batches"),
         ({"policy": "lrft"}, "unknown policy 'lrft'; did you mean lrtf"),
         ({"workers": 0}, "workers: expected a whole number of at least 1, got 0"),
         ({"workers": 1.5}, "workers: expected a whole number"),
@@ -68,6 +91,26 @@ def test_a_mistake_is_one_message_that_names_the_place(data, words):
     with pytest.raises(PipefitError, match=words) as problem:
         study_of({"model": "mlp", **data}, "mine.toml")
     assert str(problem.value).startswith("mine.toml") and "\n" not in str(problem.value)
+
+
+def test_names_cut_short_do_not_become_one():
+    spec = study_of({"model": "mlp", "trials": [{"name": "long" * 30}], "grid": {"lr": [0.1, 0.2]}})
+    names = {file_name(number, trial) for number, trial in enumerate(spec.trials)}
+    assert len(names) == 2 and all(len(name) == 80 for name in names)
+
+
+def test_the_optimizers_by_name_are_those_of_training():
+    source = (Path(pipefit.__file__).parent / "train/optimizers.py").read_text()
+    assert all(f'"{name}":' in source for name in OPTIMIZERS)
+
+
+def test_what_is_given_in_python_is_checked_too():
+    with pytest.raises(StudyError, match=r"expected Trial objects, got 's'; Study.load reads a study's file"):
+        pf.Study("study.toml")
+    assert pf.Study([Trial(data="digits")], stop="median").spec.stop == Median()
+    assert Trial(data="digits").data == ("digits",)
+    with pytest.raises(PipefitError, match="did you mean lrtf"):
+        pf.Study.simulate([TrialCost((1.0,), 1)], 1, "lrft")
 
 
 def test_a_file_of_another_kind_or_none_is_refused(tmp_path):
@@ -103,4 +146,4 @@ def test_what_a_study_is_told_as_is_json_even_with_functions():
 
     trial = Trial(name="own", model=lambda: [], loss=max, data=lambda step: None, optimizer=sorted)
     told = json.loads(json.dumps(StudySpec((trial,)).told()))
-    assert told["trials"][0]["loss"] == "<max>" and not trial.is_named
+    assert told["trials"][0]["loss"] == "<max>" and told["trials"][0]["data"].startswith("<")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing as mp
+import pickle
 import signal
 import time
 import warnings
@@ -64,17 +65,21 @@ class Pool:
                 process.start()
             except EOFError:
                 raise PipefitError(f"worker {number} did not start: the process that starts workers has died") from None
+            except (pickle.PicklingError, AttributeError, TypeError) as problem:
+                raise PipefitError(f"workers that are no forks must be told trials in words: {problem}") from None
         theirs.close()
         self._processes[number], self._pipes[number] = process, ours
 
     def _await_start(self, number: int) -> None:
-        pipe = self._pipes[number]
+        pipe, settings = self._pipes[number], self._settings[number]
         try:
-            if pipe.poll(_START_S) and pipe.recv()[0] == "ready":
-                return
-        except EOFError:
-            pass
-        raise PipefitError(f"worker {number} did not start; its log: {self._settings[number].log}")
+            kind, what = pipe.recv() if pipe.poll(_START_S) else ("silent", None)
+        except (EOFError, OSError):
+            kind = "died"
+        if kind == "unfit":
+            raise PipefitError(f"device: {settings.device!r} cannot be used: {what}")
+        if kind != "ready":
+            raise PipefitError(f"worker {number} did not start; its log: {settings.log}")
 
     def send(self, number: int, order: Order) -> None:
         """Gives a worker an order; that it is dead is noticed when its answer is awaited."""

@@ -82,7 +82,12 @@ def work(settings: Settings, pipe: Connection) -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
     import pipefit.study.execute.live  # noqa: F401
 
-    bench = _Bench(settings, _device(settings))
+    try:
+        device = _device(settings)
+    except RuntimeError as problem:
+        pipe.send(("unfit", str(problem).splitlines()[0]))
+        os._exit(1)
+    bench = _Bench(settings, device)
     pipe.send(("ready", os.getpid()))
     while True:
         try:
@@ -128,8 +133,11 @@ def _settle(settings: Settings) -> None:
 def _device(settings: Settings) -> Any:
     import torch
 
-    if settings.device and settings.device != "cuda":
-        return torch.device(settings.device)
+    asked = torch.device(settings.device) if settings.device else None
+    if asked is not None and asked.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("torch sees no GPU on this machine")
+    if asked is not None and (asked.type != "cuda" or asked.index is not None):
+        return asked
     if torch.cuda.is_available():
         device = torch.device("cuda", settings.number % torch.cuda.device_count())
         torch.cuda.set_device(device)
