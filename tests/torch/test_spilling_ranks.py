@@ -70,6 +70,17 @@ def test_clipping_and_shared_weights_over_ranks_under_a_cap_are_those_of_the_sam
     pipe.close()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_copies_under_a_cap_train_as_the_same_copies_without(ranks):
+    pipe, _ = capped("420 KiB", ranks, replicas=2)
+    assert pipe.plan.spill and pipe.plan.data == 2 and pipe.plan.placement.num_ranks == ranks
+    bundle = model()
+    plan = msgspec.structs.replace(pipe.plan, spill=None)
+    one = Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, plan=plan, seed=3)
+    same(one, pipe, bundle)
+    pipe.close()
+
+
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 5), ("gpipe", 1), ("breadth-first", 5)])
 def test_a_schedule_that_is_asked_for_is_taken(schedule, chunks):
     cap, place = ("800 KiB", "host") if chunks == 1 else ("420 KiB", "device")
@@ -92,7 +103,7 @@ def test_a_cap_too_small_names_the_smallest_that_works_for_so_many_ranks():
     with pytest.raises(InfeasibleError, match="on each of 2 ranks") as refusal:
         capped("20 kB")
     smallest = re.search(r"the smallest cap that works is ([\d.]+ KiB)", str(refusal.value)).group(1)
-    pipe, bundle = capped(parse_quantity(smallest, "bytes") + 1024)
+    pipe, bundle = capped(parse_quantity(smallest, "bytes") + 4096)
     pipe.step(*bundle.example(BATCH, 0))
     pipe.close()
 

@@ -50,6 +50,9 @@ def command(
         int | None, help_of("Devices to plan for under --device-memory; default: one.", "--ranks", "-n")
     ] = None,
     chunks: Annotated[int | None, help_of("Stages on each of them; default: the best.", "--chunks", "-v")] = None,
+    data_parallel: Annotated[
+        int | None, help_of("Copies of the pipeline among them; default: one.", "--data-parallel", "-d")
+    ] = None,
     tier: Annotated[Literal["host", "disk"] | None, help_of("Where --device-memory spills to.")] = None,
     step_on: Annotated[
         Literal["auto", "device", "host"] | None, help_of("Where what --device-memory spills steps.", "--step-on")
@@ -85,6 +88,7 @@ def command(
         ("--microbatches", microbatches),
         ("--ranks", ranks),
         ("--chunks", chunks),
+        ("--data-parallel", data_parallel),
     )
     for name, value in counts:
         if value is not None:
@@ -92,7 +96,8 @@ def command(
     if tokens is not None and not tokens > 0:
         raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
     if device_memory is None:
-        for name, given in (("--step-on", step_on), ("--tier", tier), ("--ranks", ranks), ("--chunks", chunks)):
+        capped = {"--step-on": step_on, "--tier": tier, "--ranks": ranks, "--chunks": chunks}
+        for name, given in {**capped, "--data-parallel": data_parallel}.items():
             if given is not None:
                 raise PipefitError(f"{name}: expected --device-memory too; without a cap nothing is spilled")
     else:
@@ -110,7 +115,8 @@ def command(
             tier=tier,
             state_per_weight=state,
             step_on=step_on or "auto",
-            num_ranks=ranks or 1,
+            num_ranks=ranks or data_parallel or 1,
+            copies=data_parallel or 1,
             schedule=schedule,
             num_chunks=chunks or 0,
         )

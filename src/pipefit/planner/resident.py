@@ -30,21 +30,22 @@ def resident(task: Task, size: int, schedule: str | None = None) -> Plan:
 
 def _plans(task: Task, size: int, schedule: str) -> Iterator[Plan]:
     chunks = max(task.num_chunks, 1) if find(schedule).chunks else 1
-    count = task.num_ranks * chunks
+    count = task.depth * chunks
     weights = [layer.weight_bytes for layer in task.profile.layers]
     cuts = dict.fromkeys((minmax(task.profile, count), minmax(task.profile, count, weights)))
     for partition in cuts:
-        for recompute in (False, True) if task.num_ranks > 1 else (False,):
+        for recompute in (False, True) if task.depth > 1 else (False,):
             stages = tuple(msgspec.structs.replace(stage, recompute=recompute) for stage in partition.stages)
             yield _plan(task, size, schedule, Partition(stages))
 
 
 def _plan(task: Task, size: int, schedule: str, partition: Partition) -> Plan:
-    chunks = len(partition.stages) // task.num_ranks
+    chunks = len(partition.stages) // task.depth
     shape = Shape(
-        task.num_ranks,
+        task.depth,
         task.num_microbatches,
         chunks,
+        replicas=(task.copies,),
         clip=task.clip,
         ties=task.ties_of(partition),
         recompute=tuple(index for index, stage in enumerate(partition.stages) if stage.recompute),
@@ -60,6 +61,7 @@ def _plan(task: Task, size: int, schedule: str, partition: Partition) -> Plan:
         task.num_microbatches,
         size,
         chunks,
+        data=task.copies,
         model=task.profile.model,
         method="spilled",
         prediction=Prediction(step_s, step_s, step_s, samples / step_s, peaks_of(program, cost, timeline)),

@@ -24,7 +24,7 @@ from pipefit.spec import Partition, Profile, Topology
 from pipefit.spec.topology import Tier
 from pipefit.timeline import Timeline
 
-__all__ = ["Choice", "Task", "cuts_of", "finest", "fitting", "peaks_of"]
+__all__ = ["Choice", "Task", "cuts_of", "finest", "fitting", "in_flight", "peaks_of"]
 
 _SLOTS = (1, 2, 3, 4, 6, 8)
 _NUM_CUTS = 12
@@ -71,6 +71,7 @@ class Task:
         topology: with such tiers.
         schedule: by which the ranks take turns; "spilled" for one of them.
         num_chunks: stages on each rank; 0: as many as are best.
+        copies: of the pipeline, which have the micro-batches in turn and add up their gradients.
         keep: whether stages that there is room for keep what a forward saved for its backward.
     """
 
@@ -89,7 +90,13 @@ class Task:
     num_ranks: int = 1
     schedule: str = "spilled"
     num_chunks: int = 0
+    copies: int = 1
     keep: bool = True
+
+    @property
+    def depth(self) -> int:
+        """Ranks of each pipeline."""
+        return self.num_ranks // self.copies
 
     def cost_of(self, partition: Partition) -> CostModel:
         """What the stages of a cut cost, wherever they step."""
@@ -115,9 +122,10 @@ class Task:
         """The shape of that; in a pipeline, too, what is spilled replays its forwards, but for stages that keep."""
         replayed = tuple(stage for stage in range(len(partition.stages)) if stage not in spill.keeps)
         return Shape(
-            self.num_ranks,
+            self.depth,
             num_microbatches,
-            len(partition.stages) // self.num_ranks,
+            len(partition.stages) // self.depth,
+            replicas=(self.copies,),
             clip=self.clip,
             ties=self.ties_of(partition),
             recompute=() if self.schedule == "spilled" else replayed,
@@ -178,9 +186,9 @@ def cuts_of(task: Task) -> Iterator[Partition]:
     num_layers = len(weights)
     counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}
     if task.num_chunks:
-        counts = {task.num_ranks * task.num_chunks}
-    found = {_dealt(_even(weights, count), weights, task.num_ranks) for count in counts}
-    if task.num_ranks > 1:
+        counts = {task.depth * task.num_chunks}
+    found = {_dealt(_even(weights, count), weights, task.depth) for count in counts}
+    if task.depth > 1:
         # Stages work side by side: those that take as long.
         for count in {len(layers) for layers in found}:
             found.add(_layers_of(minmax(task.profile, count)))
@@ -188,9 +196,9 @@ def cuts_of(task: Task) -> Iterator[Partition]:
         for double in (False, True):
             with suppress(InfeasibleError):
                 cut = hydra(task.profile, share * task.device_bytes, task.state, double)
-                found.add(_dealt(_layers_of(cut), weights, task.num_ranks))
+                found.add(_dealt(_layers_of(cut), weights, task.depth))
     if task.num_chunks:
-        found = {layers for layers in found if len(layers) == task.num_ranks * task.num_chunks}
+        found = {layers for layers in found if len(layers) == task.depth * task.num_chunks}
     for layers in sorted(found, key=lambda layers: (len(layers), layers)):
         yield Partition.from_counts(layers, num_layers)
 
@@ -199,8 +207,8 @@ def finest(task: Task) -> Partition:
     """The cut with the smallest stages."""
     weights = [layer.weight_bytes for layer in task.profile.layers]
     if task.num_chunks:
-        return minmax(task.profile, task.num_ranks * task.num_chunks, weights)
-    return Partition.from_counts(_dealt([1] * len(weights), weights, task.num_ranks), len(weights))
+        return minmax(task.profile, task.depth * task.num_chunks, weights)
+    return Partition.from_counts(_dealt([1] * len(weights), weights, task.depth), len(weights))
 
 
 def _layers_of(partition: Partition) -> tuple[int, ...]:
@@ -269,7 +277,7 @@ def fitting(task: Task, cuts: Iterable[Partition]) -> Iterator[Choice]:
         cost, num_stages = task.cost_of(partition), len(partition.stages)
         beside = _beside_slots(task, partition, cost)
         largest_tie = _largest_tie(task, partition)
-        for weights, optim in _slots(num_stages // task.num_ranks, task.state):
+        for weights, optim in _slots(num_stages // task.depth, task.state):
             if weights < largest_tie:
                 continue
             for on_host in task.on_host(partition, optim):
@@ -282,7 +290,7 @@ def fitting(task: Task, cuts: Iterable[Partition]) -> Iterator[Choice]:
 
 def _choice(task: Task, partition: Partition, spill: Spill, cost: CostModel, beside: Sequence[float]) -> Choice | None:
     """The choice with its limit; None: device or tier have no room for it."""
-    counted = 1 if task.moves_once else task.num_microbatches
+    counted = task.copies if task.moves_once else task.num_microbatches
     small = task.program_of(partition, spill, counted)
     peaks = [
         beside[rank] + arena_bytes(small.header, rank, cost.size_bytes) + _states_of(small, cost, rank)
@@ -298,7 +306,7 @@ def _choice(task: Task, partition: Partition, spill: Spill, cost: CostModel, bes
     limits = [limit_of(replace(each, compute_s=each.compute_s * times), task.tier) for each in moved]
     limit = max(limits, key=lambda found: found.limit_s)
     bubble_s = (
-        (task.num_ranks - 1)
+        (task.depth - 1)
         / (len(partition.stages) * task.num_microbatches)
         * sum(each.compute_s * times for each in moved)
     )
@@ -318,13 +326,18 @@ def _keeping(task: Task, program: Program, cost: CostModel, peaks: list[float]) 
         return spill, peaks
     peaks, kept = list(peaks), set()
     for stage in sorted(replayed, key=lambda stage: (-cost.forward_s[stage] / max(cost.saved_bytes[stage], 1), stage)):
-        rank = stage % task.num_ranks
-        saved = task.num_microbatches * cost.saved_bytes[stage]
-        if peaks[rank] + saved <= task.device_bytes:
+        rank = stage % task.depth
+        saved = -(-task.num_microbatches // task.copies) * cost.saved_bytes[stage]
+        if peaks[rank] + saved + in_flight(task, cost) <= task.device_bytes:
             peaks[rank] += saved
             kept.add(stage)
     keeps = spill.stages if kept == replayed else tuple(sorted(kept))
     return msgspec.structs.replace(spill, keeps=keeps), peaks
+
+
+def in_flight(task: Task, cost: CostModel) -> float:
+    """Bytes that a rank of a pipeline holds of what it has sent and has not arrived: two messages each way."""
+    return 2 * max(map(sum, zip(cost.act_bytes, cost.grad_bytes, strict=True))) if task.depth > 1 else 0.0
 
 
 def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[float, ...]:
@@ -352,7 +365,7 @@ def _states_of(program: Program, cost: CostModel, rank: int) -> float:
 
 def _largest_tie(task: Task, partition: Partition) -> int:
     """The most stages of a rank that share one weight: their gradients meet on its device."""
-    ties = [Counter(stage % task.num_ranks for stage in tie) for tie in task.ties_of(partition)]
+    ties = [Counter(stage % task.depth for stage in tie) for tie in task.ties_of(partition)]
     return max((1, *(count for tie in ties for count in tie.values())))
 
 

@@ -15,7 +15,7 @@ from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.gpt import usual_state
 from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.planner.resident import resident
-from pipefit.planner.shards import Choice, Task, cuts_of, finest, fitting, peaks_of
+from pipefit.planner.shards import Choice, Task, cuts_of, finest, fitting, in_flight, peaks_of
 from pipefit.schedules import find
 from pipefit.schedules.registry import Schedule
 from pipefit.simulate import simulate
@@ -52,6 +52,7 @@ def plan_spilling(
     step_on: str = "auto",
     costs: Mapping[str, float] | None = None,
     num_ranks: int = 1,
+    copies: int = 1,
     schedule: str | None = None,
     num_chunks: int = 0,
     keep: bool = True,
@@ -81,7 +82,8 @@ def plan_spilling(
         step_on: "device", "host", or "auto": all stages there or there, or some on the host, as is fastest by the
             tier's rates; without the rate of steps on the host it is the device.
         costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
-        num_ranks: devices of the pipeline; those of one machine share its tiers.
+        num_ranks: devices of all pipelines; those of one machine share its tiers.
+        copies: of the pipeline, which add up their gradients.
         schedule: one that flushes; None: "spilled" for one rank, for several "breadth-first", or "1f1b" where the model
             fits.
         num_chunks: shards on each rank; 0: as many as are best.
@@ -104,13 +106,9 @@ def plan_spilling(
     if step_on == "host" and chosen.name != "host":
         raise PlanError(f"step_on: {NOT_FROM_DISK}")
     figures = profile.at(size)
-    if num_ranks > min(topology.num_devices, len(figures)):
-        raise PlanError(
-            f"num_ranks: expected at most the {topology.num_devices} devices of the topology and the {len(figures)} "
-            f"layers of the model, got {num_ranks}"
-        )
-    order = find(schedule or ("spilled" if num_ranks == 1 else "breadth-first"))
-    _refuse_order(order, num_ranks, num_chunks)
+    depth = _depth(num_ranks, copies, topology, figures)
+    order = find(schedule or ("spilled" if depth == 1 else "breadth-first"))
+    _refuse_order(order, depth, num_chunks)
     rates = msgspec.structs.replace(topology, tiers=topology.tiers_among(num_ranks))
     task = Task(
         figures,
@@ -128,6 +126,7 @@ def plan_spilling(
         num_ranks,
         order.name,
         num_chunks if order.chunks else 1,
+        copies,
         keep,
     )
     whole = resident(task, size, schedule)
@@ -147,12 +146,25 @@ def plan_spilling(
     return msgspec.structs.replace(made, spill=told, plan_seconds=time.perf_counter() - started)
 
 
-def _refuse_order(order: Schedule, num_ranks: int, num_chunks: int) -> None:
+def _depth(num_ranks: int, copies: int, topology: Topology, profile: Profile) -> int:
+    """The ranks of each pipeline, if there can be so many."""
+    if copies < 1 or num_ranks % copies:
+        raise PlanError(f"{num_ranks} ranks cannot be {copies} copies of a pipeline; take a multiple of {copies}")
+    depth = num_ranks // copies
+    if num_ranks > topology.num_devices or depth > len(profile):
+        raise PlanError(
+            f"num_ranks: expected at most the {topology.num_devices} devices of the topology, and as many in a "
+            f"pipeline as the {len(profile)} layers of the model, got {num_ranks}"
+        )
+    return depth
+
+
+def _refuse_order(order: Schedule, depth: int, num_chunks: int) -> None:
     """Refuses a schedule that a cap has no meaning for."""
     if not order.is_synchronous:
         raise PlanError(f"{order.name} does not flush, which a cap on the device's memory needs; use breadth-first")
-    if order.layout == "single" and num_ranks > 1:
-        raise PlanError(f"{order.name} is for one rank; for {num_ranks} use breadth-first")
+    if order.layout == "single" and depth > 1:
+        raise PlanError(f"{order.name} is for one rank; for {depth} use breadth-first")
     if order.layout == "replicas":
         raise PlanError(f"{order.name} has one stage, with all of the model's weights; use breadth-first")
     if num_chunks > 1 and not order.chunks:
@@ -210,7 +222,14 @@ def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
     anywhere = replace(task, device_bytes=math.inf, host_bytes=math.inf, keep=False)
     choices = sorted(fitting(anywhere, [*cuts, finest(task)]), key=lambda choice: choice.peak_bytes)
     timed = [found for choice in choices[:_NUM_SIMULATED] if (found := _timed(anywhere, choice))]
-    least, count = min((max(found.peaks), len(found.choice.partition.stages)) for found in timed)
+    # What is in flight depends on how fast things go: as much as is always taken for it.
+    least, count = min(
+        (
+            max(*found.peaks, found.choice.peak_bytes + in_flight(task, found.choice.cost)),
+            len(found.choice.partition.stages),
+        )
+        for found in timed
+    )
     if least <= task.device_bytes:
         return (
             f"{task.profile.model} does not fit the {task.tier.name}: it would keep its weights and the states of its "
@@ -258,8 +277,9 @@ def _plan_of(task: Task, found: _Timed, size: int, others: Sequence[Choice]) -> 
         task.schedule,
         task.num_microbatches,
         size,
-        num_stages // task.num_ranks,
+        num_stages // task.depth,
         options=task.options,
+        data=task.copies,
         spill=told,
         model=task.profile.model,
         method="spilled",

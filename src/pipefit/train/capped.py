@@ -28,14 +28,14 @@ from pipefit.train.predicted import links_of
 from pipefit.train.spilled import Spilled, in_bytes
 from pipefit.train.ties import tied_layers
 
-__all__ = ["AUTO", "capped", "measure_host_step", "plan_of", "state_per_weight"]
+__all__ = ["AUTO", "capped", "measure_host_step", "one_number", "plan_of", "state_per_weight"]
 
 AUTO = "auto"
 """The schedule of whoever leaves it to the plan."""
 
 _DIVIDES = (
     *("plan", "replicas", "stages", "recompute"),
-    *("data_parallel", "tensor", "sequence_parallel", "shard_optimizer"),
+    *("tensor", "sequence_parallel", "shard_optimizer"),
 )
 
 
@@ -71,6 +71,7 @@ def capped(
         bool(config.clip),
         device,
         num_ranks=config.ranks,
+        copies=config.data_parallel,
         schedule=None if config.schedule == AUTO else config.schedule,
         num_chunks=config.chunks if config.chunks > 1 else 0,
     )
@@ -87,6 +88,7 @@ def plan_of(
     device: torch.device | None = None,
     *,
     num_ranks: int = 1,
+    copies: int = 1,
     schedule: str | None = None,
     num_chunks: int = 0,
 ) -> tuple[Plan, Profile, Topology]:
@@ -104,7 +106,8 @@ def plan_of(
         loss: of the model's output.
         clip: gradients are clipped by their global norm.
         device: where a rank computes.
-        num_ranks: of the pipeline where all ranks run in this process; else as many as processes.
+        num_ranks: of all pipelines where all ranks run in this process; else as many as processes.
+        copies: of the pipeline.
         schedule: by which they take turns; None: as the planner does.
         num_chunks: stages on each rank; 0: as many as are best.
 
@@ -155,6 +158,7 @@ def plan_of(
             ties=tied_layers(layers),
             step_on=_told_place(spill, tier),
             num_ranks=num_ranks,
+            copies=copies,
             schedule=schedule,
             num_chunks=num_chunks,
         )
@@ -162,6 +166,19 @@ def plan_of(
 
     plan = msgspec.convert(from_first(session, planned), Plan)
     return plan, profile, msgspec.structs.replace(topology, tiers=topology.tiers_among(num_ranks))
+
+
+def one_number(replicas: Sequence[int]) -> int:
+    """The copies of each stage, which under a cap are as many of all.
+
+    Raises:
+        PlanError: they differ.
+    """
+    if len(set(replicas)) > 1:
+        raise PlanError(
+            f"a cap on the device's memory cuts the model itself: give one number of replicas, got {list(replicas)}"
+        )
+    return replicas[0] if replicas else 1
 
 
 def _measured(spill: Spilled, place: torch.device, optimizer: MakeOptimizer) -> Tier:

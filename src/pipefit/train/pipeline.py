@@ -29,7 +29,7 @@ from pipefit.timeline import Timeline
 from pipefit.train.agreement import Agreement
 from pipefit.train.assemble import assemble
 from pipefit.train.batch import Weigh, feed_of, pair_of
-from pipefit.train.capped import plan_of
+from pipefit.train.capped import one_number, plan_of
 from pipefit.train.divided import Divided
 from pipefit.train.evaluate import evaluate
 from pipefit.train.gather import full_state
@@ -127,6 +127,7 @@ class Pipeline:
         self.device = torch.device(device) if device is not None else default_device()
         self._weigh = weigh
         self.spill = spill
+        copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
         plan = plan or same_plan(spill, stages == "auto", self._session)
         if spill is not None and plan is None:
             if spill.cap_bytes is not None:
@@ -139,14 +140,14 @@ class Pipeline:
                     loss,
                     clip_norm is not None,
                     self.device,
-                    num_ranks=ranks or 1,
+                    num_ranks=ranks or one_number(copies),
+                    copies=one_number(copies),
                     schedule=schedule,
                     num_chunks=chunks if chunks > 1 else 0,
                 )
             elif schedule is None and ranks in (None, 1) and not self._session.is_distributed:
                 schedule = "spilled"
         if plan is None:
-            copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
             self.plan = make_plan(
                 self.layers,
                 num_ranks=wanted_ranks(self._session, stages, chunks, copies, tensor, ranks),

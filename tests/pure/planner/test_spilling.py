@@ -186,6 +186,20 @@ def test_more_ranks_make_it_faster_and_a_model_that_fits_them_together_is_not_sp
     assert "devices which hold the whole model between them" in explain(plans[2], PROFILE)
 
 
+@pytest.mark.parametrize(("num_ranks", "depth"), [(2, 1), (4, 2)])
+def test_copies_of_a_spilled_pipeline_keep_the_cap_and_halve_the_work(num_ranks, depth):
+    wish = {"device_bytes": 1.15e9, "num_microbatches": 8}
+    fast = replace_(SERVER, tiers=(Tier("host", 64e9, 1e12, 1e12),))
+    one = plan_spilling(PROFILE, fast, num_ranks=depth, **wish)
+    two = plan_spilling(PROFILE, fast, num_ranks=num_ranks, copies=2, **wish)
+    assert two.data == 2 and two.placement.num_ranks == num_ranks and {len(r) for r in two.placement.ranks} == {2}
+    assert one.spill and two.spill and max(two.prediction.peak_bytes) == two.spill.peak_bytes <= 1.15e9
+    program = program_of(two)
+    assert verify(program, capacity_bytes=1.15e9, size=cost_of(two).size_bytes, tier_bytes=64e9).ok
+    assert any(i.op == "reduce" for i in program.ranks[0])
+    assert two.prediction.period_s < 0.7 * one.prediction.period_s
+
+
 def test_ranks_of_one_machine_share_the_rates_and_the_room_of_its_tiers():
     assert [SERVER.tiers_among(n)[0].read_bytes_per_s for n in (1, 2, 4, 8)] == [10e9, 5e9, 2.5e9, 2.5e9]
     wish = {"device_bytes": 1.2e9, "num_microbatches": 4, "num_ranks": 2}
@@ -221,7 +235,8 @@ def test_a_cap_too_small_for_several_ranks_is_refused_with_the_smallest_that_wor
 @pytest.mark.parametrize(
     ("wish", "says"),
     [
-        ({"num_ranks": 9}, "at most the 8 devices of the topology and the 12 layers"),
+        ({"num_ranks": 9}, "at most the 8 devices of the topology, and as many in a pipeline as the 12 layers"),
+        ({"num_ranks": 3, "copies": 2}, "3 ranks cannot be 2 copies of a pipeline"),
         ({"num_ranks": 2, "schedule": "pipedream"}, "pipedream does not flush"),
         ({"num_ranks": 2, "schedule": "spilled"}, "spilled is for one rank; for 2 use breadth-first"),
         ({"num_ranks": 2, "schedule": "gpipe", "num_chunks": 2}, "gpipe has one stage per rank"),
