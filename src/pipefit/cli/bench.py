@@ -33,6 +33,7 @@ class Asked:
     disk: Path | None = None
     cap: str | None = None
     tokens: str | None = None
+    device: str = "cuda"
 
 
 def command(
@@ -41,7 +42,7 @@ def command(
     repeats: Annotated[int | None, help_of("Repetitions, in turns; default: the benchmark's own.")] = None,
     microbatches: Annotated[str | None, help_of("For lean and prediction.", "--microbatches", "-m")] = None,
     option: Annotated[
-        list[str] | None, help_of("Options of the model, for prediction; sizes, for spill.", "--option")
+        list[str] | None, help_of("Options of the model, for prediction; sizes, for spill and offload.", "--option")
     ] = None,
     ranks: Annotated[int | None, help_of("For network: hosts, 2 to 8; default: 4.", "--ranks", "-n")] = None,
     bandwidth: Annotated[
@@ -51,12 +52,19 @@ def command(
     model: Annotated[list[str] | None, help_of("For network: vgg or resnet; default: both.", "--model")] = None,
     steps: Annotated[
         int | None,
-        help_of("For network: updates in one turn. For study: of the longest trial. For spill: of the large model."),
+        help_of(
+            "For network: updates in one turn. For study: of the longest trial. For spill: of the large model. For "
+            "offload: that are timed."
+        ),
     ] = None,
     output: Annotated[Path | None, help_of("For network: a JSON file for the result.", "--output", "-o")] = None,
     disk: Annotated[Path | None, help_of("For spill: folder on the disk; default: temporary files.")] = None,
-    cap: Annotated[str | None, help_of("For spill: on the large model's process; default: 2.5 GiB.")] = None,
-    tokens: Annotated[str | None, help_of("For spill: per step of the small model, like 32,256.")] = None,
+    cap: Annotated[
+        str | None,
+        help_of("For spill: on the large model's process, 2.5 GiB. For offload: on the device's memory, 20 GiB."),
+    ] = None,
+    tokens: Annotated[str | None, help_of("For spill and offload: per step, like 4096,16384.")] = None,
+    device: Annotated[str, help_of("For offload: cuda, or cpu to try it.")] = "cuda",
     json: Json = False,
 ) -> Answer:
     """Measure what pipefit says about its own speed.
@@ -74,7 +82,22 @@ def command(
     if repeats is not None:
         count("--repeats", repeats)
     return _BENCHES[name][0](
-        Asked(repeats, microbatches, option, ranks, bandwidth, latency, model, steps, output, json, disk, cap, tokens)
+        Asked(
+            repeats,
+            microbatches,
+            option,
+            ranks,
+            bandwidth,
+            latency,
+            model,
+            steps,
+            output,
+            json,
+            disk,
+            cap,
+            tokens,
+            device,
+        )
     )
 
 
@@ -218,6 +241,14 @@ def _spill(asked: Asked) -> Answer:
     return spill(asked.disk, asked.cap, asked.option or (), tokens, asked.steps, asked.repeats, asked.json)
 
 
+def _offload(asked: Asked) -> Answer:
+    from pipefit.cli.bench_offload import offload
+    from pipefit.cli.options import whole_numbers
+
+    tokens = whole_numbers("--tokens", asked.tokens)
+    return offload(asked.device, asked.cap, asked.option or (), tokens, asked.steps, asked.json)
+
+
 _BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     "lean": (_lean, "overhead of the executor: µs per micro-batch and stage, beside torch and a bare loop"),
     "prediction": (_prediction, "measured beside predicted for every schedule, each rank on a core of its own"),
@@ -230,5 +261,6 @@ _BENCHES: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     ),
     "study": (_study, "twelve trials on two workers: LRTF, FIFO and whole tasks beside the bound no policy can beat"),
     "spill": (_spill, "a billion parameters under a cap on memory; the price of spilling beside the same in memory"),
+    "offload": (_offload, "a GPT under a cap on one GPU: resident, spilled, and FSDP2's offload to the CPU"),
     "partition": (_partition, "how long PipeDream's partitioner takes, and how that grows"),
 }

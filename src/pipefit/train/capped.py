@@ -21,6 +21,7 @@ from pipefit.runtime.session import Session, current
 from pipefit.runtime.worker import MakeOptimizer
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.topology import Device, Tier
+from pipefit.stage.precision import half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
@@ -74,6 +75,7 @@ def capped(
         copies=config.data_parallel,
         schedule=None if config.schedule == AUTO else config.schedule,
         num_chunks=config.chunks if config.chunks > 1 else 0,
+        half=half_of(config.precision),
     )
 
 
@@ -91,6 +93,7 @@ def plan_of(
     copies: int = 1,
     schedule: str | None = None,
     num_chunks: int = 0,
+    half: torch.dtype | None = None,
 ) -> tuple[Plan, Profile, Topology]:
     """The plan for a cap on the device's memory: cuts, slots, and what it should cost; see `planner.plan_spilling`.
 
@@ -110,6 +113,8 @@ def plan_of(
         copies: of the pipeline.
         schedule: by which they take turns; None: as the planner does.
         num_chunks: stages on each rank; 0: as many as are best.
+        half: the type that autocast computes in; None: no autocast. The device is measured so; what is kept counts as
+            if there were none, which is no less.
 
     Raises:
         PlanError: there is no example, from which the sizes of activations follow.
@@ -123,7 +128,7 @@ def plan_of(
     links = links_of(session, num_ranks)
     if session.is_distributed:
         dist.barrier()
-    own = _slowest(session, measure_device(place, threads=None, repeats=3))
+    own = _slowest(session, measure_device(place, threads=None, repeats=3, dtype=half or torch.float32))
     tier = _shared(session, _measured(spill, place, optimizer), links.tier_shares(num_ranks))
     topology = msgspec.structs.replace(links, tiers=(tier,), device=own)
     chain = nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in layers))

@@ -144,6 +144,7 @@ class Pipeline:
                     copies=one_number(copies),
                     schedule=schedule,
                     num_chunks=chunks if chunks > 1 else 0,
+                    half=half_of(precision),
                 )
             elif schedule is None and ranks in (None, 1) and not self._session.is_distributed:
                 schedule = "spilled"

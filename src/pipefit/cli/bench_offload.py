@@ -1,0 +1,100 @@
+"""`pipefit bench offload`: its options, its table, its JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.errors import PipefitError
+from pipefit.units import format_bytes, format_seconds, parse_quantity
+
+if TYPE_CHECKING:
+    from pipefit.compare.bench.offload import OffloadConfig, OffloadRow, Rates
+
+__all__ = ["offload"]
+
+_DEVICES = ("cuda", "cpu")
+_SIZES = ("layers", "hidden", "heads", "vocab", "context", "part", "fsdp-part")
+
+
+def offload(
+    device: str, cap: str | None, options: Sequence[str], tokens: Sequence[int], steps: int | None, quiet: bool
+) -> Answer:
+    """Runs it.
+
+    Exit code 1: the spilled run had more of the GPU's memory than the cap.
+    """
+    from pipefit.compare.bench import offload as bench
+
+    if device not in _DEVICES:
+        raise PipefitError(f"--device: expected one of {', '.join(_DEVICES)}, got {device!r}")
+    config = replace(bench.OffloadConfig(device=device), **_sizes(options))
+    if cap is not None:
+        config = replace(config, cap_bytes=parse_quantity(cap, "bytes", "--cap"))
+    if steps is not None:
+        config = replace(config, steps=steps)
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        if not quiet:
+            print(text, flush=True)
+
+    resident: dict[int, float] = {}
+
+    def tell_row(row: OffloadRow) -> None:
+        if row.way == "resident" and row.seconds is not None:
+            resident[row.tokens] = row.seconds
+        tell(_row(row, resident.get(row.tokens)))
+
+    found = bench.rates(config)
+    tell(_head(config, found))
+    rows = bench.offload(config, tokens or bench.TOKENS, on_row=tell_row)
+    exceeded = device == "cuda" and any(
+        row.way == "spilled" and (row.peak_bytes or 0.0) > config.cap_bytes for row in rows
+    )
+    if exceeded:
+        tell(f"the cap of {format_bytes(config.cap_bytes)} was EXCEEDED")
+    data: dict[str, Any] = {
+        "config": asdict(config),
+        "rates": asdict(found),
+        "rows": [asdict(row) | {"of_resident": _of(row, resident.get(row.tokens))} for row in rows],
+    }
+    return Answer(data, "" if not quiet else "\n".join(told), FINDING if exceeded else FINE)
+
+
+def _sizes(options: Sequence[str]) -> dict[str, int]:
+    sizes = {}
+    for word in ",".join(options).split(",") if options else ():
+        name, _, value = word.partition("=")
+        if name not in _SIZES or not value.isdigit() or not int(value):
+            raise PipefitError(f"--option: expected NAME=NUMBER with one of {', '.join(_SIZES)}, got {word!r}")
+        sizes[name.replace("-", "_")] = int(value)
+    return sizes
+
+
+def _head(config: OffloadConfig, found: Rates) -> str:
+    return (
+        f"GPT of {config.layers} x {config.hidden}, {config.heads} heads, on {config.device}; spilled under "
+        f"{format_bytes(config.cap_bytes)}\n"
+        f"copies alone: {found.to_device / 1e9:.2f} GB/s to the device, {found.to_host / 1e9:.2f} GB/s to the host\n"
+        f"{'tokens':>7} {'way':<10} {'step':>10} {'of resident':>11} {'peak':>11} {'predicted':>10} {'loss':>8}"
+    )
+
+
+def _of(row: OffloadRow, resident_s: float | None) -> float | None:
+    return resident_s / row.seconds if resident_s is not None and row.seconds is not None else None
+
+
+def _row(row: OffloadRow, resident_s: float | None) -> str:
+    if row.seconds is None or row.peak_bytes is None or row.loss is None:
+        return f"{row.tokens:>7} {row.way:<10} {row.note}"
+    share = _of(row, resident_s)
+    of_resident = "" if share is None else f"{share:.0%}"
+    predicted = "" if row.predicted_s is None else format_seconds(row.predicted_s)
+    return (
+        f"{row.tokens:>7} {row.way:<10} {format_seconds(row.seconds):>10} {of_resident:>11} "
+        f"{format_bytes(row.peak_bytes):>11} {predicted:>10} {row.loss:>8.3f}  {row.note}"
+    )

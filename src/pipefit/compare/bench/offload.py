@@ -1,0 +1,351 @@
+"""A GPT that one device has no room for: three ways to train it there, one beside the other.
+
+    resident   everything on the device, whatever that takes: what the others are measured by
+    spilled    under a cap: stages come from the host's memory and go back, double-buffered, as the planner cuts them
+    offloaded  torch's FSDP2 in one process: weights, gradients and Adam's states on the host, which steps; each block
+               comes when it is needed, and is replayed in the backward, as the stages of a spilled run are
+
+All compute in bfloat16 over float32 weights, and step with torch's fused Adam. Each way has a process of its own for
+each number of tokens: its peak is its own, and whoever runs out of memory leaves the others alone.
+
+The device is meant to be a GPU. On a CPU the same code runs, which tests it and says nothing about speed: there a peak
+is the process's resident memory, and the cap is on what the plan holds.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from pipefit.errors import InfeasibleError, PipefitError, TierError
+from pipefit.models import ModelBundle, build
+from pipefit.profiling import measure_tier
+from pipefit.train.pipeline import Pipeline
+from pipefit.train.spilled import Spilled
+from pipefit.units import format_bytes
+
+__all__ = ["TOKENS", "WAYS", "OffloadConfig", "OffloadRow", "Rates", "offload", "rates"]
+
+GIB = 2**30
+TOKENS = (4096, 16384, 65536)
+WAYS = ("resident", "spilled", "offloaded")
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    """What is trained, and where.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        layers, hidden, heads, vocab, context: of the GPT.
+        cap_bytes: on the device's memory, of the spilled run.
+        part: tokens of a micro-batch, resident and spilled.
+        fsdp_part: tokens of a micro-batch of FSDP, which moves all weights for each.
+        steps: that are timed, after one that is not.
+    """
+
+    device: str = "cuda"
+    layers: int = 32
+    hidden: int = 2560
+    heads: int = 32
+    vocab: int = 32768
+    context: int = 2048
+    cap_bytes: float = 20 * GIB
+    part: int = 4096
+    fsdp_part: int = 16384
+    steps: int = 3
+
+
+@dataclass(frozen=True)
+class OffloadRow:
+    """One way, at one number of tokens.
+
+    Attributes:
+        way: of `WAYS`.
+        tokens: per step.
+        seconds: per step; None: it has failed.
+        peak_bytes: the most memory of the device that tensors had since the process began.
+        loss: of the last step. Resident and spilled weights begin alike, and between stages activations are bfloat16.
+        predicted_s: of a step, where there is a plan.
+        note: how it was done, or why it was not.
+    """
+
+    way: str
+    tokens: int
+    seconds: float | None = None
+    peak_bytes: float | None = None
+    loss: float | None = None
+    predicted_s: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What copies between host and device reach, by the lanes that spilling uses.
+
+    Attributes:
+        to_device: bytes per second.
+        to_host: bytes per second.
+    """
+
+    to_device: float
+    to_host: float
+
+
+def rates(config: OffloadConfig) -> Rates:
+    """Measures the copies, in a process of its own.
+
+    Raises:
+        PipefitError: there is no such device, or it has failed.
+    """
+    _check(config)
+    return Rates(**_of_child({"config": asdict(config)}))
+
+
+def offload(
+    config: OffloadConfig,
+    tokens: Sequence[int] = TOKENS,
+    ways: Sequence[str] = WAYS,
+    on_row: Callable[[OffloadRow], None] | None = None,
+) -> list[OffloadRow]:
+    """Trains in every way at every number of tokens; one that runs out of memory is a row that says so.
+
+    Args:
+        config: what is trained.
+        tokens: per step; a multiple of the context, or less than it.
+        ways: which.
+        on_row: called with each row as it is done.
+
+    Raises:
+        PipefitError: there is no such device, or a process has failed for another reason.
+    """
+    _check(config)
+    rows = []
+    for count in tokens:
+        if count > config.context and count % config.context:
+            raise PipefitError(f"tokens: expected multiples of the context, {config.context}, got {count}")
+        for way in ways:
+            try:
+                row = OffloadRow(**_of_child({"config": asdict(config), "way": way, "tokens": count}))
+            except _KilledError as problem:
+                row = OffloadRow(way, count, note=str(problem))
+            rows.append(row)
+            if on_row is not None:
+                on_row(row)
+    return rows
+
+
+def _check(config: OffloadConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise PipefitError(
+            "this benchmark is for a GPU, and torch sees none here; to try its code, --device cpu with a small model, "
+            "like --option layers=4,hidden=64,heads=2,vocab=64,context=32,part=64 --tokens 64 --cap '3 MiB'"
+        )
+
+
+class _KilledError(PipefitError):
+    """A process was ended from outside, as one is that takes more memory than the host has."""
+
+
+def _of_child(asked: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "pipefit.compare.bench.offload", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        raise _KilledError(f"killed by signal {-done.returncode}")
+    if done.returncode:
+        raise PipefitError(f"{asked.get('way', 'rates')}: {done.stderr.strip()[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# ---- in a process of its own ---------------------------------------------------------------------------------------
+
+
+def _answer(config: OffloadConfig, way: str | None = None, tokens: int = 0) -> Rates | OffloadRow:
+    if way is None:
+        tier = measure_tier(None, config.device)
+        return Rates(tier.read_bytes_per_s, tier.write_bytes_per_s)
+    try:
+        return _TRAINED[way](config, tokens)
+    except (RuntimeError, PipefitError) as problem:
+        if not _is_lack_of_memory(problem):
+            raise
+        return OffloadRow(way, tokens, note=f"out of memory: {problem}".splitlines()[0])
+
+
+def _is_lack_of_memory(problem: BaseException | None) -> bool:
+    """Also where a stage tells of what its layer met."""
+    while problem is not None:
+        if isinstance(problem, torch.OutOfMemoryError | InfeasibleError | TierError):
+            return True
+        problem = problem.__cause__
+    return False
+
+
+def _resident(config: OffloadConfig, tokens: int) -> OffloadRow:
+    pipe = _pipeline(config, tokens, stages=1)
+    seconds, loss = _timed(config, tokens, pipe.step)
+    return OffloadRow("resident", tokens, seconds, _peak_bytes(config), loss)
+
+
+def _spilled(config: OffloadConfig, tokens: int) -> OffloadRow:
+    bundle = _gpt(config, "meta")
+    # What comes and goes inside an instruction: a weight's new gradient, and both in bfloat16.
+    moment = 3 * max(p.nbytes for p in bundle.layers.parameters())
+    if config.cap_bytes <= moment:
+        raise InfeasibleError(
+            f"{format_bytes(moment)} come and go inside an instruction, the cap is {format_bytes(config.cap_bytes)}"
+        )
+    example = next(_batches(config, tokens))
+    pipe = _pipeline(config, tokens, bundle, spill=Spilled(config.cap_bytes - moment), example=example)
+    plan = pipe.plan
+    if plan.spill is None or plan.prediction is None:
+        raise PipefitError("the model fits the cap: there is nothing to spill")
+    spilling = pipe._engine.workers[0].spilling
+    assert spilling is not None
+    seconds, loss = _timed(config, tokens, pipe.step, spilling.settle)
+    header = pipe.program.header
+    on_host = sum(header.steps_on_host(stage) for stage in range(header.num_stages))
+    cut = f"{header.num_stages} stages, {plan.spill.weights_slots} slots, {on_host} step on the host"
+    note = f"{cut}; {plan.spill.binds} binds"
+    row = OffloadRow("spilled", tokens, seconds, _peak_bytes(config), loss, plan.prediction.period_s, note)
+    pipe.close()
+    return row
+
+
+def _offloaded(config: OffloadConfig, tokens: int) -> OffloadRow:
+    device = torch.device(config.device)
+    is_cuda = device.type == "cuda"
+    dist.init_process_group("nccl" if is_cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    bundle = _gpt(config, "cpu")
+    model = _Replayed(bundle.layers)
+    how = {
+        "mesh": init_device_mesh(device.type, (1,)),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=is_cuda),
+    }
+    for layer in model.layers:
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    optimizer = _adam(list(model.parameters()))
+    parts = max(tokens // config.fsdp_part, 1)
+
+    def step(x: Tensor, y: Tensor) -> float:
+        total = torch.zeros((), device=device)
+        for ids, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = bundle.loss(model(ids.to(device)).float(), target.to(device)) / parts
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(total)
+
+    seconds, loss = _timed(config, tokens, step)
+    row = OffloadRow("offloaded", tokens, seconds, _peak_bytes(config), loss, note=f"{parts} micro-batches")
+    dist.destroy_process_group()
+    return row
+
+
+_TRAINED: dict[str, Callable[[OffloadConfig, int], OffloadRow]] = {
+    "resident": _resident,
+    "spilled": _spilled,
+    "offloaded": _offloaded,
+}
+
+
+class _Replayed(nn.Module):
+    """Layers that keep their inputs only and are replayed in the backward."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def _timed(
+    config: OffloadConfig,
+    tokens: int,
+    step: Callable[[Tensor, Tensor], float],
+    settle: Callable[[], None] | None = None,
+) -> tuple[float, float]:
+    """Seconds of a step, with all that it has begun, and the loss of the last."""
+    batches = _batches(config, tokens)
+
+    def steps(count: int) -> tuple[float, float]:
+        began, loss = time.perf_counter(), float("nan")
+        for _ in range(count):
+            loss = step(*next(batches))
+        if settle is not None:
+            settle()
+        if config.device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / count, loss
+
+    steps(1)
+    return steps(config.steps)
+
+
+def _peak_bytes(config: OffloadConfig) -> float:
+    if config.device == "cuda":
+        return float(torch.cuda.max_memory_allocated())
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+def _gpt(config: OffloadConfig, device: str) -> ModelBundle:
+    sizes = {"layers": config.layers, "hidden": config.hidden, "heads": config.heads, "vocab": config.vocab}
+    torch.manual_seed(0)
+    with torch.device(device):
+        return build("gpt", context=config.context, tied=False, **sizes)
+
+
+def _batches(config: OffloadConfig, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Random tokens without end, and those that follow them."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(tokens, config.context)
+    while True:
+        ids = torch.randint(config.vocab, (tokens // length, length + 1), generator=generator)
+        yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def _adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Fused: torch's other ways of Adam take more memory for a moment, as much as all weights that step together."""
+    return torch.optim.Adam(parameters, 1e-4, fused=True)
+
+
+def _pipeline(config: OffloadConfig, tokens: int, bundle: ModelBundle | None = None, **more: Any) -> Pipeline:
+    bundle = bundle or _gpt(config, "meta")
+    return Pipeline(
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=_adam,
+        microbatches=max(tokens // max(config.part, config.context), 1),
+        precision="bf16",
+        device=config.device,
+        **more,
+    )
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    try:
+        found = _answer(OffloadConfig(**asked.pop("config")), **asked)
+    except PipefitError as problem:
+        sys.exit(str(problem))
+    sys.stdout.write(json.dumps(asdict(found)) + "\n")
