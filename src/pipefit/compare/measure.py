@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.compare.config import CompareConfig
+from pipefit.compare.foretold import Foretelling, Foretold
 from pipefit.compare.memory import rise_bytes
 from pipefit.compare.peer import TorchPipeline
 from pipefit.compare.pipelines import ScheduledPipeline, plan_of
@@ -38,14 +39,10 @@ from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.profiling.clock import half_interquartile_range
 from pipefit.runtime.session import Session, current
-from pipefit.spec import Partition, Profile, Topology
+from pipefit.spec import Partition, Profile
 from pipefit.stage.split import named_layers
-from pipefit.train.batch import largest_part
-from pipefit.train.calibrate import runtime_costs
 from pipefit.train.config import RunConfig
-from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
-from pipefit.train.predicted import RuntimeCosts, cost_of, links_of, predict
-from pipefit.train.profiled import agreed_profile
+from pipefit.train.optimizers import make_optimizer
 from pipefit.train.setup import make_plan
 from pipefit.train.sources import source_of
 from pipefit.units import format_seconds
@@ -71,10 +68,9 @@ class Cell:
     used: list[list[float]] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
     rise: float | None = None
-    predicted_s: float | None = None
-    predicted_bubble: float | None = None
-    predicted_used: tuple[float, ...] = ()
+    foretold: Foretold | None = None
 
 
 def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Comparison:
@@ -99,12 +95,11 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     counts = [num for num in config.microbatches if num <= config.batch]
     if not counts:
         raise DataError(f"a batch of {config.batch} cannot be cut into {list(config.microbatches)} micro-batches")
-    profiles = _profiles(subject, batches[0], counts, session)
-    topology = links_of(session, session.num_ranks)
-    runtime = runtime_costs(session, topology)
-    say(f"the executor costs {runtime.overhead_s * 1e6:.0f} us per instruction")
-    partition = _partition(subject, config, profiles[counts[len(counts) // 2]])
-    cells, refused = _cells(config, wanted, subject, partition, profiles, say)
+    foretelling = Foretelling.begin(subject, batches[0], counts, session, config.optimizer)
+    partition = _partition(subject, config, foretelling.profiles[counts[len(counts) // 2]])
+    cells, refused = _cells(config, wanted, subject, partition, foretelling.profiles, say)
+    # The model's pace is taken for each number between its cells.
+    cells.sort(key=lambda cell: cell.num_microbatches)
     if not cells:
         raise PipefitError("nothing can be measured: " + "; ".join(item.reason for item in refused[:3]))
     # What is there now stays: looking through all of it again at every turn would take longer than the turn.
@@ -114,11 +109,19 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     for turn in range(config.repeats + 1):
         turning = f"repetition {turn} of {config.repeats}" if turn else "warming up"
         say(f"{turning}, {len(cells)} cells in turns")
+        foretelling.calibrate()
+        before: tuple[int, float | None] = (0, None)
         for index, cell in enumerate(cells):
             where = f"{index + 1} of {len(cells)}, {cell.strategy.name} m={cell.num_microbatches}"
             share = (turn + index / len(cells)) / (config.repeats + 1)
             say(f"measuring: {turning}, {where}{_left(time.monotonic() - started, share) if turn else ''}")
+            if before[0] != cell.num_microbatches:
+                before = cell.num_microbatches, foretelling.pace(cell.num_microbatches)
             _measure(cell, batches, session, keep=turn > 0)
+            after = foretelling.pace(cell.num_microbatches)
+            if turn and before[1] and after:
+                cell.paces.append((before[1] + after) / 2)
+            before = cell.num_microbatches, after
         spent_s = max(_shared(time.monotonic() - started, session))
         if config.limit_s and 0 < turn < config.repeats and spent_s * (turn + 2) / (turn + 1) > config.limit_s:
             say(f"another repetition would take more than {format_seconds(config.limit_s)}: {turn} must do")
@@ -126,7 +129,8 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     say("memory of every cell")
     for cell in cells:
         cell.rise = rise_bytes(lambda cell=cell: cell.trainer.train(batches[: cell.steps]))
-        _predict(cell, profiles, topology, runtime, config)
+        about = (cell.strategy.name, cell.trainer, cell.num_microbatches, cell.steps, cell.paces)
+        cell.foretold = foretelling.of(*about)
     gc.unfreeze()
     samples = config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0
     result = Comparison(
@@ -180,21 +184,6 @@ def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batc
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
     """The shapes of one sample."""
     return [tuple(leaf.shape[1:]) for leaf in torch.utils._pytree.tree_leaves(batch)]
-
-
-def _profiles(subject: Subject, batch: Batch, counts: list[int], session: Session) -> dict[int, Profile]:
-    layers = named_layers(subject.make())
-    return {
-        num: agreed_profile(
-            layers,
-            batch,
-            [largest_part(batch[0], num)],
-            session,
-            loss=subject.loss,
-            optimizer=subject.optimizer,
-        )
-        for num in counts
-    }
 
 
 def _partition(subject: Subject, config: CompareConfig, profile: Profile) -> Partition:
@@ -301,32 +290,12 @@ def _shared(value: float, session: Session) -> list[float]:
     return table.tolist()
 
 
-def _predict(
-    cell: Cell, profiles: dict[int, Profile], topology: Topology, runtime: RuntimeCosts, config: CompareConfig
-) -> None:
-    profile = profiles.get(cell.num_microbatches)
-    if profile is None:
-        return
-    if isinstance(cell.trainer, ScheduledPipeline):
-        cost = cost_of(profile, cell.trainer.plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime)
-        program = cell.trainer.timeline(cell.steps).program
-        timeline = predict(program, cost, cell.trainer.num_passes(cell.steps))
-        cell.predicted_used = tuple(
-            (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) / program.header.num_steps
-            for rank, instructions in enumerate(program.ranks)
-        )
-        cell.predicted_s = timeline.makespan_s / cell.steps
-        cell.predicted_bubble = timeline.bubble_fraction
-    elif cell.strategy.name in ("accumulate", "one-thread"):
-        cell.predicted_s = (profile.step_s or 0.0) * cell.num_microbatches + profile.optimizer_s
-
-
 def _row(cell: Cell, config: CompareConfig, session: Session) -> Row:
     """The figures of a cell; every rank must ask, and rank 0's count."""
     told = torch.tensor([cell.rise if cell.rise is not None else -1.0, cell.trainer.state_bytes], dtype=torch.float64)
     rises, states = (_shared(float(value), session) for value in told)
     peaks = tuple(a + b for a, b in zip(rises, states, strict=True)) if min(rises) >= 0 else ()
-    middle = statistics.median(cell.seconds)
+    middle, foretold = statistics.median(cell.seconds), cell.foretold
     seen = cell.losses[: config.steps * (config.repeats + 1)]
     return Row(
         strategy=cell.strategy.name,
@@ -334,12 +303,13 @@ def _row(cell: Cell, config: CompareConfig, session: Session) -> Row:
         step_s=middle,
         samples_per_s=config.batch / middle,
         bubble=statistics.median(cell.bubbles) if cell.bubbles else None,
-        bubble_predicted=cell.predicted_bubble,
-        predicted_step_s=cell.predicted_s,
-        predicted_over_measured=cell.predicted_s / middle if cell.predicted_s else None,
+        bubble_predicted=foretold.bubble if foretold else None,
+        predicted_step_s=foretold.median_s if foretold else None,
+        predicted_over_measured=foretold.over(cell.seconds) if foretold else None,
+        pace=statistics.median(cell.paces) if cell.paces else None,
         utilisation=tuple(statistics.median(shares) for shares in zip(*cell.busy, strict=True)),
         processor_s=tuple(statistics.median(shares) for shares in zip(*cell.used, strict=True)),
-        predicted_processor_s=cell.predicted_used,
+        predicted_processor_s=foretold.processor_s if foretold else (),
         peak_bytes=peaks,
         final_loss=statistics.mean(seen[-_KEPT_LOSSES:]) if session.rank == 0 else None,
         spread=half_interquartile_range(cell.seconds) / middle,

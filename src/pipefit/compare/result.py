@@ -29,8 +29,10 @@ class Row:
         speedup_accumulated: over one process that accumulates as many micro-batches.
         bubble: measured; the share of the ranks' time without forward or backward.
         bubble_predicted: of the simulation.
-        predicted_step_s: seconds per update that the simulation says.
-        predicted_over_measured: of the seconds per update.
+        predicted_step_s: seconds per update that the simulation says, at the pace of the machine in each repetition.
+        predicted_over_measured: of the seconds per update, the median over the repetitions.
+        pace: how much longer the whole model took, by the wall clock before and after each repetition, than its
+            profile, the processor time of its layers, says.
         utilisation: of each rank, busy time over wall time.
         processor_s: of each rank, processor seconds of its own thread per update; with wall time far above it and
             little bubble, something else uses the machine.
@@ -50,6 +52,7 @@ class Row:
     bubble_predicted: float | None = None
     predicted_step_s: float | None = None
     predicted_over_measured: float | None = None
+    pace: float | None = None
     utilisation: tuple[float, ...] = ()
     processor_s: tuple[float, ...] = ()
     predicted_processor_s: tuple[float, ...] = ()

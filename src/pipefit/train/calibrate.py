@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,65 +15,145 @@ import torch.distributed as dist
 from torch import nn
 
 from pipefit.ir.op import Op
-from pipefit.ir.program import Program
 from pipefit.profiling import profile_layers
 from pipefit.runtime.session import Session
-from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec import Profile, Topology
+from pipefit.timeline import Timeline
 from pipefit.train.batch import feed_of
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import USUAL, RuntimeCosts, cost_of, per_core, predict
 
-__all__ = ["runtime_costs"]
+__all__ = ["Calibration", "runtime_costs"]
 
-_WIDTH, _PASSES = 8, 40
-_FEW, _MANY = 4, 16
+_WIDTH, _PASSES, _RUN = 8, 40, 8
+_MANY = 16
 _COLD = 1 << 19
 _HALVINGS = 10
-_SCHEDULES = ("1f1b", "gpipe")
+_BUSY, _WAITING = ("1f1b", "gpipe"), "naive"
+_SWEEPS = 2
 
 
 def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
     """Measures, in about two seconds; every rank of the run must ask, and all get the first rank's figures.
 
-    Forward, backward, loss, load, send and step are timed in the executor, less what the profiler says of the same tiny
-    layer. What the simulator then still lacks of the time of a pass is the receives', as far as it grows with the
-    micro-batches, and for the rest that of the pass itself.
-
     Args:
         session: of the run.
         topology: the links between its ranks.
     """
-    if not session.is_distributed or torch.cuda.is_available():
-        return USUAL
-    random = torch.get_rng_state()
-    layers = nn.Sequential(*(nn.Sequential(_Cold(), nn.Linear(_WIDTH, _WIDTH)) for _ in range(session.num_ranks)))
-    x = torch.randn(_MANY, _WIDTH)
-    alone = profile_layers(
-        list(layers), x[:1], nn.functional.mse_loss, x[:1], repeats=_PASSES, threads=None, optimizer=_sgd
-    )
-    cut_s = _cut_s(x)
-    few, many = ([_passes(layers, x[:num], schedule) for schedule in _SCHEDULES] for num in (_FEW, _MANY))
-    costs = _rest(_told(alone, many[0].kinds, cut_s), alone, topology, few, many)
-    torch.set_rng_state(random)
-    return _from_rank_0(costs)
+    calibration = Calibration(session, topology)
+    calibration.turn()
+    return calibration.costs()
 
 
-class _Passes(NamedTuple):
-    """Mean seconds of a pass on this rank, and median ones of operations by stage; what ran."""
+class _Pipe(NamedTuple):
+    """A pipeline of tiny layers, the batches of a run of it, and the mean seconds of a pass in each run so far."""
 
-    pass_s: float
-    kinds: dict[tuple[str, int], float]
-    plan: Plan
-    program: Program
+    pipe: Pipeline
+    batches: list[tuple[torch.Tensor, torch.Tensor]]
+    pass_s: list[float]
+
+    def run(self, pace: float) -> None:
+        """Trains on the batches in a row, as a training does."""
+        began = time.perf_counter()
+        self.pipe.fit(self.batches)
+        self.pass_s.append((time.perf_counter() - began) / _RUN / pace)
 
     def foretold_s(self, costs: RuntimeCosts, alone: Profile, topology: Topology) -> float:
-        """Seconds of a pass, as the simulator has it."""
-        return predict(self.program, cost_of(alone, self.plan, topology, 0.0, costs)).makespan_s
+        """Seconds of a pass of a run, as the simulator has it."""
+        cost = cost_of(alone, self.pipe.plan, topology, 0.0, costs)
+        return predict(self.pipe.program, cost, _RUN).makespan_s / _RUN
 
 
-def _passes(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Passes:
+class Calibration:
+    """Pipelines of tiny layers, timed in turns with whatever the figures are for.
+
+    Forward, backward, loss, load, send, step, and the time between passes are timed in the executor, less what the
+    profiler says of the same tiny layer. What the simulator then still lacks is the messages': where ranks only wait
+    for each other (naive), the time until one that waits goes on; where they have work to do (1F1B, GPipe), what
+    a message costs their cores, on which the threads that carry it run too. Every rank of the run must make one, and
+    call it alike.
+
+    Args:
+        session: of the run.
+        topology: the links between its ranks.
+
+    Attributes:
+        topology: the same.
+    """
+
+    def __init__(self, session: Session, topology: Topology) -> None:
+        self.topology = topology
+        self._is_usual = not session.is_distributed or torch.cuda.is_available()
+        if self._is_usual:
+            return
+        self._told: list[RuntimeCosts] = []
+        self._alone: list[Profile] = []
+        random = torch.get_rng_state()
+        self._layers = nn.Sequential(
+            *(nn.Sequential(_Cold(), nn.Linear(_WIDTH, _WIDTH)) for _ in range(session.num_ranks))
+        )
+        self._x = torch.randn(_MANY, _WIDTH)
+        self._busy = [_pipe(self._layers, self._x, schedule) for schedule in _BUSY]
+        self._waiting = [_pipe(self._layers, self._x, _WAITING)]
+        torch.set_rng_state(random)
+
+    def turn(self, pace: float = 1.0, passes: int = _PASSES) -> None:
+        """Measures once more.
+
+        Args:
+            pace: how much slower the machine is now than at the speed for which costs are wanted.
+            passes: of each pipeline.
+        """
+        if self._is_usual:
+            return
+        x = self._x[:1]
+        loss = nn.functional.mse_loss
+        alone = profile_layers(list(self._layers), x, loss, x, repeats=passes, threads=None, optimizer=_sgd)
+        cut_s = _cut_s(self._x)
+        for one in (*self._busy, *self._waiting):
+            for _ in range(-(-passes // _RUN)):
+                one.run(pace)
+        told = _told(alone, self._busy[0].pipe.timeline(last=_RUN), cut_s)
+        # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
+        told = told._replace(pass_s=told.pass_s / per_core(self.topology, len(self._layers)))
+        self._told.append(_each(told, lambda seconds: seconds / pace))
+        self._alone.append(alone.scaled(1 / pace))
+
+    def costs(self) -> RuntimeCosts:
+        """The costs by all turns so far; all ranks get the first rank's."""
+        if self._is_usual:
+            return USUAL
+        told = _medians(self._told)
+        alone = sorted(self._alone, key=lambda one: one.step_s or 0.0)[len(self._alone) // 2]
+        return _from_rank_0(self._with_rest(told, alone))
+
+    def _with_rest(self, told: RuntimeCosts, alone: Profile) -> RuntimeCosts:
+        """What the simulator lacks, as the messages'."""
+
+        def fitted(pipes: list[_Pipe], change: Callable[[float], RuntimeCosts]) -> RuntimeCosts:
+            # The median of runs, not of passes: where the threads that carry the messages have no core of their own, a
+            # pass now and then stands still for a while, and so do those of a real model.
+            measured = [statistics.median(one.pass_s) for one in pipes]
+            low, high = 0.0, max(measured) / _MANY
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                costs = change(middle)
+                foretold = [one.foretold_s(costs, alone, self.topology) for one in pipes]
+                low, high = (middle, high) if sum(measured) > sum(foretold) else (low, middle)
+            return change(low)
+
+        costs = told._replace(host_s={**told.host_s, Op.RECV.value: 0.0})
+        for _ in range(_SWEEPS):
+            costs = fitted(self._waiting, lambda seconds, costs=costs: costs._replace(wake_s=seconds))
+            costs = fitted(
+                self._busy, lambda seconds, costs=costs: costs._replace(host_s={**costs.host_s, Op.RECV.value: seconds})
+            )
+        return costs
+
+
+def _pipe(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Pipe:
     pipe = Pipeline(
-        layers,
+        copy.deepcopy(layers),
         loss=nn.functional.mse_loss,
         optimizer=_sgd,
         schedule=schedule,
@@ -79,21 +161,31 @@ def _passes(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Passes:
         stages=[1] * len(layers),
         device="cpu",
     )
-    seconds = []
-    for _ in range(_PASSES):
-        began = time.perf_counter()
-        pipe.step(x, x)
-        seconds.append(time.perf_counter() - began)
-    timeline = pipe.timeline(last=_PASSES - 2)
-    kinds = {key: item.median_s for key, item in timeline.by_kind().items()}
-    # Not the median: where the threads that carry the messages have no core of their own, a pass now and then stands
-    # still for a while, and so do those of a real model.
-    usual = sorted(seconds)[: -(_PASSES // 10)]
-    return _Passes(statistics.fmean(usual), kinds, pipe.plan, timeline.program)
+    batches = [(x, x)] * _RUN
+    # Shapes are agreed on, and groups meet, in the first pass.
+    pipe.fit(batches)
+    return _Pipe(pipe, batches, [])
 
 
-def _told(alone: Profile, kinds: Mapping[tuple[str, int], float], cut_s: float) -> RuntimeCosts:
+_PLAIN = ("overhead_s", "post_s", "pass_s", "cut_s", "wake_s")
+
+
+def _each(costs: RuntimeCosts, change: Callable[[float], float]) -> RuntimeCosts:
+    """Costs with all their seconds changed."""
+    host_s = {name: change(seconds) for name, seconds in costs.host_s.items()}
+    return costs._replace(host_s=host_s, **{name: change(getattr(costs, name)) for name in _PLAIN})
+
+
+def _medians(turns: Sequence[RuntimeCosts]) -> RuntimeCosts:
+    """Figure by figure, the median of several turns."""
+    middle = statistics.median
+    host_s = {name: middle(turn.host_s[name] for turn in turns) for name in turns[0].host_s}
+    return turns[0]._replace(host_s=host_s, **{name: middle(getattr(turn, name) for turn in turns) for name in _PLAIN})
+
+
+def _told(alone: Profile, timeline: Timeline, cut_s: float) -> RuntimeCosts:
     """The first rank's view: it loads, and its loss is another's."""
+    kinds = {key: item.median_s for key, item in timeline.by_kind().items()}
     last = max(stage for _, stage in kinds)
     forward, backward = (kinds[op.value, 0] for op in (Op.FWD, Op.BWD))
     step = kinds[Op.STEP.value, 0]
@@ -112,29 +204,15 @@ def _told(alone: Profile, kinds: Mapping[tuple[str, int], float], cut_s: float) 
     }
     host_s = {op.value: max(seconds, 1e-6) for op, seconds in host.items()}
     overhead_s = max(host_s[Op.FWD], USUAL.overhead_s)
-    return RuntimeCosts(overhead_s, host_s[Op.SEND], host_s, 0.0, cut_s)
+    pass_s = max(_between_s(timeline) - cut_s * _MANY, 0.0)
+    return RuntimeCosts(overhead_s, host_s[Op.SEND], host_s, pass_s, cut_s)
 
 
-def _rest(
-    costs: RuntimeCosts, alone: Profile, topology: Topology, few: list[_Passes], many: list[_Passes]
-) -> RuntimeCosts:
-    """What the simulator lacks, as the receives' and the pass's own."""
-
-    def receiving(seconds: float) -> RuntimeCosts:
-        return costs._replace(host_s={**costs.host_s, Op.RECV.value: seconds})
-
-    def lacking_s(passes: list[_Passes], told: RuntimeCosts) -> float:
-        return statistics.fmean(each.pass_s - each.foretold_s(told, alone, topology) for each in passes)
-
-    low, high = 0.0, max(each.pass_s for each in many) / _MANY
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        told = receiving(middle)
-        low, high = (middle, high) if lacking_s(many, told) > lacking_s(few, told) else (low, middle)
-    told = receiving(low)
-    # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
-    crowd = per_core(topology, len(alone.layers))
-    return told._replace(pass_s=max(lacking_s(many, told) / crowd, 0.0))
+def _between_s(timeline: Timeline) -> float:
+    """Seconds between two passes on the first rank, the median of several."""
+    mine = [[e for e in timeline.events if (e.rank, e.repeat) == (0, k)] for k in range(timeline.num_repeats)]
+    turns = pairwise(mine)
+    return statistics.median(min(e.start_s for e in b) - max(e.end_s for e in a) for a, b in turns)
 
 
 def _cut_s(x: torch.Tensor) -> float:

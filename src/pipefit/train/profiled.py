@@ -25,7 +25,7 @@ from pipefit.stage.batchnorm import DeferredBatchNorm, commit, deferred
 from pipefit.stage.split import NamedLayer
 from pipefit.train.batch import largest_part
 
-__all__ = ["agreed_profile", "profile_of"]
+__all__ = ["agreed_profile", "as_trained", "profile_of"]
 
 _COMMITTED, _MANY_NORMS = 8, 4
 
@@ -77,7 +77,7 @@ def agreed_profile(
     x, y = example
     if session.is_distributed:
         dist.barrier()
-    with _as_trained(layers):
+    with as_trained(layers):
         profile = profile_sizes(
             [(layer.prefix, layer.module) for layer in layers],
             x,
@@ -134,7 +134,7 @@ def _commit_s(num_norms: int) -> float:
 
 
 @contextmanager
-def _as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
+def as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
     """Batch norms gather their statistics as they do in a stage, for no update that there is."""
     kept = []
     for layer in layers:

@@ -1,0 +1,112 @@
+"""What cells should take: profile, links and the executor's costs, measured in the same turns as the cells.
+
+A prediction and what it is held against must be of the same machine, and a shared one is another from minute to minute.
+So the executor's costs are measured in every turn, and before and after each cell the model itself, whole, by the wall
+clock: the prediction of a turn is for that pace.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from pipefit.compare.pipelines import ScheduledPipeline
+from pipefit.compare.strategies import Batch, Subject, Trainer
+from pipefit.runtime.session import Session
+from pipefit.spec import Profile
+from pipefit.stage.split import named_layers
+from pipefit.train.batch import largest_part
+from pipefit.train.calibrate import Calibration
+from pipefit.train.optimizers import STATE_PER_WEIGHT
+from pipefit.train.pace import Pace
+from pipefit.train.predicted import cost_of, links_of, predict
+from pipefit.train.profiled import agreed_profile
+
+__all__ = ["Foretelling", "Foretold"]
+
+_PASSES = 16
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """What a cell should take.
+
+    Attributes:
+        step_s: seconds per update in each turn, at the pace of the turn.
+        bubble: of the simulation; None where nothing was simulated.
+        processor_s: of each rank per update, at the median pace.
+    """
+
+    step_s: tuple[float, ...]
+    bubble: float | None = None
+    processor_s: tuple[float, ...] = ()
+
+    @property
+    def median_s(self) -> float:
+        """Seconds per update, the median of the turns."""
+        return statistics.median(self.step_s)
+
+    def over(self, measured_s: list[float]) -> float:
+        """Predicted over measured, the median of the turns."""
+        return statistics.median(a / b for a, b in zip(self.step_s, measured_s, strict=True))
+
+
+@dataclass
+class Foretelling:
+    """All that predictions are made of; every rank makes one, and calls it alike.
+
+    Attributes:
+        profiles: of the model at each number of micro-batches, at one pace: that at which the whole micro-batch takes
+            what its layers' processor time adds up to.
+    """
+
+    session: Session
+    optimizer: str
+    profiles: dict[int, Profile]
+    _paces: dict[int, Pace]
+    _calibration: Calibration
+
+    @classmethod
+    def begin(cls, subject: Subject, batch: Batch, counts: list[int], session: Session, optimizer: str) -> Foretelling:
+        """Profiles the model for some numbers of micro-batches, and the links."""
+        layers = named_layers(subject.make())
+        sizes = {num: largest_part(batch[0], num) for num in counts}
+        how = {"loss": subject.loss, "optimizer": subject.optimizer}
+        profiles = {num: agreed_profile(layers, batch, [sizes[num]], session, **how) for num in counts}
+        paces = {num: Pace(layers, batch, sizes[num], session, subject.loss) for num in counts}
+        calibration = Calibration(session, links_of(session, session.num_ranks))
+        return cls(session, optimizer, profiles, paces, calibration)
+
+    def calibrate(self) -> None:
+        """A turn of the executor's costs."""
+        num = min(self.profiles)
+        self._calibration.turn(self.pace(num) or 1.0, _PASSES)
+
+    def pace(self, num_microbatches: int) -> float | None:
+        """How much longer the model takes at this moment than its profile; None: there is none for this number."""
+        if num_microbatches not in self.profiles:
+            return None
+        profile = self.profiles[num_microbatches]
+        together = sum(layer.total_s for layer in profile.layers) + profile.loss_s
+        return self._paces[num_microbatches].microbatch_s() / together
+
+    def of(self, name: str, trainer: Trainer, num: int, steps: int, paces: list[float]) -> Foretold | None:
+        """What a strategy should take, at the paces of its turns; None where nothing is foretold."""
+        profile = self.profiles.get(num)
+        if profile is None:
+            return None
+        if name in ("accumulate", "one-thread"):
+            whole = sum(layer.total_s for layer in profile.layers) + profile.loss_s
+            return Foretold(tuple((whole * num + profile.optimizer_s) * pace for pace in paces))
+        if not isinstance(trainer, ScheduledPipeline):
+            return None
+        costs, topology = self._calibration.costs(), self._calibration.topology
+        cost = cost_of(profile, trainer.plan, topology, STATE_PER_WEIGHT[self.optimizer], costs)
+        program = trainer.timeline(steps).program
+        timeline = predict(program, cost, trainer.num_passes(steps))
+        middle = statistics.median(paces)
+        busy = tuple(
+            (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) * middle / program.header.num_steps
+            for rank, instructions in enumerate(program.ranks)
+        )
+        return Foretold(tuple(timeline.makespan_s / steps * pace for pace in paces), timeline.bubble_fraction, busy)
