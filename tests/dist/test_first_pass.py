@@ -1,10 +1,13 @@
 """The first pass, in which shapes are still unknown to receivers, does not stand still."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
 from pipefit import Pipeline
+from pipefit.ir.op import Op
 from pipefit.runtime.launch import launch
 
 
@@ -30,3 +33,37 @@ def test_ranks_do_not_wait_for_each_other_over_shapes_that_are_unknown(schedule)
     losses = launch(train_at_once, 2, schedule, threads=1, quiet=True, deadline_s=15)
     assert losses[0] == losses[1]
     assert losses[0][2] < losses[0][0], "2BW is one update late"
+
+
+class Dawdling(nn.Module):
+    """A layer whose forward takes a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(_FORWARD_S)
+        return self.linear(x)
+
+
+_FORWARD_S = 0.02
+
+
+def longest_send_s() -> float:
+    pipe = Pipeline(
+        nn.Sequential(*(Dawdling() for _ in range(4))),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        schedule="breadth-first",
+        microbatches=16,
+        chunks=2,
+    )
+    pipe.fit([(torch.ones(16, 4), torch.zeros(16, 4))] * 2)
+    timeline = pipe.timeline(last=1)
+    return max(e.end_s - e.start_s for e in timeline.events if timeline.instruction(e).op is Op.SEND and e.rank == 1)
+
+
+def test_a_breadth_first_rank_goes_on_while_its_peer_is_busy_with_another_stage():
+    """It once waited with its fifth message until the peer, done with its first stage, posted the receives."""
+    assert min(launch(longest_send_s, 2, threads=1, quiet=True)) < 5 * _FORWARD_S

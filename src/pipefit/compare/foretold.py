@@ -19,7 +19,7 @@ from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import Calibration
 from pipefit.train.optimizers import STATE_PER_WEIGHT
 from pipefit.train.pace import Pace
-from pipefit.train.predicted import cost_of, links_of, predict
+from pipefit.train.predicted import cost_of, links_of, per_core, predict
 from pipefit.train.profiled import agreed_profile
 
 __all__ = ["Foretelling", "Foretold"]
@@ -86,9 +86,9 @@ class Foretelling:
         """How much longer the model takes at this moment than its profile; None: there is none for this number."""
         if num_microbatches not in self.profiles:
             return None
-        profile = self.profiles[num_microbatches]
-        together = sum(layer.total_s for layer in profile.layers) + profile.loss_s
-        return self._paces[num_microbatches].microbatch_s() / together
+        # Ranks that share cores wait for each other's turns, which the simulation adds.
+        crowd = per_core(self._calibration.topology, self.session.num_ranks)
+        return self._paces[num_microbatches].microbatch_s() / crowd / _layers_s(self.profiles[num_microbatches])
 
     def of(self, name: str, trainer: Trainer, num: int, steps: int, paces: list[float]) -> Foretold | None:
         """What a strategy should take, at the paces of its turns; None where nothing is foretold."""
@@ -96,8 +96,8 @@ class Foretelling:
         if profile is None:
             return None
         if name in ("accumulate", "one-thread"):
-            whole = sum(layer.total_s for layer in profile.layers) + profile.loss_s
-            return Foretold(tuple((whole * num + profile.optimizer_s) * pace for pace in paces))
+            update_s = _layers_s(profile) * num + profile.optimizer_s
+            return Foretold(tuple(update_s * pace for pace in paces))
         if not isinstance(trainer, ScheduledPipeline):
             return None
         costs, topology = self._calibration.costs(), self._calibration.topology
@@ -110,3 +110,8 @@ class Foretelling:
             for rank, instructions in enumerate(program.ranks)
         )
         return Foretold(tuple(timeline.makespan_s / steps * pace for pace in paces), timeline.bubble_fraction, busy)
+
+
+def _layers_s(profile: Profile) -> float:
+    """Seconds of a micro-batch, layer by layer."""
+    return sum(layer.total_s for layer in profile.layers) + profile.loss_s

@@ -24,14 +24,16 @@ from pipefit.stage.payload import Contract
 __all__ = ["DistributedTransport"]
 
 _MAX_LEAVES = 64
-_MAX_OPEN_SENDS = 4
+_FEW_SENDS = 4
 
 
 class DistributedTransport:
     """This rank's messages and reductions.
 
     Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
-    later messages to it are under way. The verifier has proven that no order of waiting on sends can block a program.
+    later messages to it are under way; under a schedule whose receivers are busy with other stages meanwhile
+    (breadth-first), as many more as that takes. The verifier has proven that no order of waiting on sends can block a
+    program.
 
     Args:
         rank: its number.
@@ -41,6 +43,7 @@ class DistributedTransport:
 
     Attributes:
         bytes_sent: of all activations and gradients so far.
+        max_open_sends: messages of one kind to a rank that may be under way before the oldest is waited for.
     """
 
     def __init__(self, rank: int, num_stages: int, device: torch.device, link_groups: bool = False) -> None:
@@ -48,6 +51,7 @@ class DistributedTransport:
         self._has_link_groups = link_groups or device.type == "cuda"
         self.device = device
         self.bytes_sent = 0
+        self.max_open_sends = _FEW_SENDS
         self._stages = num_stages
         self._world: dist.ProcessGroup = dist.group.WORLD
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -63,6 +67,10 @@ class DistributedTransport:
         self._known_links: set[tuple[int, int]] = set()
         self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._parity = 0
+
+    def allow_sends(self, unposted: int) -> None:
+        """A program leaves so many messages under way before their receives are posted."""
+        self.max_open_sends = max(self.max_open_sends, _FEW_SENDS + unposted)
 
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
         """Makes the process groups of a program's reductions and links; every rank must call it with the same ones.
@@ -107,7 +115,7 @@ class DistributedTransport:
         queue.append(sent)
         # A receiver that has not learnt a contract yet posts later than its program says: until an answer shows that it
         # has, waiting here could mean that both ends wait for each other.
-        while len(queue) > _MAX_OPEN_SENDS and not any(peer == i.peer for peer, _, _ in self._unproven):
+        while len(queue) > self.max_open_sends and not any(peer == i.peer for peer, _, _ in self._unproven):
             queue.popleft().finish()
 
     def _agree(self, i: Instruction, message: Message, sent: _Sent) -> None:

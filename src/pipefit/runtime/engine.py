@@ -27,6 +27,7 @@ from pipefit.runtime.reducing import early_reductions, make_buckets
 from pipefit.runtime.session import Session
 from pipefit.runtime.widened import TensorTransport
 from pipefit.runtime.worker import Worker
+from pipefit.simulate import most_unposted
 from pipefit.timeline import Event
 
 __all__ = ["Engine", "PassResult"]
@@ -149,9 +150,12 @@ class Engine:
         graph = dependency_graph(program)
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]
+        # Where each rank has one stage, receivers keep up with what is sent.
+        unposted = most_unposted(program) if links and program.header.num_chunks > 1 else 0
         with self.session.meeting():
             for transport in self.transports:
                 if isinstance(transport, DistributedTransport):
+                    transport.allow_sends(unposted)
                     transport.prepare(sets, links)
         number = self.session.programs.setdefault(program.digest, len(self.session.programs))
         if self.session.folder and self.session.rank == 0:

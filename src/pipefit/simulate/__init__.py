@@ -2,5 +2,6 @@
 
 from pipefit.simulate.metrics import metrics, steady_period_s
 from pipefit.simulate.simulate import simulate
+from pipefit.simulate.unposted import most_unposted
 
-__all__ = ["metrics", "simulate", "steady_period_s"]
+__all__ = ["metrics", "most_unposted", "simulate", "steady_period_s"]

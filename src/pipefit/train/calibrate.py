@@ -30,7 +30,6 @@ _MANY = 16
 _COLD = 1 << 19
 _HALVINGS = 10
 _BUSY, _WAITING = ("1f1b", "gpipe"), "naive"
-_SWEEPS = 2
 
 
 def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
@@ -51,12 +50,15 @@ class _Pipe(NamedTuple):
     pipe: Pipeline
     batches: list[tuple[torch.Tensor, torch.Tensor]]
     pass_s: list[float]
+    carried_s: list[float]
 
     def run(self, pace: float) -> None:
         """Trains on the batches in a row, as a training does."""
-        began = time.perf_counter()
+        began, others = time.perf_counter(), _others_s()
         self.pipe.fit(self.batches)
         self.pass_s.append((time.perf_counter() - began) / _RUN / pace)
+        received = sum(i.op is Op.RECV for i in self.pipe.program.ranks[self.pipe.rank])
+        self.carried_s.append((_others_s() - others) / _RUN / received / pace)
 
     def foretold_s(self, costs: RuntimeCosts, alone: Profile, topology: Topology) -> float:
         """Seconds of a pass of a run, as the simulator has it."""
@@ -68,10 +70,9 @@ class Calibration:
     """Pipelines of tiny layers, timed in turns with whatever the figures are for.
 
     Forward, backward, loss, load, send, step, and the time between passes are timed in the executor, less what the
-    profiler says of the same tiny layer. What the simulator then still lacks is the messages': where ranks only wait
-    for each other (naive), the time until one that waits goes on; where they have work to do (1F1B, GPipe), what
-    a message costs their cores, on which the threads that carry it run too. Every rank of the run must make one, and
-    call it alike.
+    profiler says of the same tiny layer; a message costs the cores what the threads that carry it take. What the
+    simulator then still lacks of the time of the passes is that from the arrival of a message until a rank that waits
+    for it goes on. Every rank of the run must make one, and call it alike.
 
     Args:
         session: of the run.
@@ -142,13 +143,9 @@ class Calibration:
                 low, high = (middle, high) if sum(measured) > sum(foretold) else (low, middle)
             return change(low)
 
-        costs = told._replace(host_s={**told.host_s, Op.RECV.value: 0.0})
-        for _ in range(_SWEEPS):
-            costs = fitted(self._waiting, lambda seconds, costs=costs: costs._replace(wake_s=seconds))
-            costs = fitted(
-                self._busy, lambda seconds, costs=costs: costs._replace(host_s={**costs.host_s, Op.RECV.value: seconds})
-            )
-        return costs
+        carried_s = statistics.median(seconds for one in self._busy for seconds in one.carried_s)
+        costs = told._replace(host_s={**told.host_s, Op.RECV.value: carried_s})
+        return fitted([*self._busy, *self._waiting], lambda seconds: costs._replace(wake_s=seconds))
 
 
 def _pipe(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Pipe:
@@ -164,10 +161,15 @@ def _pipe(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Pipe:
     batches = [(x, x)] * _RUN
     # Shapes are agreed on, and groups meet, in the first pass.
     pipe.fit(batches)
-    return _Pipe(pipe, batches, [])
+    return _Pipe(pipe, batches, [], [])
 
 
-_PLAIN = ("overhead_s", "post_s", "pass_s", "cut_s", "wake_s")
+def _others_s() -> float:
+    """Processor seconds of this process's other threads, those that carry messages."""
+    return time.process_time() - time.thread_time()
+
+
+_PLAIN = ("overhead_s", "post_s", "pass_s", "cut_s", "taking_s", "wake_s")
 
 
 def _each(costs: RuntimeCosts, change: Callable[[float], float]) -> RuntimeCosts:
@@ -191,11 +193,10 @@ def _told(alone: Profile, timeline: Timeline, cut_s: float) -> RuntimeCosts:
     step = kinds[Op.STEP.value, 0]
     loss = next((seconds for (op, _), seconds in kinds.items() if op == Op.LOSS.value), 0.0)
     first, final = alone.layers[0], alone.layers[last]
-    # Beyond the first stage a forward takes a message, whose gradient goes back.
-    beyond = (forward - first.forward_s + kinds[Op.FWD.value, last] - final.forward_s) / 2
+    own = forward - first.forward_s
     host = {
-        Op.FWD: beyond,
-        Op.RECOMPUTE: beyond,
+        Op.FWD: own,
+        Op.RECOMPUTE: own,
         Op.BWD: (backward - first.backward_s + kinds[Op.BWD.value, last] - final.backward_s) / 2,
         Op.LOSS: loss - alone.loss_s,
         Op.LOAD: kinds[Op.LOAD.value, 0],
@@ -205,7 +206,9 @@ def _told(alone: Profile, timeline: Timeline, cut_s: float) -> RuntimeCosts:
     host_s = {op.value: max(seconds, 1e-6) for op, seconds in host.items()}
     overhead_s = max(host_s[Op.FWD], USUAL.overhead_s)
     pass_s = max(_between_s(timeline) - cut_s * _MANY, 0.0)
-    return RuntimeCosts(overhead_s, host_s[Op.SEND], host_s, pass_s, cut_s)
+    # Beyond the first stage a forward takes a message: what it reads, and what it is read by, has left the caches.
+    taking_s = max(kinds[Op.FWD.value, last] - final.forward_s - own, 0.0)
+    return RuntimeCosts(overhead_s, host_s[Op.SEND], host_s, pass_s, cut_s, taking_s=taking_s)
 
 
 def _between_s(timeline: Timeline) -> float:

@@ -37,6 +37,7 @@ class RuntimeCosts(NamedTuple):
         pass_s: of a rank between two passes over a synchronous program.
         cut_s: of cutting the batch, for each of its micro-batches.
         copy_s_per_byte: of a send, on the sender's core.
+        taking_s: of a forward or replay that takes a message, beyond `host_s`.
         wake_s: from the arrival of a message until a rank that waits for it goes on, beyond the link's latency.
     """
 
@@ -46,6 +47,7 @@ class RuntimeCosts(NamedTuple):
     pass_s: float = 0.0
     cut_s: float = 0.0
     copy_s_per_byte: float = 0.2e-9
+    taking_s: float = 0.0
     wake_s: float = 0.0
 
 
@@ -112,6 +114,9 @@ def cost_of(
         post_s=runtime.post_s,
         copy_s_per_byte=runtime.copy_s_per_byte,
     )
+    if runtime.taking_s:
+        first, *beyond = cost.forward_s
+        cost = replace(cost, forward_s=(first, *(seconds + runtime.taking_s for seconds in beyond)), recompute_s=())
     # Each replica steps, and keeps the states of, its part.
     parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
     cost = replace(cost, optim_bytes=tuple(size / num for size, num in zip(cost.optim_bytes, parts, strict=True)))

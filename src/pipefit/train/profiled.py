@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from pipefit.errors import PlanError, ProfileError
 from pipefit.profiling import profile_sizes
+from pipefit.profiling.payload import batch_of
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.spec.files import decode, encode
@@ -26,8 +27,6 @@ from pipefit.stage.split import NamedLayer
 from pipefit.train.batch import largest_part
 
 __all__ = ["agreed_profile", "as_trained", "profile_of"]
-
-_COMMITTED, _MANY_NORMS = 8, 4
 
 
 def profile_of(
@@ -65,7 +64,8 @@ def agreed_profile(
 
     Args:
         layers: of the whole model.
-        example: (input, target) of at least the largest size.
+        example: (input, target) of at least the largest size; as many samples as an update has, where there are batch
+            norms.
         microbatch_sizes: the first is the profile's own, further ones are its `others`.
         session: the ranks of the run.
         loss: as in `profile_layers`.
@@ -90,41 +90,43 @@ def agreed_profile(
             optimizer=optimizer,
             clips=clips,
         )
-    profile = _with_commits(profile, layers)
+    profile = _with_commits(profile, layers, batch_of(x))
     return _from_rank_0(profile) if session.is_distributed else profile
 
 
-def _with_commits(profile: Profile, layers: Sequence[NamedLayer]) -> Profile:
-    """A step also moves the running averages of batch norms, those of a stage together."""
-    counts = [sum(isinstance(module, _BatchNorm) for module in layer.module.modules()) for layer in layers]
-    if not any(counts):
+def _with_commits(profile: Profile, layers: Sequence[NamedLayer], num_samples: int) -> Profile:
+    """A step also moves the running averages of batch norms by all micro-batches, those of a stage together."""
+    sizes = [[m.num_features for m in layer.module.modules() if isinstance(m, _BatchNorm)] for layer in layers]
+    features = [num for own in sizes for num in own]
+    if not features:
         return profile
-    one_s, many_s = _commit_s(1), _commit_s(_MANY_NORMS)
-    each_s = max(many_s - one_s, 0.0) / (_MANY_NORMS - 1)
 
     def slower(one: Profile) -> Profile:
+        num_microbatches = -(-num_samples // one.microbatch_size)
+        one_s, all_s = (_commit_s(some, num_microbatches) for some in (features[:1], features))
+        each_s = max(all_s - one_s, 0.0) / max(len(features) - 1, 1)
         slow = [
-            msgspec.structs.replace(layer, step_s=layer.step_s + count * each_s)
-            for layer, count in zip(one.layers, counts, strict=True)
+            msgspec.structs.replace(layer, step_s=layer.step_s + len(own) * each_s)
+            for layer, own in zip(one.layers, sizes, strict=True)
         ]
-        total_s = one.optimizer_s + one_s + (sum(counts) - 1) * each_s
+        total_s = one.optimizer_s + one_s + (len(features) - 1) * each_s
         others = tuple(map(slower, one.others))
         return msgspec.structs.replace(one, layers=tuple(slow), optimizer_s=total_s, others=others)
 
     return slower(profile)
 
 
-def _commit_s(num_norms: int) -> float:
-    """Seconds to move the running averages of some batch norms by a mini-batch, the median of several."""
-    norms = [nn.BatchNorm1d(16) for _ in range(num_norms)]
+def _commit_s(features: Sequence[int], num_microbatches: int) -> float:
+    """Seconds to move the running averages of batch norms by a mini-batch, the median of several."""
+    norms = [nn.BatchNorm1d(num) for num in features]
     for norm in norms:
         DeferredBatchNorm.adopt(norm)
     found = list(deferred(norms))
     samples = []
     elsewhere = torch.ones(1 << 20)
     for _ in range(15):
-        for norm in norms * _COMMITTED:
-            norm(torch.ones(2, 16))
+        for norm in norms * num_microbatches:
+            norm(torch.ones(2, norm.num_features))
         # What a training does meanwhile leaves nothing of it in the processor's caches.
         elsewhere.sum()
         began = time.perf_counter()

@@ -1,0 +1,72 @@
+"""Predictions are held against measurements of the same moment: the pace of the machine, and costs over turns."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit.compare.foretold import Foretold
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.session import Session
+from pipefit.schedules import find
+from pipefit.simulate import simulate
+from pipefit.spec import Layer, Profile, Topology
+from pipefit.stage.split import named_layers
+from pipefit.train import calibrate
+from pipefit.train.pace import Pace
+from pipefit.train.predicted import USUAL, cost_of
+from pipefit.train.setup import make_plan
+
+ALONE = Session(0, 1, None, Progress())
+
+
+def test_a_machine_that_slows_down_for_one_turn_spoils_no_prediction():
+    foretold = Foretold(step_s=(1.0, 2.0, 1.0))
+    assert foretold.over([1.1, 2.2, 1.1]) == pytest.approx(1 / 1.1)
+    assert foretold.median_s == 1.0
+
+
+def test_taking_the_pace_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    pace = Pace(named_layers(model), batch, 4, ALONE, nn.functional.mse_loss)
+    assert 0 < pace.microbatch_s() < 1 and 0 < pace.microbatch_s() < 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert type(model[1]) is nn.BatchNorm1d
+
+
+def test_costs_are_the_medians_of_turns_each_at_its_pace():
+    turns = [USUAL._replace(host_s={"fwd": seconds}, wake_s=2 * seconds) for seconds in (2e-5, 3e-5, 9e-4)]
+    assert calibrate._medians(turns) == USUAL._replace(host_s={"fwd": 3e-5}, wake_s=6e-5)
+    slow = calibrate._each(turns[0], lambda seconds: seconds / 2)
+    assert slow.host_s == {"fwd": 1e-5} and slow.overhead_s == USUAL.overhead_s / 2
+    assert slow.copy_s_per_byte == USUAL.copy_s_per_byte
+
+
+def test_ranks_that_only_wait_for_each_other_wake_twice_for_each_microbatch():
+    """Under the naive schedule every message is waited for: an activation and a gradient."""
+    profile = Profile("m", 1, tuple(Layer(f"l{k}", 1, 1, 1, 0, 0, 4) for k in range(2)))
+    layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    plan = make_plan(layers, num_ranks=2, schedule="naive", num_microbatches=3, stages=[1, 1])
+    links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
+
+    def makespan_s(wake_s: float) -> float:
+        cost = cost_of(profile, plan, links, 0.0, USUAL._replace(wake_s=wake_s))
+        return simulate(program_of(plan), cost).makespan_s
+
+    assert makespan_s(0.5) - makespan_s(0.0) == pytest.approx(0.5 * 2 * 3)
+
+
+def program_of(plan):
+    from pipefit.schedules.planned import shape_of
+
+    return find(plan.schedule)(shape_of(plan, num_steps=1))
+
+
+def test_a_profile_at_another_pace_has_all_its_seconds_scaled_and_no_bytes():
+    layer = Layer("a", 1, 2, 3, 4, 5, 6, grad_bytes=7, spread_s=8, step_s=9)
+    profile = Profile("m", 1, (layer,), step_s=3, loss_s=1, optimizer_s=10)
+    slow = profile.scaled(2)
+    assert slow.layers == (Layer("a", 2, 4, 6, 4, 5, 6, grad_bytes=7, spread_s=16, step_s=18),)
+    assert (slow.step_s, slow.loss_s, slow.optimizer_s) == (6, 2, 20)
+    assert slow.whole_over_sum == profile.whole_over_sum == 3 / 7
