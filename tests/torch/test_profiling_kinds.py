@@ -91,3 +91,19 @@ def test_a_layer_that_cannot_run_by_itself_keeps_its_computed_seconds():
     computed = analytic_profile(model, x, SLOW)
     measured = with_measured_kinds(computed, model, x, torch.device("cpu"))
     assert "2 of 3 layers" in measured.source
+
+
+def test_layers_are_measured_in_the_type_that_autocast_computes_in():
+    seen = []
+
+    class Told(nn.Linear):
+        def forward(self, x):
+            seen.append(super().forward(x).dtype)
+            return super().forward(x).float()
+
+    model, x = nn.Sequential(Told(8, 8)), torch.randn(2, 8)
+    for half, expected in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        computed = analytic_profile(model, x, SLOW)
+        seen.clear()
+        with_measured_kinds(computed, model, x, torch.device("cpu"), half=half)
+        assert seen[-1] == expected

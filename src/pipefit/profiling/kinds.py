@@ -56,6 +56,7 @@ def with_measured_kinds(
     optimizer: Optimizer | None = None,
     state_per_weight: float = 2.0,
     room_bytes: float = float("inf"),
+    half: torch.dtype | None = None,
 ) -> Profile:
     """A computed profile with measured seconds, at its own micro-batch size.
 
@@ -74,6 +75,7 @@ def with_measured_kinds(
         optimizer: parameters -> optimizer; None: its seconds stay computed.
         state_per_weight: bytes of its states for each byte of weights, to know what fits.
         room_bytes: the most that a measurement may take on the device.
+        half: the type that autocast computes in; None: no autocast.
 
     Returns:
         The profile with other seconds; bytes are as they were. The layers are as they were too.
@@ -88,7 +90,9 @@ def with_measured_kinds(
         with _present(name, layer, device) as module, untouched(((name, module),), device, None):
             payload = map_tensors(torch.clone, first) if not index else _payload(cost.input, device)
             try:
-                found[id(cost)] = _measured(name, module, payload, device, optimizer, room_bytes, state_per_weight)
+                found[id(cost)] = _measured(
+                    name, module, payload, device, half, optimizer, room_bytes, state_per_weight
+                )
             except (ModelError, torch.OutOfMemoryError):
                 # It cannot be run by itself, on data that only look like its own.
                 continue
@@ -129,6 +133,7 @@ def _measured(
     layer: nn.Module,
     payload: Any,
     device: torch.device,
+    half: torch.dtype | None,
     optimizer: Optimizer | None,
     room_bytes: float,
     state_per_weight: float,
@@ -142,7 +147,8 @@ def _measured(
     def turn() -> None:
         marks = [clock.mark()]
         # What a layer changes in place must be no leaf.
-        output = call_layer(name, layer, map_tensors(_of_a_graph, payload), describe(payload))
+        with torch.autocast(device.type, half, enabled=half is not None):
+            output = call_layer(name, layer, map_tensors(_of_a_graph, payload), describe(payload))
         marks.append(clock.mark())
         roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]

@@ -113,8 +113,8 @@ def plan_of(
         copies: of the pipeline.
         schedule: by which they take turns; None: as the planner does.
         num_chunks: stages on each rank; 0: as many as are best.
-        half: the type that autocast computes in; None: no autocast. The device is measured so; what is kept counts as
-            if there were none, which is no less.
+        half: the type that autocast computes in; None: no autocast. Device and layers are measured so; what is kept
+            counts as if there were none, which is no less.
 
     Raises:
         PlanError: there is no example, from which the sizes of activations follow.
@@ -145,6 +145,7 @@ def plan_of(
             optimizer=optimizer,
             state_per_weight=state,
             room_bytes=spill.cap_bytes or 0.0,
+            half=half,
         )
         return msgspec.to_builtins(found)
 
