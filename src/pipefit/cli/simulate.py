@@ -45,7 +45,7 @@ def command(
     copy: Copy = 2,
     steps: Annotated[int, help_of("Weight updates of a plan's program.")] = 1,
     repeats: Annotated[int, help_of("Passes over the program, without a barrier between them.")] = 1,
-    contention: Annotated[bool, flag("Messages on one link travel one at a time.")] = False,
+    contention: Annotated[bool, flag("Messages on one link take turns, as they do with a profile.")] = False,
     output: Annotated[
         Path | None, help_of(".svg, .html or .png for a picture, .trace.json for Perfetto.", "--output", "-o")
     ] = None,
@@ -66,11 +66,9 @@ def command(
     )
     source = read_source(path, steps, profile, topology, whole_numbers("--layers", layers))
     cost = source.cost(forward, backward, input=input_gradient, weight=weight_gradient, latency=latency, copy=copy)
-    # Real links hand a message over when both sides are ready; the unit costs of the papers know no such thing.
-    rendezvous = contention or source.profile is not None
-    timeline = simulate(
-        source.program, cost, repeats=count("--repeats", repeats), contention=contention, rendezvous=rendezvous
-    )
+    # On real links messages take turns, once both sides are ready; the unit costs of the papers know no such thing.
+    real = contention or source.profile is not None
+    timeline = simulate(source.program, cost, repeats=count("--repeats", repeats), contention=real, rendezvous=real)
     data = figures(source.program, timeline, cost)
     data |= {
         "unit": "s" if source.profile else "",

@@ -1,47 +1,85 @@
-"""The closed forms of a step, and quick bounds by them: enough to drop most candidates before they are cut."""
+"""Quick bounds of time and memory, by closed forms: enough to drop most candidates before they are cut."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from pipefit.planner.closed_forms import Pace, closed_form_s, exposed_s
 from pipefit.planner.held import holds_all
 from pipefit.planner.space import Config, Ground
 from pipefit.spec import Profile
 
-__all__ = ["closed_form_s", "quick_bytes", "quick_s"]
+__all__ = ["quick_bytes", "quick_s"]
 
 
 def quick_s(ground: Ground, config: Config) -> float:
     """Seconds per update if the layers could be cut anywhere: a lower bound, roughly, for ranking."""
-    total, largest, cut = ground.once(
+    total = ground.once(
         ("quick", config.microbatch_size, config.tensor),
         lambda: _totals(ground.at(config.microbatch_size, config.tensor)),
     )
-    factor = 1 + (total[1] / total[0] if config.recompute == "all" and total[0] else 0.0)
-    work = max(total[0] / config.depth, largest) * factor
+    # Where the backward follows its forward at once nothing is replayed, as on the last rank of 1F1B.
+    replayed = 1 - 1 / config.depth if config.recompute == "all" else 0.0
+    work = total.forward_s + total.backward_s
+    backward_s = total.backward_s + replayed * total.forward_s
     if config.replicas:
-        work = total[0] / sum(config.replicas) * factor
-    topology = ground.ranks(config.tensor)
-    message_s = 0.0
+        share = 1 / sum(config.replicas)
+    else:
+        share = max(1 / config.depth, total.largest_s / (work or 1.0))
+    message_s = way_s = trip_s = 0.0
     if config.depth > 1:
-        link = topology.level_between(0, 1)
-        message_s = cut / config.tensor / link.bandwidth_bytes_per_s + link.latency_s
-    others = work * (config.depth - 1)
-    reduce_s = _reduce_bound_s(ground, config, ground.weight_bytes / config.depth / config.tensor)
-    return closed_form_s(config, work, others, message_s) + reduce_s
+        link = ground.ranks(config.tensor).level_between(0, 1)
+        hop_s = total.cut_bytes / config.tensor / link.bandwidth_bytes_per_s + link.latency_s
+        message_s = hop_s * config.chunks / (max(config.replicas) if config.replicas else 1)
+        way_s = hop_s * (config.num_stages - 1)
+        trip_s = (work + 2 * way_s) / config.depth
+    pace = Pace(share * total.forward_s, share * backward_s, work, message_s, way_s, trip_s)
+    return closed_form_s(config, pace) + _quick_tail_s(ground, config, total.backward_s)
 
 
-def _totals(profile: Profile) -> tuple[tuple[float, float], float, float]:
-    total = sum(layer.total_s for layer in profile.layers) + profile.loss_s
-    forward = sum(layer.forward_s for layer in profile.layers)
-    cuts = sorted(profile.cut_bytes)
-    return (total, forward), max(layer.total_s for layer in profile.layers), cuts[0] if cuts else 0.0
+@dataclass(frozen=True)
+class _Totals:
+    """Of the whole model: seconds, the slowest layer, the least bytes that a boundary carries."""
+
+    forward_s: float
+    backward_s: float
+    largest_s: float
+    cut_bytes: float
 
 
-def _reduce_bound_s(ground: Ground, config: Config, weight_bytes: float) -> float:
+def _totals(profile: Profile) -> _Totals:
+    return _Totals(
+        sum(layer.forward_s for layer in profile.layers) + profile.loss_s,
+        sum(layer.backward_s for layer in profile.layers),
+        max(layer.total_s for layer in profile.layers),
+        min(profile.cut_bytes, default=0.0),
+    )
+
+
+def _quick_tail_s(ground: Ground, config: Config, backward_s: float) -> float:
+    """What reductions add if every stage has an equal share of the time, and the weights that lie there."""
     if config.data < 2:
         return 0.0
-    topology = ground.ranks(config.tensor)
-    link = topology.level_between(0, config.depth)
-    return 2 * (config.data - 1) / config.data * weight_bytes / link.bandwidth_bytes_per_s
+    link = ground.ranks(config.tensor).level_between(0, config.depth)
+    per_byte = 2 * (config.data - 1) / config.data / link.bandwidth_bytes_per_s
+    weights = ground.once(
+        ("weights", config.microbatch_size, config.tensor, config.num_stages),
+        lambda: _shares(ground.at(config.microbatch_size, config.tensor), config.num_stages),
+    )
+    behind = [stage * backward_s / config.num_stages for stage in range(config.num_stages)]
+    return exposed_s([size * per_byte for size in weights], behind)
+
+
+def _shares(profile: Profile, num_stages: int) -> list[float]:
+    """Weight bytes of equal shares of the time, a layer's spread evenly over its own."""
+    import numpy as np
+
+    times = np.cumsum([0.0, *(layer.total_s for layer in profile.layers)])
+    weights = np.cumsum([0.0, *(layer.weight_bytes for layer in profile.layers)])
+    if not times[-1]:
+        return [float(weights[-1]) / num_stages] * num_stages
+    ends = np.interp(np.linspace(0.0, times[-1], num_stages + 1), times, weights)
+    return [float(size) for size in np.diff(ends)]
 
 
 def quick_bytes(ground: Ground, config: Config) -> float:
@@ -62,18 +100,3 @@ def quick_bytes(ground: Ground, config: Config) -> float:
         # At least what enters each of a rank's stages, of every micro-batch.
         kept = max(kept, cut * config.num_stages) * config.per_pipeline
     return float((weights * (1 + versions + state) + kept) / config.depth)
-
-
-def closed_form_s(config: Config, worst: float, others: float, message_s: float) -> float:
-    """The schedule's closed form with the slowest rank's work in place of f+b, and the others' as its fill."""
-    m, p, v = config.per_pipeline, config.depth, config.chunks
-    if p == 1:
-        return m * worst
-    if config.schedule.startswith("pipedream"):
-        return m * worst + 2 * message_s * m * (p - 1) / p
-    if config.schedule in ("interleaved", "breadth-first"):
-        hops = p * v - 1 if config.schedule == "interleaved" else p - 1
-        return m * worst + others / v + 2 * hops * message_s
-    if config.schedule == "gpipe":
-        return m * worst + others + 2 * (p - 1) * message_s
-    return m * worst + others + 2 * message_s * ((p - 1) * m / p + p - 2)

@@ -7,6 +7,7 @@ recompute) and multiplied with the sizes of every cut that is tried.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["Holding", "held", "held_replicated", "holds_all", "peaks", "small_program"]
+__all__ = ["Holding", "held", "held_replicated", "holds_all", "peaks", "replays", "small_program"]
 
 Key = tuple[str, int]
 
@@ -84,10 +85,22 @@ def held(
     A small program is counted whole. With many micro-batches only so many are counted as fill the pipeline. Whether
     what is held still grows with them is seen on a pipeline of at most four ranks.
     """
+    counted = _counted(depth, num_microbatches, chunks)
+    return _held(schedule, depth, counted, chunks, recompute, counted < num_microbatches), counted
+
+
+def _counted(depth: int, num_microbatches: int, chunks: int) -> int:
     enough = depth + 2 if chunks == 1 else 2 * depth
     small = depth * chunks * num_microbatches <= _SMALL
-    counted = num_microbatches if small else min(num_microbatches, enough)
-    return _held(schedule, depth, counted, chunks, recompute, counted < num_microbatches), counted
+    return num_microbatches if small else min(num_microbatches, enough)
+
+
+@lru_cache(maxsize=512)
+def replays(schedule: str, depth: int, num_microbatches: int, chunks: int) -> tuple[float, ...]:
+    """Of each stage the share of its forwards that a program replays, if all stages keep only their input."""
+    program = small_program(schedule, depth, _counted(depth, num_microbatches, chunks), chunks, True)
+    count = Counter(stage for stage, _ in program.recomputed)
+    return tuple(count[stage] / program.header.total_microbatches for stage in range(depth * chunks))
 
 
 @lru_cache(maxsize=512)

@@ -7,18 +7,15 @@ from typing import Any
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Op
-from pipefit.ir.values import Value
-from pipefit.planner.bounds import closed_form_s
+from pipefit.planner.closed_forms import estimate_s
 from pipefit.planner.cut import Within, cut
 from pipefit.planner.held import peaks
-from pipefit.planner.ranks import Both, holdings_of, limits_of, mixed, placement_for, positions, slowness_of
+from pipefit.planner.ranks import Both, holdings_of, limits_of, mixed, positions
 from pipefit.planner.space import Config, Ground
 from pipefit.spec import Partition, StageSpec
 from pipefit.units import format_bytes
 
-__all__ = ["Judged", "costs_of", "estimate_s", "judge", "reduce_s"]
+__all__ = ["Judged", "costs_of", "judge"]
 
 
 @dataclass(frozen=True)
@@ -140,33 +137,3 @@ def _weigh(
         where = f"stage {worst}" if config.chunks == 1 else f"rank {worst}"
         why = f"{where} needs {format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
     return Judged(config, partition, needed, limits, estimate_s(ground, config, partition, timing), fits, why)
-
-
-def estimate_s(ground: Ground, config: Config, partition: Partition, cost: CostModel) -> float:
-    """Seconds per update by the closed forms, for stages that differ."""
-    work = [0.0] * config.depth
-    owner = positions(config)
-    slow = slowness_of(ground, config) if not config.replicas else [1.0] * config.depth
-    for stage, spec in enumerate(partition.stages):
-        rank = owner[stage]
-        seconds = cost.forward_s[stage] + cost.backward_input_s[stage] + cost.backward_weight_s[stage]
-        seconds += cost.recompute_s[stage] if spec.recompute else 0.0
-        seconds += cost.loss_s if stage == len(partition.stages) - 1 else 0.0
-        count = 3 if spec.recompute else 2
-        own = seconds * slow[rank] + count * (cost.overhead_s + 2 * cost.post_s)
-        work[rank] += own / (config.replicas[rank] if config.replicas else 1)
-    worst = max(work)
-    message_s = 0.0
-    placement = placement_for(config).ranks
-    for stage in range(len(partition.stages) - 1):
-        link = cost.link(placement[stage][0], placement[stage + 1][0])
-        message_s = max(message_s, link[1] + cost.size_bytes(Value("act", stage, 0)) / link[0])
-    tail = 0.0
-    for stage, ranks in enumerate(placement):
-        tail = max(tail, reduce_s(cost, stage, ranks) + cost.step_s[stage])
-    return closed_form_s(config, worst, sum(work) - worst, message_s) + tail
-
-
-def reduce_s(cost: CostModel, stage: int, ranks: tuple[int, ...]) -> float:
-    """Seconds of the reduction of a stage's gradients over its copies."""
-    return cost.reduce_s(Instruction(Op.REDUCE, stage, version=0, kind="wgrad"), list(ranks))

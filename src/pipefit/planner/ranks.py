@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pipefit.planner.held import Holding, held, held_replicated
+from pipefit.planner.held import Holding, held, held_replicated, replays
 from pipefit.planner.space import Config, Ground
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Placement
 
-__all__ = ["Both", "holdings_of", "limits_of", "mixed", "placement_for", "positions", "slowness_of"]
+__all__ = ["Both", "holdings_of", "limits_of", "mixed", "placement_for", "positions", "replayed", "slowness_of"]
 
 Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
 """What each rank holds without and with recompute."""
@@ -38,6 +38,13 @@ def holdings_of(config: Config) -> tuple[Both, int]:
     plain, counted = held(name, config.depth, count, config.chunks, config.recompute == "all")
     replayed = held(name, config.depth, count, config.chunks, True)[0] if config.recompute == "some" else plain
     return (plain, replayed), count - counted
+
+
+def replayed(config: Config) -> tuple[float, ...]:
+    """Of each stage the share of its forwards that are replayed: none where the backward follows at once."""
+    if config.replicas:
+        return (1.0,) * len(config.replicas)
+    return replays(config.schedule, config.depth, config.per_pipeline, config.chunks)
 
 
 def mixed(both: Both, recomputed: set[int]) -> tuple[Holding, ...]:

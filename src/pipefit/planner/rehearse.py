@@ -14,8 +14,9 @@ import msgspec
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
+from pipefit.planner.closed_forms import reduce_s
 from pipefit.planner.held import small_program
-from pipefit.planner.judge import Judged, costs_of, reduce_s
+from pipefit.planner.judge import Judged, costs_of
 from pipefit.planner.ranks import placement_for
 from pipefit.planner.space import Config, Ground
 from pipefit.schedules import find, program_of
@@ -94,13 +95,25 @@ def rehearse(ground: Ground, judged: Judged) -> Rehearsal | None:
 def _whole(plan: Plan, timing: CostModel, synchronous: bool) -> Rehearsal:
     if synchronous:
         # Ranks issue in order, so the first of two passes takes what it would take alone.
-        twice = simulate(program_of(plan), timing, repeats=2, memory=False)
+        twice = simulate(program_of(plan), timing, repeats=2, memory=False, contention=_crowded(timing))
         first, second = twice.step_ends_s
         return Rehearsal(float(first - twice.start_s), float(second - first), True)
     steps = max(4, -(-2 * len(plan.placement.ranks) // plan.num_microbatches))
-    steady = simulate(program_of(plan, num_steps=steps), timing, memory=False)
+    steady = simulate(program_of(plan, num_steps=steps), timing, memory=False, contention=_crowded(timing))
     period = float(steady.period_s)
     return Rehearsal(float(steady.makespan_s) / steps, period, True)
+
+
+def _crowded(cost: CostModel) -> bool:
+    """Whether a message may be under way on a link when the next one is sent: then they must take turns there.
+
+    Between two messages on a link a rank works on a stage at least once. Where that takes longer than any message,
+    taking turns would change nothing, and the simulator is faster without.
+    """
+    work_s = min(min(cost.forward_s), min(map(sum, zip(cost.backward_input_s, cost.backward_weight_s, strict=True))))
+    ranks = cost.topology.num_devices if cost.topology else 1
+    bandwidth, latency = cost.link(0, ranks - 1)
+    return latency + max((*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0)) / bandwidth > work_s
 
 
 def _counts(config: Config) -> tuple[int, int]:
@@ -122,7 +135,7 @@ def _extrapolated(config: Config, partition: Partition, timing: CostModel, synch
     counts = _counts(config)
     for count in dict.fromkeys(counts):
         program = small_program(config.schedule, config.depth, count, config.chunks, recompute)
-        timeline = simulate(program, alone, memory=False)
+        timeline = simulate(program, alone, memory=False, contention=_crowded(alone))
         times.append(float(timeline.makespan_s if synchronous else timeline.period_s))
     if len(times) == 1:
         return Rehearsal(times[0], times[0], counts[0] == config.per_pipeline and config.data == 1)

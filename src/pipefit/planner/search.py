@@ -22,8 +22,9 @@ _HOPELESS = 1.3
 _CLOSE = 1.15
 # Forwards that all rehearsals together may simulate.
 _BUDGET = 40_000
-# With at most so many devices more candidates of every family are looked at.
+# With at most so many devices more candidates of every family are looked at, and those whose bound is a little behind.
 _SMALL = 64
+_SLACK = 1.1
 
 
 @dataclass
@@ -72,7 +73,7 @@ def search(ground: Ground, listed: list[Config], keep: int | None = None) -> Fou
     for family in sorted(families, key=lambda item: (item.configs[0], item.name)):
         if family.configs[0][0] > _HOPELESS * best_s:
             continue
-        _look(ground, family, keep, 40 if small else 32)
+        _look(ground, family, keep, 40 if small else 32, _SLACK if small else 1.0)
         best_s = min([best_s, *(judged.step_s for judged in family.feasible)])
     fitting = sorted((judged for family in families for judged in family.feasible), key=lambda j: (j.step_s, j.config))
     if not fitting:
@@ -91,13 +92,9 @@ def _families(ground: Ground, listed: list[Config]) -> list[Family]:
     return list(families.values())
 
 
-def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
-    """Judges the members of a family, fastest first, until enough of them fit."""
-    limit = max(
-        (ground.topology.device_of(rank).memory_bytes for rank in range(ground.topology.num_devices))
-        if ground.topology.devices
-        else (ground.topology.device.memory_bytes,)
-    )
+def _look(ground: Ground, family: Family, keep: int, tries: int, slack: float) -> None:
+    """Judges the members of a family, fastest first, until enough of them fit and the others' bounds are behind."""
+    limit = _most_memory(ground)
     if math.isinf(limit):
         # Nothing is saved by a replay where memory is no limit; the fastest is as good a first as any.
         able = [item for item in family.configs if item[1].recompute == "none"] or family.configs
@@ -119,7 +116,7 @@ def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
     family.closest = first
     for tried, (quick, config) in enumerate(able):
         best_s = min((judged.step_s for judged in family.feasible), default=math.inf)
-        if quick > (best_s if len(family.feasible) >= keep else 1.3 * best_s):
+        if quick > (slack if len(family.feasible) >= keep else 1.3) * best_s:
             break
         if tried >= tries or not first.fits:
             break
@@ -135,6 +132,10 @@ def _look(ground: Ground, family: Family, keep: int, tries: int) -> None:
     if first.fits and not family.feasible:
         family.feasible.append(first)
     family.feasible.sort(key=lambda judged: (judged.step_s, judged.config))
+
+
+def _most_memory(ground: Ground) -> float:
+    return max(device.memory_bytes for device in ground.topology.devices or (ground.topology.device,))
 
 
 def _size(needs: tuple[float, Config]) -> int:
@@ -225,8 +226,7 @@ def _shortage(ground: Ground, family: Family) -> tuple[str, str, None, None, flo
         return judged.config.summary, family.name, None, None, peak, f"{_depth(judged.config)}: {judged.why}"
     assert family.needs is not None
     need, config = family.needs
-    limit = ground.topology.device.memory_bytes
-    why = f"{_depth(config)}: every rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
+    why = f"{_depth(config)}: some rank needs at least {format_bytes(need)} of {format_bytes(_most_memory(ground))}"
     return config.summary, family.name, None, None, need, why
 
 

@@ -1,0 +1,184 @@
+"""The closed forms of a step: what schedules take, for stages and links that differ, before anything is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from pipefit.cost import CostModel
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
+from pipefit.ir.values import Value
+from pipefit.planner.ranks import placement_for, positions, replayed, slowness_of
+from pipefit.planner.space import Config, Ground
+from pipefit.spec import Partition
+
+__all__ = ["Pace", "closed_form_s", "estimate_s", "exposed_s", "reduce_s"]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the closed forms take: seconds per micro-batch of one pipeline.
+
+    Attributes:
+        forward_s: of the slowest rank, all its chunks together.
+        backward_s: of the same, replays included.
+        through_s: forward and backward of all ranks, without replays: those fill the wait for a gradient.
+        message_s: on the busiest link, one way: a rank's chunks all send over it.
+        way_s: of all messages of one micro-batch, one way.
+        trip_s: the longest round trip over the micro-batches that it is shared by: rank r has p − r of them in flight.
+    """
+
+    forward_s: float
+    backward_s: float
+    through_s: float
+    message_s: float = 0.0
+    way_s: float = 0.0
+    trip_s: float = 0.0
+
+
+def closed_form_s(config: Config, pace: Pace) -> float:
+    """Seconds of an update without reductions: the schedules' closed forms, for stages and links that differ.
+
+    A micro-batch takes the rhythm of whatever is slowest (a rank, a link, or a round trip that the schedule has too
+    few micro-batches in flight to hide), and the first and the last of them pass through everything else.
+    """
+    m, p, v = config.per_pipeline, config.depth, config.chunks
+    work = pace.forward_s + pace.backward_s
+    others = max(pace.through_s - work, 0.0)
+    through = pace.through_s + 2 * pace.way_s
+    if p == 1:
+        return m * work
+    if config.replicas:
+        return (m - 1) * max(work, pace.message_s) + through
+    if config.schedule == "interleaved":
+        # The first chunk has about 2p micro-batches in flight.
+        rhythm = max(work, pace.message_s, through / (2 * p))
+        return m * rhythm + others / v + 2 * pace.way_s
+    if config.schedule in ("gpipe", "breadth-first"):
+        # Each chunk is a pipeline of its own, which begins when the one before it lets go of its first micro-batch.
+        forward, backward = max(pace.forward_s, pace.message_s), max(pace.backward_s, pace.message_s)
+        lap = through / v
+        return max(m * (forward + backward) + lap - (forward + backward) / v, through + (m - 1) * (work / v))
+    rhythm = max(work, pace.message_s, pace.trip_s)
+    if config.schedule.startswith("pipedream"):
+        return m * rhythm
+    return m * rhythm + others + 2 * pace.way_s * (p - 2) / (p - 1)
+
+
+def exposed_s(tails: list[float], behind: list[float]) -> float:
+    """What reductions and optimizer steps add to an update.
+
+    Args:
+        tails: seconds of each stage's reduction and step.
+        behind: seconds between the stage's last backward and the last of all.
+    """
+    return max(0.0, *(tail - rest for tail, rest in zip(tails, behind, strict=True)))
+
+
+def estimate_s(ground: Ground, config: Config, partition: Partition, cost: CostModel) -> float:
+    """Seconds per update of a candidate that has been cut."""
+    placement = placement_for(config).ranks
+    stages = _stage_seconds(ground, config, partition, cost)
+    hops = [_message_s(cost, stage, a[0], b[0]) for stage, (a, b) in enumerate(pairwise(placement))]
+    tails = [reduce_s(cost, stage, ranks) + cost.step_s[stage] for stage, ranks in enumerate(placement)]
+    alone = closed_form_s(config, _pace(config, stages, hops))
+    if config.schedule == "1f1b" and not config.replicas and config.depth > 1:
+        alone = max(alone, _flush_s(config.per_pipeline, stages, hops))
+    return alone + exposed_s(tails, _behind(config, stages, hops))
+
+
+def reduce_s(cost: CostModel, stage: int, ranks: tuple[int, ...]) -> float:
+    """Seconds of the reduction of a stage's gradients over its copies."""
+    return cost.reduce_s(Instruction(Op.REDUCE, stage, version=0, kind="wgrad"), list(ranks))
+
+
+def _message_s(cost: CostModel, stage: int, sender: int, receiver: int) -> float:
+    bandwidth, latency = cost.link(sender, receiver)
+    return latency + cost.size_bytes(Value("act", stage, 0)) / bandwidth
+
+
+class _Stage(NamedTuple):
+    """Seconds of one micro-batch on the stage's rank."""
+
+    forward_s: float
+    backward_s: float
+    replay_s: float
+
+    @property
+    def work_s(self) -> float:
+        return self.forward_s + self.backward_s + self.replay_s
+
+
+def _stage_seconds(ground: Ground, config: Config, partition: Partition, cost: CostModel) -> list[_Stage]:
+    slow = slowness_of(ground, config) if not config.replicas else [1.0] * config.depth
+    owner = positions(config)
+    each = cost.overhead_s + 2 * cost.post_s
+    again = replayed(config) if any(stage.recompute for stage in partition.stages) else ()
+    found = []
+    for stage, spec in enumerate(partition.stages):
+        pace, replays = slow[owner[stage]], again[stage] if spec.recompute else 0.0
+        forward = cost.forward_s[stage] + (cost.loss_s if stage == len(partition.stages) - 1 else 0.0)
+        backward = cost.backward_input_s[stage] + cost.backward_weight_s[stage]
+        replay = replays * (cost.recompute_s[stage] * pace + each)
+        found.append(_Stage(forward * pace + each, backward * pace + each, replay))
+    return found
+
+
+def _pace(config: Config, stages: list[_Stage], hops: list[float]) -> Pace:
+    owner, copies = positions(config), config.replicas or (1,) * len(stages)
+    forward, work, message, alone = ([0.0] * config.depth for _ in range(4))
+    for stage, (rank, own) in enumerate(zip(owner, stages, strict=True)):
+        forward[rank] += own.forward_s / copies[stage]
+        work[rank] += own.work_s / copies[stage]
+        alone[rank] += own.forward_s + own.backward_s
+    for stage, hop in enumerate(hops):
+        message[owner[stage]] += hop / max(copies[stage], copies[stage + 1])
+    worst = work.index(max(work))
+    slowest = forward[worst], work[worst] - forward[worst]
+    if config.schedule == "breadth-first":
+        # Chunk after chunk, each at the pace of its own slowest stage.
+        chunks = [stages[k : k + config.depth] for k in range(0, len(stages), config.depth)]
+        slowest = (
+            sum(max(own.forward_s for own in chunk) for chunk in chunks),
+            sum(max(own.backward_s + own.replay_s for own in chunk) for chunk in chunks),
+        )
+    trips = [(sum(alone[rank:]) + 2 * sum(hops[rank:])) / (config.depth - rank) for rank in range(config.depth)]
+    return Pace(*slowest, sum(alone), max(message), sum(hops), max(trips))
+
+
+def _flush_s(count: int, stages: list[_Stage], hops: list[float]) -> float:
+    """1F1B: every rank works through its micro-batches, and waits for the first to come back and after the last.
+
+    Rank r has k = min(p − r, m) micro-batches in flight. Until the first returns it has k − 1 more forwards to do, and
+    from its last forward on k − 1 backwards before that micro-batch returns; a replay is done while it waits.
+    """
+    depth, longest = len(stages), 0.0
+    before, below = 0.0, sum(own.forward_s + own.backward_s for own in stages) + 2 * sum(hops)
+    for rank, own in enumerate(stages):
+        alone, way = own.forward_s + own.backward_s, 2 * hops[rank] if rank < len(hops) else 0.0
+        below -= alone
+        more = min(depth - rank, count) - 1
+        first = max(0.0, below - more * own.forward_s - own.replay_s)
+        last = max(0.0, below - more * own.backward_s - (more + 1) * own.replay_s)
+        waits = first + last if count > more + 1 else max(first, last)
+        longest = max(longest, before + count * own.work_s + waits)
+        below -= way
+        before += alone + way
+    return longest
+
+
+def _behind(config: Config, stages: list[_Stage], hops: list[float]) -> list[float]:
+    """Seconds between each stage's last backward and the last of all: the way down, or what its rank still has to do.
+
+    Of each chunk behind it a rank has still to do all micro-batches (breadth-first), or those of one turn.
+    """
+    turn = config.per_pipeline if config.schedule == "breadth-first" else min(config.depth, config.per_pipeline)
+    found: list[float] = []
+    way_s = 0.0
+    for stage, own in enumerate(stages):
+        below = stage - config.depth
+        found.append(max(way_s, found[below] + turn * stages[below].backward_s) if below >= 0 else way_s)
+        way_s += own.backward_s + (hops[stage] if stage < len(hops) else 0.0)
+    return found
