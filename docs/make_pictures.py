@@ -23,6 +23,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pipedream-vertical-sync": {"schedule": "pipedream-vertical-sync", "num_stages": 4, "num_microbatches": 10},
     "pipedream-2bw": {"schedule": "pipedream-2bw", "num_stages": 4, "num_microbatches": 4},
     "spilled": {"schedule": "spilled", "num_stages": 4, "num_microbatches": 4},
+    "spilled-ranks": {
+        **{"schedule": "breadth-first", "num_stages": 2, "num_microbatches": 4, "num_chunks": 3},
+        **{"slots": 2, "recompute": True, "turn": 1},
+    },
 }
 """Every picture by its name, and the drawing it shows; the tables of the manual speak of the same drawings."""
 
