@@ -18,6 +18,7 @@ from pipefit.errors import PipefitError
 from pipefit.study.execute.recipe import recipe_of
 from pipefit.study.search import Listed, OptunaSearch
 from pipefit.study.trial import StudyError, Trial
+from pipefit.units import format_seconds
 
 # Forks inherit what is loaded: the first optimizer of a process otherwise takes seconds.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
@@ -179,7 +180,8 @@ def test_a_study_stopped_by_a_signal_goes_on_where_it_stood(number, tmp_path):
 
 def test_a_folder_is_never_taken_for_another_study(tmp_path):
     given = trials(2)
-    study(given, tmp_path / "s").run()
+    first = study(given, tmp_path / "s").run()
+    drawn = (tmp_path / "s/timeline.svg").read_text()
     with pytest.raises(StudyError, match="holds a study already"):
         study(given, tmp_path / "s").run()
     with pytest.raises(StudyError, match="holds another study: its trials differ"):
@@ -188,6 +190,12 @@ def test_a_folder_is_never_taken_for_another_study(tmp_path):
         study(given, tmp_path / "none").run(resume=True)
     again = study(given, tmp_path / "s").run(resume=True)
     assert [row.status for row in again.trials] == ["finished"] * 2 and not again.interrupted
+    assert (again.makespan_s, again.policies, str(again)) == (first.makespan_s, first.policies, str(first))
+    assert (
+        tmp_path / "s/timeline.svg"
+    ).read_text() == drawn and f"makespan {format_seconds(first.makespan_s)}," in str(first)
+    with pytest.raises(KeyError):
+        again["nobody"]
 
 
 def test_a_folder_that_is_in_use_or_is_the_users_is_left_alone(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.options import Json, count, flag, help_of
-from pipefit.units import format_bytes, format_seconds
+from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
     from pipefit.study.board import Board
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
+_ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}
+"""Which trials are shown where there is no room for all."""
 
 
 def command(
@@ -62,7 +64,7 @@ def command(
         print(f"pipefit study: {hint}", file=sys.stderr)
     else:
         code = FINDING if result.num_failed else FINE
-    return Answer(result.as_dict(), lambda: told(result), code)
+    return Answer(result.as_dict(), lambda: f"\n{result}", code)
 
 
 def _found_everywhere(trial: Any) -> Any:
@@ -88,17 +90,18 @@ def _shown(spec: StudySpec, quiet: bool) -> Iterator[Any]:
     elif sys.stdout.isatty():
         from rich.live import Live
 
-        with Live(refresh_per_second=4) as live:
+        with Live(refresh_per_second=4, transient=True) as live:  # the results' table comes in its place
             yield _Table(live)
     else:
         yield _Lines()
 
 
 class _Lines:
-    """Plain lines: when trials begin to be known, and when one ends."""
+    """Plain lines: when a trial ends, and how all stand after every tenth of the steps."""
 
     def __init__(self) -> None:
         self._told: set[int] = set()
+        self._tenths = 0
 
     def changed(self, board: Board) -> None:
         for entry in board.entries:
@@ -106,10 +109,30 @@ class _Lines:
                 self._told.add(entry.number)
                 why = f": {entry.reason}" if entry.reason else ""
                 loss = f", loss {entry.losses[-1]:.4f}" if entry.losses else ""
-                print(f"{entry.name} {entry.status} after {len(entry.losses)} steps{loss}{why}", flush=True)
+                _say(f"{entry.name} {entry.status} after {len(entry.losses)} steps{loss}{why}")
+        if (tenths := int(10 * board.done)) > self._tenths and not board.is_over:
+            self._tenths = tenths
+            _say(_standing(board))
 
     def predicted(self, seconds: float, bound_s: float) -> None:
-        print(f"predicted: {format_seconds(seconds)} in all, lower bound {format_seconds(bound_s)}", flush=True)
+        _say(f"predicted: {format_seconds(seconds)} in all, lower bound {format_seconds(bound_s)}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # whoever stops reading does not stop the study
+        print(line, flush=True)
+
+
+def _standing(board: Board) -> str:
+    """How a study stands, in a line."""
+    over = sum(entry.has_ended for entry in board.entries)
+    parts = [f"{board.done:.0%} of the steps", f"{over} of {len(board.entries)} trials over"]
+    leader = min(board.entries, key=lambda entry: (entry.status == "failed", entry.score))
+    if leader.status != "failed" and leader.score < float("inf"):
+        parts.append(f"lowest {leader.name} {leader.score:.4f}")
+    if board.left_s < float("inf") and not board.is_over:
+        parts.append(f"{format_seconds(round(board.left_s, 1))} left")
+    return "  ".join(parts)
 
 
 class _Table:
@@ -117,6 +140,7 @@ class _Table:
 
     def __init__(self, live: Any) -> None:
         self._live, self._last_s, self._predicted = live, 0.0, ""
+        self._most = 10_000
 
     def predicted(self, seconds: float, bound_s: float) -> None:
         self._predicted = f"predicted {format_seconds(seconds)}, lower bound {format_seconds(bound_s)}"
@@ -126,17 +150,27 @@ class _Table:
         if now - self._last_s < 0.25 and not board.is_over:
             return
         self._last_s = now
+        # What does not fit is cut off by the terminal: of many trials those are shown that something happens to.
+        self._most = max(self._live.console.size.height - 7, 3)
         self._live.update(self._drawn(board))
 
     def _drawn(self, board: Board) -> Any:
         from rich.box import SIMPLE_HEAD
+        from rich.console import Group
         from rich.table import Table
+        from rich.text import Text
 
+        shown = board.entries
+        if len(shown) > self._most:
+            first = sorted(shown, key=lambda entry: (_ORDER.get(entry.status, 2), entry.score))[: self._most]
+            shown = sorted(first, key=lambda entry: entry.number)
+        more = len(board.entries) - len(shown)
+        below = _standing(board) + (f"  ({more} trials more)" if more else "")
         table = Table(box=SIMPLE_HEAD, pad_edge=False, title=self._predicted or None, title_justify="left")
         judged = any(entry.trial.evaluate for entry in board.entries)
         for head in ("trial", "", "step", "loss", *(["held-out"] if judged else []), "left", "device"):
             table.add_column(head, justify="left" if head in ("trial", "") else "right")
-        for entry in board.entries:
+        for entry in shown:
             left = entry.remaining_s
             table.add_row(
                 entry.name,
@@ -147,50 +181,8 @@ class _Table:
                 "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
                 str(entry.device) if entry.status == "running" else "",
             )
-        return table
+        return Group(table, Text(below))
 
 
 def _number(value: float) -> str:
     return f"{value:.4f}" if value < float("inf") else ""
-
-
-def told(result: StudyResult) -> str:
-    """A study's result for people."""
-    from pipefit.cli.watch import columns
-
-    score = "held-out" if any(row.held_out for row in result.trials) else "score"
-    head = ("trial", "status", "steps", score, "loss", "shards", "parameters", "busy", "moves")
-    rows: list[tuple[str, ...]] = [head]
-    for row in result.trials:
-        rows.append(
-            (
-                ("* " if row.name == result.best else "  ") + row.name,
-                row.status,
-                str(row.steps),
-                "" if row.score is None else f"{row.score:.4f}",
-                "" if row.last_loss is None else f"{row.last_loss:.4f}",
-                str(row.shards or ""),
-                f"{row.parameters:,}" if row.parameters else "",
-                format_seconds(row.busy_s) if row.busy_s else "",
-                str(row.moves),
-            )
-        )
-    lines = ["", *columns(rows), ""]
-    reasons: dict[str, list[str]] = {}
-    for row in result.trials:
-        if row.reason:
-            reasons.setdefault(f"{row.status}: {row.reason}", []).append(row.name)
-    lines += [f"{', '.join(names)} {reason}" for reason, names in reasons.items()]
-    measured = f"makespan {format_seconds(result.makespan_s)}, lower bound {format_seconds(result.bound_s)}"
-    lines.append(f"{result.policy} on {result.num_devices} devices: {measured}, gap {result.gap:.1%}")
-    if result.predicted_s is not None:
-        lines.append(f"predicted after the first turns, with no trial stopped: {format_seconds(result.predicted_s)}")
-    if result.policies:
-        others = (f"{name} {format_seconds(s)} ({more:+.1%})" for name, (s, more) in result.policies.items())
-        lines.append("on paper, with the turns as they were: " + ", ".join(others))
-    largest = max((row.device_bytes for row in result.trials), default=0)
-    if largest:
-        lines.append(f"the largest shard needs {format_bytes(largest)} on its device")
-    width = max(map(len, result.paths), default=0)
-    lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
-    return "\n".join(lines)

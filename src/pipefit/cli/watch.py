@@ -6,7 +6,7 @@ import contextlib
 import sys
 from typing import Any, TextIO
 
-from pipefit.units import format_bytes, format_count, format_seconds
+from pipefit.units import columns, format_bytes, format_count, format_seconds
 
 __all__ = ["Quiet", "Watcher", "report"]
 
@@ -121,12 +121,6 @@ def plan_table(plan: Any, profile: Any) -> str:
         predicted = plan.prediction
         lines.append(f"predicted: {format_seconds(predicted.period_s)} per step, {predicted.throughput:.1f} samples/s")
     return "\n".join(lines)
-
-
-def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows of text as aligned lines."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def report(result: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pipefit.study.entry import Admitted, Entry, Job, Report
 from pipefit.study.policies import POLICIES, SLACK, Ready
-from pipefit.study.simulation import Outcome, TrialCost, Turn, lower_bound_s, simulate_study
+from pipefit.study.simulation import Outcome, TrialCost, Turn, coarser, lower_bound_s, simulate_study
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule, Verdict
 
 __all__ = ["Board"]
@@ -238,26 +238,41 @@ class Board:
         return Outcome(moved, moved[-1].end_s, lower_bound_s(totals, self.num_devices))
 
     def predicted(self, policy: str | None = None) -> Outcome | None:
-        """The whole study on paper, from what turns have cost so far; None until every living trial was measured.
+        """This run on paper, from what turns have cost so far; None until every living trial was measured.
 
-        Trials that failed are left out, stopped ones count with the steps they have done.
+        Trials that failed are left out, stopped ones count with the steps they have done. What an earlier run has done
+        does not count.
         """
         costs = []
         for entry in self.entries:
-            if entry.status == "failed":
+            if entry.status == "failed" or (entry.has_ended and entry.cost is None):
                 continue
-            if entry.cost is None:
+            if entry.cost is None or entry.admitted is None:
                 return None
-            steps = entry.step if entry.status == "stopped" else entry.trial.steps
+            end = entry.step if entry.status == "stopped" else entry.trial.steps
+            steps = end - entry.admitted.step
             costs.append(entry.cost._replace(num_steps=steps, admission_s=self._admission_s(entry)))
-        return simulate_study(costs, self.num_devices, policy or self.policy) if costs else None
+        return simulate_study(coarser(costs), self.num_devices, policy or self.policy) if costs else None
+
+    @property
+    def left_s(self) -> float:
+        """How long the study still takes at least; infinite until every trial was measured."""
+        left = [entry.remaining_s for entry in self.entries if not entry.has_ended]
+        return lower_bound_s(left, self.num_devices)
+
+    @property
+    def done(self) -> float:
+        """The share of all steps that are done, or will not be."""
+        steps = sum(entry.trial.steps for entry in self.entries)
+        return sum(e.trial.steps if e.has_ended else len(e.losses) for e in self.entries) / max(steps, 1)
 
     def in_hindsight(self, policy: str) -> Outcome:
         """The same turns on paper, each as long as it was, under a policy."""
         spent: list[list[float]] = [[] for _ in self.entries]
         for turn in sorted(self.turns, key=lambda turn: (turn.trial, turn.start_s)):
             spent[turn.trial].append(turn.end_s - turn.start_s)
-        return simulate_study([TrialCost(tuple(own), 1) for own in spent if own], self.num_devices, policy)
+        costs = coarser([TrialCost(tuple(own), 1) for own in spent if own])
+        return simulate_study(costs, self.num_devices, policy)
 
     def _admission_s(self, entry: Entry) -> float:
         return sum(t.end_s - t.start_s for t in self.turns if t.trial == entry.number and t.step < 0)

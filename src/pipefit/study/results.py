@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from pipefit.study.board import Board
 from pipefit.study.entry import Entry
 from pipefit.study.picture import picture, trace
 from pipefit.study.policies import POLICIES
-from pipefit.study.simulation import Outcome, gap
+from pipefit.study.simulation import gap
+from pipefit.study.table import table_of
 
-__all__ = ["Row", "StudyResult", "read_entry", "result_of", "save_result", "write_entry"]
+__all__ = ["Row", "StudyResult", "read_entry", "result_of", "save_result", "with_figures_of", "write_entry"]
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,13 @@ class StudyResult:
         num_devices: workers.
         trials: in the order of the study.
         best: name of the trial with the lowest score; None: none ended well.
-        makespan_s: measured, from the first turn to the last (of this run, where a study was resumed).
+        makespan_s: measured, from the first turn to the last.
         bound_s: no policy is faster for the same turns: max(longest trial, total / devices).
         gap: makespan over bound, minus one.
         predicted_s: the makespan on paper, from the first turns of each trial; None: trials came too late for that.
         policies: for every policy the makespan and gap on paper, with every turn as long as it was.
         interrupted: it was stopped before its end and can be resumed.
+        resumed: figures of time are of this run alone, an earlier one did the rest.
         paths: of what it left.
     """
 
@@ -88,6 +90,7 @@ class StudyResult:
     predicted_s: float | None
     policies: dict[str, tuple[float, float]]
     interrupted: bool = False
+    resumed: bool = False
     paths: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Row:
@@ -95,6 +98,9 @@ class StudyResult:
             if row.name == name:
                 return row
         raise KeyError(name)
+
+    def __str__(self) -> str:
+        return table_of(self)
 
     @property
     def num_failed(self) -> int:
@@ -109,7 +115,9 @@ class StudyResult:
         return {"format": "pipefit.study-result/1", **data, "policies": policies, "trials": rows}
 
 
-def result_of(board: Board, name: str, predicted_s: float | None, interrupted: bool) -> StudyResult:
+def result_of(
+    board: Board, name: str, predicted_s: float | None, interrupted: bool, resumed: bool = False
+) -> StudyResult:
     """The result as the board stands."""
     measured = board.measured()
     policies: dict[str, tuple[float, float]] = {}
@@ -129,7 +137,19 @@ def result_of(board: Board, name: str, predicted_s: float | None, interrupted: b
         predicted_s,
         policies,
         interrupted,
+        resumed,
     )
+
+
+def with_figures_of(result: StudyResult, folder: Path) -> StudyResult:
+    """The result of a run that found nothing left to do, with the times that the earlier one has measured."""
+    path = folder / "results.json"
+    if not path.exists():
+        return result
+    before = read_json(path)
+    figures = {name: before[name] for name in ("policy", "num_devices", "makespan_s", "bound_s", "gap", "predicted_s")}
+    policies = {name: (found["makespan_s"], found["gap"]) for name, found in before["policies"].items()}
+    return replace(result, **figures, policies=policies, resumed=before["resumed"])
 
 
 def _row(entry: Entry) -> Row:
@@ -159,12 +179,10 @@ def _finite(value: float) -> float | None:
 
 def save_result(result: StudyResult, board: Board, folder: Path) -> None:
     """Writes results.json, the timeline as a picture and as a trace, and the losses of each trial."""
-    outcome = board.measured()
-    names = [entry.name for entry in board.entries]
     result.paths |= {"results": str(folder / "results.json"), "timeline": str(folder / "timeline.svg")}
     result.paths |= {"trace": str(folder / "timeline.trace.json")}
-    write_atomically(folder / "timeline.svg", picture(outcome, names, board.num_devices, title=_title(result, outcome)))
-    write_atomically(folder / "timeline.trace.json", json.dumps(trace(outcome, names)) + "\n")
+    if board.turns or not (folder / "timeline.svg").exists():
+        _save_timeline(result, board, folder)
     for row in result.trials:
         found = dict(row.held_out)
         told = ({"held_out": found[step]} if step in found else {} for step in range(1, len(row.losses) + 1))
@@ -174,8 +192,11 @@ def save_result(result: StudyResult, board: Board, folder: Path) -> None:
     write_json(folder / "results.json", result.as_dict())
 
 
-def _title(result: StudyResult, outcome: Outcome) -> str:
-    return f"{result.name}: {result.policy} on {result.num_devices} devices, {outcome.gap:.1%} over the lower bound"
+def _save_timeline(result: StudyResult, board: Board, folder: Path) -> None:
+    outcome, names = board.measured(), [entry.name for entry in board.entries]
+    title = f"{result.name}: {result.policy} on {result.num_devices} devices, {outcome.gap:.1%} over the lower bound"
+    write_atomically(folder / "timeline.svg", picture(outcome, names, board.num_devices, title=title))
+    write_atomically(folder / "timeline.trace.json", json.dumps(trace(outcome, names)) + "\n")
 
 
 def write_entry(entry: Entry, folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipefit.errors import PipefitError, nearest
 from pipefit.study.policies import POLICIES, Ready
 
-__all__ = ["Outcome", "TrialCost", "Turn", "gap", "lower_bound_s", "simulate_study"]
+__all__ = ["Outcome", "TrialCost", "Turn", "coarser", "gap", "lower_bound_s", "simulate_study"]
 
 
 class TrialCost(NamedTuple):
@@ -82,6 +82,27 @@ def lower_bound_s(totals_s: Sequence[float], num_devices: int) -> float:
 def gap(makespan_s: float, bound_s: float) -> float:
     """How much longer than the bound, as a share of it; 0 where there was nothing to do."""
     return makespan_s / bound_s - 1 if bound_s > 0 else 0.0
+
+
+_MOST_TURNS = 6000
+"""On paper; more take seconds, and the makespan does not change by what people read."""
+
+
+def coarser(costs: Sequence[TrialCost], most: int = _MOST_TURNS) -> list[TrialCost]:
+    """The same trials in fewer turns, each as long as some that follow each other, where there are too many.
+
+    >>> coarser([TrialCost((1.0, 2.0), 3)], most=2)
+    [TrialCost(turns_s=(4.0, 5.0), num_steps=1, admission_s=0.0)]
+    """
+    size = -(-sum(cost.num_steps * len(cost.turns_s) for cost in costs) // most)
+    if size <= 1:
+        return list(costs)
+    merged = []
+    for cost in costs:
+        turns = cost.turns_s * cost.num_steps
+        parts = tuple(sum(turns[first : first + size]) for first in range(0, len(turns), size))
+        merged.append(cost._replace(turns_s=parts, num_steps=1))
+    return merged
 
 
 class _Run:

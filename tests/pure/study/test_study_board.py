@@ -2,6 +2,8 @@
 
 import math
 
+import pytest
+
 from pipefit.study.board import Board
 from pipefit.study.entry import Admitted, Entry, Report
 from pipefit.study.simulation import lower_bound_s
@@ -92,6 +94,18 @@ def test_trials_held_at_a_rung_do_not_wait_for_ever_for_one_that_has_no_room():
             game.turned(Report(job.trial, game.entries[job.trial].step, 0, 1, 2, 1.0 + job.trial), 0)
     assert [entry.status for entry in game.entries] == ["finished", "stopped", "failed"]
     assert "2 of the others wait for it at a rung" in game.entries[2].reason
+
+
+def test_what_an_earlier_run_did_is_not_predicted_again():
+    game = board(10, 10, 10, devices=1)
+    game.entries[0].status, game.entries[0].losses = "finished", [1.0] * 10
+    for step in (8, 0):
+        game.admitted(game.next_job(0).trial, Admitted(1, 1, 10, 100, 0.0, step), 0, 0, 0)
+    assert game.left_s == math.inf and game.predicted() is None
+    for number, step in ((1, 8), (2, 0)):
+        game.turned(Report(number, step, 0, 1, 2, 0.5), 0)
+    assert game.predicted().makespan_s == pytest.approx(12)
+    assert game.left_s == pytest.approx(10)
 
 
 def test_a_trial_that_never_has_room_fails_with_the_reason():

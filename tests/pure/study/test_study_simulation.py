@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipefit.errors import PipefitError
 from pipefit.study.policies import POLICIES
-from pipefit.study.simulation import TrialCost, lower_bound_s, simulate_study
+from pipefit.study.simulation import TrialCost, coarser, lower_bound_s, simulate_study
 
 SECONDS = st.integers(1, 40).map(lambda n: n / 8)
 COSTS = st.builds(TrialCost, st.lists(SECONDS, min_size=1, max_size=4).map(tuple), st.integers(1, 6), st.just(0.0))
@@ -103,6 +103,16 @@ def test_admission_comes_first_and_counts():
     outcome = simulate_study([TrialCost((1.0,), 2, admission_s=0.5)], 1)
     assert [(turn.step, turn.start_s) for turn in outcome.turns] == [(-1, 0), (0, 0.5), (1, 1.5)]
     assert outcome.bound_s == outcome.makespan_s == 2.5
+
+
+def test_many_turns_are_simulated_in_fewer_and_the_makespan_stays():
+    costs = [TrialCost((0.1, 0.2, 0.3), 1000 + 100 * n, admission_s=0.5) for n in range(5)]
+    few = coarser(costs, most=3000)
+    assert sum(len(cost.turns_s) * cost.num_steps for cost in few) <= 3000 + len(costs)
+    assert [cost.total_s for cost in few] == pytest.approx([cost.total_s for cost in costs])
+    for policy in POLICIES:
+        exact, quick = simulate_study(costs, 2, policy), simulate_study(few, 2, policy)
+        assert quick.makespan_s == pytest.approx(exact.makespan_s, rel=0.002)
 
 
 def test_impossible_studies_are_refused():

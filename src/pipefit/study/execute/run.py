@@ -21,7 +21,7 @@ from pipefit.study.execute.cursor import read_cursor, read_losses
 from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
 from pipefit.study.execute.worker import Order, Settings, reason_of
-from pipefit.study.results import StudyResult, read_entry, result_of, save_result, write_entry
+from pipefit.study.results import StudyResult, read_entry, result_of, save_result, with_figures_of, write_entry
 from pipefit.study.search import Search
 from pipefit.study.trial import StudyError, StudySpec, Trial, file_name
 
@@ -86,7 +86,7 @@ class StudyRun:
         self._forked = forked
         self.spec, self._define, self._search = spec, define, search
         self._observer: Observer = observer or _Nobody()
-        self._folder = StudyFolder(spec, resume)
+        self._resume, self._folder = resume, StudyFolder(spec, resume)
         entries = [self._entry(number, trial) for number, trial in enumerate(spec.trials)]
         self.board = Board(entries, spec.workers, spec.policy, spec.stop)
         self.board.on_end = self._ended
@@ -288,7 +288,9 @@ class StudyRun:
 
     def _finish(self, pool: Pool | None) -> StudyResult:
         over = pool is not None and self.board.is_over and self._trouble is None
-        result = result_of(self.board, self.spec.name, self._predicted_s, interrupted=not over)
+        result = result_of(self.board, self.spec.name, self._predicted_s, not over, self._resume)
+        if self._resume and not self.board.turns:
+            result = with_figures_of(result, self._folder.path)
         if pool is not None and over:
             self._export(pool)
         if self._folder.best.exists():

@@ -1,0 +1,54 @@
+"""A study's result as text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipefit.units import columns, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from pipefit.study.results import StudyResult
+
+__all__ = ["table_of"]
+
+
+def table_of(result: StudyResult) -> str:
+    """A study's result for people: a row for each trial, why trials ended, the figures, and where things are."""
+    score = "held-out" if any(row.held_out for row in result.trials) else "score"
+    head = ("trial", "status", "steps", score, "loss", "shards", "parameters", "busy", "moves")
+    rows: list[tuple[str, ...]] = [head]
+    for row in result.trials:
+        rows.append(
+            (
+                ("* " if row.name == result.best else "  ") + row.name,
+                row.status,
+                str(row.steps),
+                "" if row.score is None else f"{row.score:.4f}",
+                "" if row.last_loss is None else f"{row.last_loss:.4f}",
+                str(row.shards or ""),
+                f"{row.parameters:,}" if row.parameters else "",
+                format_seconds(row.busy_s) if row.busy_s else "",
+                str(row.moves),
+            )
+        )
+    lines = [*columns(rows), ""]
+    reasons: dict[str, list[str]] = {}
+    for row in result.trials:
+        if row.reason:
+            reasons.setdefault(f"{row.status}: {row.reason}", []).append(row.name)
+    lines += [f"{', '.join(names)} {reason}" for reason, names in reasons.items()]
+    makespan = "makespan since it was resumed" if result.resumed else "makespan"
+    measured = f"{makespan} {format_seconds(result.makespan_s)}, lower bound {format_seconds(result.bound_s)}"
+    devices = f"{result.num_devices} device{'s' if result.num_devices > 1 else ''}"
+    lines.append(f"{result.policy} on {devices}: {measured}, gap {result.gap:.1%}")
+    if result.predicted_s is not None:
+        lines.append(f"predicted after the first turns, with no trial stopped: {format_seconds(result.predicted_s)}")
+    if result.policies:
+        others = (f"{name} {format_seconds(s)} ({more:+.1%})" for name, (s, more) in result.policies.items())
+        lines.append("on paper, with the turns as they were: " + ", ".join(others))
+    largest = max((row.device_bytes for row in result.trials), default=0)
+    if largest:
+        lines.append(f"the largest shard needs {format_bytes(largest)} on its device")
+    width = max(map(len, result.paths), default=0)
+    lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
+    return "\n".join(lines)
