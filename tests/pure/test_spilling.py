@@ -1,5 +1,6 @@
 """Spilling: which stage sits in which slot, what it costs in time and memory."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,14 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.cost import unit
+from pipefit.cost import CostModel, unit
 from pipefit.errors import PipefitError, ScheduleError
-from pipefit.ir import Op, Spill
+from pipefit.ir import Instruction, Op, Program, Spill
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
+from pipefit.ir.residency import kept_fetches
 from pipefit.ir.values import Value
 from pipefit.passes.stays import stays
+from pipefit.planner.limits import limit_of, traffic
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
+from pipefit.simulate.engine import Engine
+from pipefit.simulate.layout import layout_of
+from pipefit.spec import Tier
 from pipefit.timeline import from_chrome_trace
 from pipefit.verify import verify
 
@@ -81,11 +87,88 @@ def test_a_fetch_runs_beside_the_visit_before_it_unless_it_is_told_to_wait():
     assert makespan(4, prefetch=0) > makespan(4) + 4
 
 
-def test_the_next_pass_waits_until_what_it_fetches_is_written():
+def fetch(stage, slot, version=0):
+    return Instruction(Op.FETCH, stage, version=version, kind="weights", tier="host", slot=slot)
+
+
+def evict(stage, version):
+    return Instruction(Op.EVICT, stage, version=version, kind="weights", tier="host")
+
+
+def test_the_next_pass_begins_with_the_weights_that_lie_in_their_slots():
     program = generate("spilled", Shape(2, 1, spill=Spill.of(2, slots=1)))
+    cost = unit(program.header, 2, 4, copy=2)
+    once, twice = (simulate(program, cost, repeats=n) for n in (1, 2))
+    read, written = 1, 2  # a first fetch; weights and states, while the next pass computes already
+    assert twice.makespan_s == 2 * once.makespan_s - read - written
+    assert [kept_fetches(program, 0, later) for later in (False, True)] == [frozenset(), frozenset({0})]
+    assert program.ranks[0][0] == fetch(0, 0)
+
+
+def test_weights_that_stepped_on_the_host_are_waited_for_and_read_again():
+    program = generate("spilled", Shape(2, 1, spill=Spill("host", 1, 0, False, (0, 1), on_host=(0, 1))))
     once, twice = (simulate(program, unit(program.header, 2, 4, copy=2), repeats=n) for n in (1, 2))
-    last_states = 1  # written while the next pass begins to fetch weights
-    assert twice.makespan_s == 2 * once.makespan_s - last_states
+    assert twice.makespan_s == 2 * once.makespan_s and not kept_fetches(program, 0, later=True)
+
+
+def test_weights_are_kept_only_in_the_slot_they_left_last_and_only_in_their_last_version():
+    header = generate("spilled", Shape(2, 1, spill=Spill.of(2, slots=2))).header
+    drop = Instruction(Op.DROP, 1, version=1, kind="weights")
+    listed = [fetch(0, 0), fetch(1, 1), evict(0, 1), fetch(0, 0, 1), evict(0, 2), evict(1, 1), fetch(1, 0, 1), drop]
+    program = Program(header, (tuple(listed),))
+    # Stage 0 comes back into its slot; stage 1 into another, after which nothing of stage 0 lies there.
+    assert kept_fetches(program, 0) == {3}
+    assert kept_fetches(program, 0, later=True) == {1, 3}
+
+
+def costs_of_copies(program, one_channel=False, check=0.0, read=2.0, write=2.0):
+    tier = Tier("host", math.inf, read, write, one_channel=one_channel, check_bytes_per_s=check)
+    many = len(program.header.placement)
+    sizes = {"weight_bytes": (2,) * many, "optim_bytes": (4,) * many}
+    return CostModel((1,) * many, (1,) * many, (1,) * many, **sizes, tiers=(tier,))
+
+
+def copies_of(timeline, op):
+    return [(e.start_s, e.end_s) for e in timeline.events if timeline.instruction(e).op is op]
+
+
+def test_reads_and_writes_of_one_channel_take_turns():
+    program = generate("spilled", Shape(4, 1))
+    alone, shared = (simulate(program, costs_of_copies(program, each), repeats=3) for each in (False, True))
+    assert shared.period_s > alone.period_s
+    moved = sorted(copies_of(alone, Op.FETCH) + copies_of(alone, Op.EVICT))
+    assert any(a[1] > b[0] for a, b in pairwise(moved))
+    # However they interleave, each second of the channel is used once.
+    in_turns = copies_of(shared, Op.FETCH) + copies_of(shared, Op.EVICT)
+    seconds = sum(end - start for start, end in copies_of(alone, Op.FETCH) + copies_of(alone, Op.EVICT))
+    assert seconds <= max(end for _, end in in_turns)
+    limit = limit_of(traffic(program, 0, costs_of_copies(program)), costs_of_copies(program, True).tiers[0])
+    assert limit.lanes["host ⇄ device"] <= shared.period_s and limit.limit_s <= shared.period_s + 1e-9
+
+
+def test_what_is_known_later_but_begins_earlier_moves_in_the_gap():
+    """A fetch that waits for its slot is known before an evict that is listed after it, and can begin long before."""
+    program = generate("spilled", Shape(2, 1))
+    engine = Engine(layout_of(program), None, 1, False)
+    channel = (0, "disk")
+    assert engine._through(channel, 10, 5) == (10, 15)
+    assert engine._through(channel, 2, 3) == (2, 5)
+    assert engine._through(channel, 4, 8) == (5, 18)
+    assert engine._through(channel, 0, 1) == (0, 1)
+    assert engine._through(channel, 12, 1) == (18, 19)
+    taken = engine.taken[channel]
+    assert all(a[1] <= b[0] for a, b in pairwise(taken)) and sum(b - a for a, b in taken) == 18
+
+
+def test_checksums_take_the_time_of_whoever_computes():
+    program = generate("spilled", Shape(3, 1))
+    free, checked = (costs_of_copies(program, check=each, read=1e9, write=1e9) for each in (0.0, 4.0))
+    kept = kept_fetches(program, 0, later=True)
+    moved = [i for n, i in enumerate(program.ranks[0]) if i.op in (Op.FETCH, Op.EVICT) and n not in kept]
+    seconds = sum(checked.size_bytes(Value(i.kind, i.stage, i.version)) / 4 for i in moved)
+    periods = [simulate(program, cost, repeats=3).period_s for cost in (free, checked)]
+    assert periods[1] - periods[0] == pytest.approx(seconds, abs=1e-6) and seconds > 5
+    assert traffic(program, 0, checked).check_s == seconds and traffic(program, 0, free).check_s == 0
 
 
 @pytest.mark.parametrize("prefetch", [None, 0])

@@ -16,7 +16,7 @@ from pipefit.memory.layout import Layout, absent
 from pipefit.memory.records import chunk_sum
 from pipefit.memory.states import is_zero_at_first, numbers_beside, probe_states
 from pipefit.memory.tiers import Key
-from pipefit.profiling import measure_tier
+from pipefit.profiling import measure_tier, tiers
 from pipefit.stage.materialise import can_be_drawn, materialise
 from pipefit.stage.split import named_layers
 
@@ -139,7 +139,16 @@ def test_a_tier_is_measured_with_the_copies_of_spilling(tmp_path):
     for folder in (None, tmp_path):
         tier = measure_tier(folder, num_bytes=1 << 20, repeats=2)
         assert tier.read_bytes_per_s > 1e6 and tier.write_bytes_per_s > 1e6
+        # Whoever computes takes the checksums of a disk, and none of memory.
+        assert tier.check_bytes_per_s > 1e6 if folder else tier.check_bytes_per_s == 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("both_s", "one_channel"), [(1.9, True), (1.1, False)])
+def test_a_tier_whose_reads_and_writes_take_turns_is_known_by_both_at_once(monkeypatch, both_s, one_channel):
+    monkeypatch.setattr(tiers, "_turn", lambda *_: (1.0, 0.8, both_s))
+    tier = measure_tier(num_bytes=4096, repeats=3)
+    assert tier.one_channel is one_channel and (tier.read_bytes_per_s, tier.write_bytes_per_s) == (4096, 5120)
 
 
 def test_the_benchmark_compares_four_ways_of_one_model(tmp_path):

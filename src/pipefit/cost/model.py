@@ -139,6 +139,8 @@ class CostModel:
             own = 0 if instruction.op is Op.DROP else self.overhead_s
             return work + self.host_s.get(instruction.op, own)
         own = self.host_s.get(instruction.op, 0 if instruction.op is Op.BARRIER else self.post_s)
+        if instruction.op is Op.EVICT:
+            return own + self.check_s(instruction)
         copies = instruction.op is Op.SEND and self.copy_s_per_byte
         return own + self.copy_s_per_byte * self._message_bytes(instruction) if copies else own
 
@@ -226,12 +228,28 @@ class CostModel:
             return latency + _over(size * (self.tensor - 1), bandwidth) / self.tensor
         if instruction.op is Op.HOST_STEP:
             return self.host_step_s[instruction.stage]
+        tier = self.tier_of(instruction)
+        rate = tier.read_bytes_per_s if instruction.op is Op.FETCH else tier.write_bytes_per_s
+        return tier.latency_s + _over(self._copied_bytes(instruction), rate)
+
+    def check_s(self, copy: Instruction) -> float:
+        """Seconds that a rank spends on the checksum of what is copied: before an evict, and when a fetch has come."""
+        rate = next((tier.check_bytes_per_s for tier in self.tiers if tier.name == copy.tier), 0)
+        return self._copied_bytes(copy) / rate if rate else 0
+
+    def tier_of(self, copy: Instruction) -> Tier:
+        """The tier of a fetch or evict.
+
+        Raises:
+            PlanError: it is unknown.
+        """
         for tier in self.tiers:
-            if tier.name == instruction.tier:
-                rate = tier.read_bytes_per_s if instruction.op is Op.FETCH else tier.write_bytes_per_s
-                size = self.size_bytes(Value(instruction.kind, instruction.stage, instruction.version))
-                return tier.latency_s + _over(size, rate)
-        raise PlanError(f"cost.tiers: {instruction} needs tier {instruction.tier!r}; add it with its rates")
+            if tier.name == copy.tier:
+                return tier
+        raise PlanError(f"cost.tiers: {copy} needs tier {copy.tier!r}; add it with its rates")
+
+    def _copied_bytes(self, copy: Instruction) -> float:
+        return self.size_bytes(Value(copy.kind, copy.stage, copy.version))
 
     # --------------------------------------------------------------------------------------------------------- bytes
 

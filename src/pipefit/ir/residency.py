@@ -14,7 +14,7 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
 from pipefit.ir.spill import SLOTTED
 
-__all__ = ["copy_waits"]
+__all__ = ["copy_waits", "kept_fetches"]
 
 _WEIGHTS, _WGRAD = Kind.WEIGHTS.value, Kind.WGRAD.value
 
@@ -81,6 +81,44 @@ def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
             if fetched is not None:
                 waits[index] = (fetched,)
     return waits
+
+
+def kept_fetches(program: Program, rank: int, later: bool = False) -> frozenset[int]:
+    """The fetches of a rank, by their index, that move nothing: the weights that left a slot last still lie there.
+
+    Only weights that were written back are theirs: what was dropped is not known to be the tier's.
+
+    Args:
+        program: that spills.
+        rank: whose list.
+        later: whether a pass over the program has gone before, whose last weights are those that this one begins with.
+    """
+    if program.header.spill is None:
+        return frozenset()
+    lying: dict[int, tuple[int, int]] = {}
+    found = _found_lying(program, rank, lying)
+    if later:
+        last = {stage: max(v for s, v in lying.values() if s == stage) for stage, _ in lying.values()}
+        # They are counted from 0 again.
+        lying = {slot: (stage, 0) for slot, (stage, version) in lying.items() if version == last[stage]}
+        found = _found_lying(program, rank, lying)
+    return frozenset(found)
+
+
+def _found_lying(program: Program, rank: int, lying: dict[int, tuple[int, int]]) -> list[int]:
+    """Goes through a pass with the (stage, version) that lies in each slot, which it brings up to date."""
+    found: list[int] = []
+    home: dict[int, int] = {}
+    for index, i in enumerate(program.ranks[rank]):
+        if i.kind != _WEIGHTS or i.op not in (Op.FETCH, Op.EVICT):
+            continue
+        if i.op is Op.EVICT:
+            lying[home[i.stage]] = i.stage, i.version
+            continue
+        home[i.stage] = i.slot
+        if lying.pop(i.slot, None) == (i.stage, i.version):
+            found.append(index)
+    return found
 
 
 def _of_fetch(i: Instruction, slots: _Slots, written: dict[tuple[str, int, int, str], int]) -> tuple[int, ...]:

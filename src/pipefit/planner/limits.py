@@ -2,6 +2,8 @@
 
     limit = max(compute, bytes read / rate, bytes written / rate, steps on the host) + first fill
 
+It is that of a step among others: weights that lie in their slots since the step before are not read. Where reads and
+writes take turns on one channel, their seconds add up. Whoever computes also takes checksums, where the tier has them.
 Where stages step on the host their states do not move, and gradients are written in place of weights. Sources: Nagrecha
 and Kumar, Hydra (VLDB 2022); Ren and others, ZeRO-Offload (USENIX ATC 2021) §4 for the step on the host.
 """
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pipefit.cost.model import CostModel
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.program import Program
+from pipefit.ir.residency import kept_fetches
 from pipefit.ir.values import Value
 from pipefit.spec.topology import Tier
 
@@ -27,14 +30,16 @@ class Traffic:
     Attributes:
         compute_s: seconds of forwards, replays, backwards and losses.
         step_s: seconds of optimizer steps on the device.
+        check_s: seconds of checksums, taken by whoever computes.
         read_bytes: fetched, by kind.
         written_bytes: evicted, by kind.
         host_s: seconds of optimizer steps on the host.
-        fill_s: seconds until the first stage is there.
+        fill_s: seconds until the first stage is there; 0 where it still is.
     """
 
     compute_s: float
     step_s: float
+    check_s: float
     read_bytes: dict[str, float]
     written_bytes: dict[str, float]
     host_s: float
@@ -65,33 +70,42 @@ class Limit:
 
 
 def traffic(program: Program, rank: int, cost: CostModel) -> Traffic:
-    """What a rank of a program computes and moves."""
+    """What a rank of a program computes and moves in a pass that follows another."""
+    kept = kept_fetches(program, rank, later=True)
     read: defaultdict[str, float] = defaultdict(float)
     written: defaultdict[str, float] = defaultdict(float)
-    compute = step = host = fill = 0.0
-    for i in program.ranks[rank]:
+    compute = step = host = check = 0.0
+    fill: float | None = None
+    for index, i in enumerate(program.ranks[rank]):
         if i.op is Op.FETCH:
-            read[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
-            fill = fill or cost.local_s(i, rank)
+            moved = index not in kept
+            fill = cost.local_s(i, rank) * moved if fill is None else fill
+            if moved:
+                read[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
+                check += cost.check_s(i)
         elif i.op is Op.EVICT:
             written[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
+            check += cost.check_s(i)
         elif i.op is Op.HOST_STEP:
             host += cost.local_s(i, rank)
         elif i.op is Op.STEP:
             step += cost.duration_s(i, rank)
         elif i.op in COMPUTE_OPS or i.op is Op.LOSS:
             compute += cost.duration_s(i, rank)
-    return Traffic(compute, step, dict(read), dict(written), host, fill)
+    return Traffic(compute, step, check, dict(read), dict(written), host, fill or 0.0)
 
 
 def limit_of(moved: Traffic, tier: Tier) -> Limit:
     """The limit of a program that spills to a tier."""
-    names = ("host → device", "device → host") if tier.name == "host" else ("disk read", "disk write")
-    lanes = {
-        "compute": moved.compute_s + moved.step_s,
-        names[0]: sum(moved.read_bytes.values()) / tier.read_bytes_per_s,
-        names[1]: sum(moved.written_bytes.values()) / tier.write_bytes_per_s,
-    }
+    read_s = sum(moved.read_bytes.values()) / tier.read_bytes_per_s
+    write_s = sum(moved.written_bytes.values()) / tier.write_bytes_per_s
+    lanes = {"compute": moved.compute_s + moved.step_s + moved.check_s}
+    if tier.one_channel:
+        lanes["host ⇄ device" if tier.name == "host" else "disk"] = read_s + write_s
+    elif tier.name == "host":
+        lanes |= {"host → device": read_s, "device → host": write_s}
+    else:
+        lanes |= {"disk read": read_s, "disk write": write_s}
     if moved.host_s:
         lanes["step on the host"] = moved.host_s
     return Limit(lanes, moved.fill_s)

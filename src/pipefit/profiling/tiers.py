@@ -6,15 +6,19 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pipefit.memory.arena import aligned
 from pipefit.memory.disk import DiskTier
 from pipefit.memory.host import HostTier
 from pipefit.memory.lanes import Lanes
+from pipefit.memory.records import chunk_sum
 from pipefit.memory.tiers import Key, TierStore
+from pipefit.profiling.clock import median_of
 from pipefit.spec.topology import Tier
 
 __all__ = ["measure_tier"]
@@ -33,12 +37,16 @@ def measure_tier(
 ) -> Tier:
     """Measures the host's memory, or the disk of a folder, with the copies that spilling uses.
 
+    Reads alone, writes alone, and both at once: they share one channel when together they take longer than the mean of
+    what they would take side by side and one after the other. A disk has its checksums taken by whoever computes,
+    whose seconds are measured apart from the copies (on a GPU the copies contain them).
+
     Args:
         folder: on the disk; None: the host's memory.
         device: at the other end of the copies.
         capacity_bytes: that it may take; None: what is free.
-        num_bytes: of the record that is copied.
-        repeats: of which the fastest counts; the first is a rehearsal.
+        num_bytes: of each of two records that are copied.
+        repeats: of which the medians count; the first is a rehearsal.
 
     Raises:
         TierError: the folder cannot be used, or has no room.
@@ -47,18 +55,15 @@ def measure_tier(
     lanes = Lanes(place)
     name = f"probe-{os.getpid()}"
     tier: TierStore = HostTier(None, lanes, place) if folder is None else DiskTier(folder, name, lanes, device=place)
-    key, slot = Key(0, "weights"), aligned(num_bytes, place)
-    slot.fill_(1)
-    written, read = [], []
+    keys = Key(0, "weights"), Key(1, "weights")
+    slots = [aligned(num_bytes, place).fill_(1) for _ in keys]
+    turns = []
     try:
-        tier.reserve({key: num_bytes})
+        tier.reserve(dict.fromkeys(keys, num_bytes))
+        tier.write(keys[1], 0, slots[1]).wait()
         for version in range(repeats):
-            began = time.perf_counter()
-            tier.write(key, version, slot).wait()
-            written.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            tier.read(key, version, slot).wait()
-            read.append(time.perf_counter() - began)
+            turns.append(_turn(tier, keys, slots, version))
+        check = _check_bytes_per_s(slots[0], repeats) if folder is not None and place.type == "cpu" else 0.0
     finally:
         tier.close()
         lanes.close()
@@ -66,6 +71,34 @@ def measure_tier(
             file.unlink()
     if capacity_bytes is None:
         capacity_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
+    read_s, write_s, both_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
     return Tier(
-        "host" if folder is None else "disk", capacity_bytes, num_bytes / min(read[1:]), num_bytes / min(written[1:])
+        "host" if folder is None else "disk",
+        capacity_bytes,
+        num_bytes / read_s,
+        num_bytes / write_s,
+        one_channel=both_s > (max(read_s, write_s) + read_s + write_s) / 2,
+        check_bytes_per_s=check,
     )
+
+
+def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version: int) -> tuple[float, float, float]:
+    """Seconds of reading, of writing, and of both at once."""
+    write = tier.write(keys[0], 2 * version, slots[0])
+    write.wait()
+    read = tier.read(keys[0], 2 * version, slots[0])
+    read.wait()
+    both = tier.write(keys[0], 2 * version + 1, slots[0]), tier.read(keys[1], 0, slots[1])
+    for copy in both:
+        copy.wait()
+    both_s = max(copy.ended_s for copy in both) - min(copy.started_s for copy in both)
+    return read.ended_s - read.started_s, write.ended_s - write.started_s, both_s
+
+
+def _check_bytes_per_s(slot: Tensor, repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        chunk_sum(memoryview(slot.numpy()))
+        seconds.append(time.perf_counter() - began)
+    return slot.numel() / median_of(seconds[1:])

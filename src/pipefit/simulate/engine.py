@@ -8,7 +8,9 @@ looked at in the order of their clocks.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final
 
 from pipefit.simulate.layout import Layout
@@ -16,6 +18,8 @@ from pipefit.simulate.layout import Layout
 __all__ = ["Engine", "Key", "Prices"]
 
 Key = tuple[object, ...]
+
+_end = itemgetter(1)
 
 UNKNOWN: Final = -1
 """Stands for a time that is not known yet; no time is negative."""
@@ -34,6 +38,10 @@ class Prices:
             under contention, their link; for what goes through shared ports, these.
         groups: the members of the collective it belongs to.
         copies: each fetch and evict, with the evictions of the pass before that it must wait for.
+        kept: the fetches that find what they want in their slot, in a pass that follows another.
+        checks: seconds before an instruction begins, once what it waits for has come: of a checksum; in the first pass
+            and in later ones.
+        channels: of copies that take turns with those of another lane, what both go through.
         closing: of each rank, the reductions that nothing in the pass waits for; the next pass does.
         between: seconds a rank spends before each pass.
     """
@@ -44,6 +52,9 @@ class Prices:
     lanes: dict[int, tuple[Key, ...]]
     groups: dict[int, tuple[int, ...]]
     copies: dict[int, tuple[int, ...]]
+    kept: frozenset[int]
+    checks: tuple[dict[int, float], dict[int, float]]
+    channels: dict[int, Key]
     closing: list[list[int]]
     between: float = 0
 
@@ -64,6 +75,7 @@ class Engine:
     blocked_on: list[int] = field(default_factory=list)
     issuing: list[bool] = field(default_factory=list)
     free: dict[Key, float] = field(default_factory=dict)
+    taken: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
     ready: list[int] = field(default_factory=list)
     agenda: list[tuple[float, int]] = field(default_factory=list)
 
@@ -105,6 +117,7 @@ class Engine:
         plain = not self.contention and blocks is None
         for lap in range(begin, self.repeats):
             base = lap * size
+            checks = prices.checks[lap > 0]
             if lap and i == first:
                 for q in prices.closing[rank]:
                     arrival = end[base - size + q]
@@ -124,6 +137,8 @@ class Engine:
                                 return
                             if arrival > now:
                                 now = arrival
+                        if checks:
+                            now += checks.get(i, 0)
                     start[n] = now
                     now += hold[i]
                     end[n] = now
@@ -180,7 +195,9 @@ class Engine:
         if self.end[n] >= 0:
             return
         lanes = prices.lanes.get(i, ())
-        finish = max([self.free.get(lane, 0) for lane in lanes]) + prices.travel[i] if lanes else 0
+        kept = base > 0 and i in prices.kept
+        travel = 0 if kept else prices.travel[i]
+        finish = max([self.free.get(lane, 0) for lane in lanes]) + travel if lanes else 0
         for side in sides:
             begin = self.posted[base + side]
             if begin < 0:
@@ -191,16 +208,41 @@ class Engine:
                 if self.end[base + need] < 0:
                     return
                 begin = max(begin, self.end[base + need])
-            finish = max(finish, begin + prices.travel[side])
+            finish = max(finish, begin + (0 if kept else prices.travel[side]))
+        first = finish - travel
+        if i in prices.channels and travel:
+            first, finish = self._through(prices.channels[i], first, travel)
         for lane in lanes:
             self.free[lane] = finish
         for side in sides:
             self.end[base + side] = finish
         if i in prices.copies:
             # What counts of a copy is when its lane begins it, not when the rank asked for it.
-            self.start[n] = finish - prices.travel[i]
+            self.start[n] = first
         for side in sides:
             self._arrived(base, side)
+
+    def _through(self, channel: Key, begin: float, seconds: float) -> tuple[float, float]:
+        """Moves something through a channel while nobody else does; when that begins and ends.
+
+        Who comes to be known first goes first, and another moves in the gaps: so the channel is never idle while there
+        is something to move, whatever the order in which that becomes known.
+        """
+        taken = self.taken.setdefault(channel, [])
+        own: list[tuple[float, float]] = []
+        now, left = begin, seconds
+        for start, end in taken[bisect_right(taken, begin, key=_end) :]:
+            piece = min(left, start - now)
+            if piece > 0:
+                own.append((now, now + piece))
+                left -= piece
+            if left <= 0:
+                break
+            now = end
+        if left > 0:
+            own.append((now, now + left))
+        self.taken[channel] = sorted([*taken, *own])
+        return own[0][0], own[-1][1]
 
     def _arrived(self, base: int, side: int) -> None:
         """Wakes the rank that waits for it, and whatever else needs it."""

@@ -13,8 +13,9 @@ from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.graph import Graph, collective_members
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op
 from pipefit.ir.program import Program
+from pipefit.ir.residency import kept_fetches
 from pipefit.simulate.engine import Engine, Key, Prices
-from pipefit.simulate.layout import Layout, layout_of
+from pipefit.simulate.layout import Code, Layout, layout_of
 from pipefit.simulate.memory import memory_over_time
 from pipefit.simulate.sharing import Machine, SharingEngine
 from pipefit.timeline import Event, Timeline
@@ -37,8 +38,9 @@ def simulate(
 
     Every rank issues its list in order. An instruction of the compute lane starts when the rank is free and what it
     needs has arrived. Any other is issued and completes by itself: a message starts when both sides have posted it, a
-    reduction when all members have, a copy when its lane is free. Where a machine of the topology has fewer cores than
-    processes, those that work at the same time share them evenly.
+    reduction when all members have, a copy when its lane is free; where reads and writes of a tier take turns, they
+    move in each other's gaps. Weights that lie in their slots since the pass before are not read. Where a machine of
+    the topology has fewer cores than processes, those that work at the same time share them evenly.
 
     >>> from pipefit.schedules import Shape, generate
     >>> program = generate("1f1b", Shape(depth=4, num_microbatches=8))
@@ -162,6 +164,7 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
     travel_of: list[float] = [_travel_s(cost, layout, i.op, index) for index, (i, _) in enumerate(layout.kinds)]
     travel = [travel_of[index] for index in layout.costs]
     lanes: dict[int, tuple[Key, ...]] = {}
+    channels: dict[int, Key] = {}
     groups: dict[int, tuple[int, ...]] = {}
     for group in graph.collectives:
         first = graph.instructions[group[0]]
@@ -181,8 +184,47 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
                 lanes[number] = lanes[layout.partners[number]] = held
         elif i.op is Op.FETCH or i.op is Op.EVICT or i.op is Op.HOST_STEP:
             lanes[number] = ((graph.ranks[number], i.op, i.tier),)
+            if i.op is not Op.HOST_STEP and cost.tier_of(i).one_channel:
+                channels[number] = graph.ranks[number], i.tier
     hold = [hold_of[index] for index in layout.costs]
-    return Prices(hold, travel, blocks, lanes, groups, _copies(graph), _closing(layout), cost.pass_s)
+    kept, later = _kept(graph, later=False), _kept(graph, later=True)
+    for number in kept:
+        travel[number] = 0
+    return Prices(
+        hold,
+        travel,
+        blocks,
+        lanes,
+        groups,
+        _copies(graph) | dict.fromkeys(later, ()),
+        later,
+        (_checks(layout, cost, kept), _checks(layout, cost, later)),
+        channels,
+        _closing(layout),
+        cost.pass_s,
+    )
+
+
+def _kept(graph: Graph, later: bool) -> frozenset[int]:
+    """The fetches that move nothing, by number."""
+    ranks = enumerate(graph.starts[:-1])
+    return frozenset(start + index for rank, start in ranks for index in kept_fetches(graph.program, rank, later))
+
+
+def _checks(layout: Layout, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
+    """Seconds of the checksums of fetches, taken by the first that waits for them, on its own rank."""
+    graph = layout.graph
+    if graph.program.header.spill is None or not any(tier.check_bytes_per_s for tier in cost.tiers):
+        return {}
+    found: dict[int, float] = {}
+    checked = set(kept)
+    for number, code in enumerate(layout.codes):
+        for awaited in layout.waits[number] if code == Code.WAIT else ():
+            fetch = graph.instructions[awaited]
+            if fetch.op is Op.FETCH and awaited not in checked:
+                checked.add(awaited)
+                found[number] = found.get(number, 0) + cost.check_s(fetch)
+    return found
 
 
 def _message_lanes(cost: CostModel, source: int, target: int, contention: bool) -> tuple[Key, ...]:

@@ -58,7 +58,15 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     They are those of a machine, which its ranks share: see `Topology.tiers_among`.
 
-    `step_bytes_per_s` is how many bytes of weights an optimizer steps per second in the host's memory; 0: not known.
+    Attributes:
+        name: "host" or "disk".
+        capacity_bytes: that it may take.
+        read_bytes_per_s: towards the device.
+        write_bytes_per_s: away from it.
+        latency_s: of each copy.
+        step_bytes_per_s: bytes of weights that an optimizer steps in the host's memory; 0: not known.
+        one_channel: whether reads and writes take turns, as on most disks; else each keeps its rate beside the other.
+        check_bytes_per_s: bytes of which whoever computes takes the checksum, for all that is copied; 0: of nothing.
     """
 
     name: str
@@ -67,6 +75,8 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write_bytes_per_s: float
     latency_s: float = 0.0
     step_bytes_per_s: float = 0.0
+    one_channel: bool = False
+    check_bytes_per_s: float = 0.0
 
 
 _UNITS = {
@@ -78,6 +88,7 @@ _UNITS = {
     "read_bytes_per_s": "bytes/s",
     "write_bytes_per_s": "bytes/s",
     "step_bytes_per_s": "bytes/s",
+    "check_bytes_per_s": "bytes/s",
     "latency_s": "s",
 }
 

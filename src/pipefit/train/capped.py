@@ -204,9 +204,18 @@ def _shared(session: Session, own: Tier, num_sharing: int) -> Tier:
     """The tier of a machine, from what each of the ranks that share it got when all of them measured."""
     if not session.is_distributed:
         return own
-    found = exchange(session, [own.capacity_bytes, own.read_bytes_per_s, own.write_bytes_per_s, own.step_bytes_per_s])
-    capacity, read, write, step = (min(figures) for figures in zip(*found, strict=True))
-    return Tier(own.name, capacity, read * num_sharing, write * num_sharing, step_bytes_per_s=step * num_sharing)
+    figures = "capacity_bytes", "read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s", "check_bytes_per_s"
+    found = exchange(session, [getattr(own, name) for name in figures])
+    capacity, read, write, step, check = (min(column) for column in zip(*found, strict=True))
+    return Tier(
+        own.name,
+        capacity,
+        read * num_sharing,
+        write * num_sharing,
+        step_bytes_per_s=step * num_sharing,
+        one_channel=any(exchange(session, own.one_channel)),
+        check_bytes_per_s=check,
+    )
 
 
 def _told_place(spill: Spilled, tier: Tier) -> str:
