@@ -1,10 +1,14 @@
 """A trial larger than its worker's memory: it is never whole there, and its numbers are those of one that is."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from pipefit.errors import ModelError
 from pipefit.study.execute.export import export
 from pipefit.study.execute.live import LiveTrial
 from pipefit.study.execute.recipe import recipe_of
+from pipefit.study.file import load_study
 from pipefit.study.trial import Trial
 
 # A trial of 340 MB of weights: two steps under a cap, then its weights as a file, with the most memory that took.
@@ -57,6 +62,66 @@ def test_a_trial_larger_than_its_cap_is_never_whole_in_memory(tmp_path):
     parameters, num_shards, *peaks = json.loads(found.stdout)
     assert 4 * parameters > 320 << 20 and num_shards >= 6
     assert max(peaks) < 128 << 20, [peak >> 20 for peak in peaks]
+
+
+_STUDY = """
+format = "pipefit.study/1"
+name = "large"
+workers = 1
+threads = 1
+device_memory = "48 MiB"
+model = "gpt"
+data = "synthetic"
+batch = 2
+microbatches = 2
+steps = 2
+optimizer = "adamw"
+options = {layers = 6, hidden = 384, heads = 8, context = 16, tied = false}
+[grid]
+lr = [1e-2, 1e-3]
+"""
+
+
+def _studied(place, until=lambda: False, more=()):
+    """Runs `pipefit study` until it ends or is cut off; what its workers grew by, and its exit code.
+
+    What they grew by is how far the kernel's peaks lie above that of the process they were copied from.
+    """
+    path = place / "study.toml"
+    path.write_text(_STUDY)
+    words = [sys.executable, "-m", "pipefit", "study", str(path), "-o", str(place / "out"), "--json", *more]
+    peaks, parents = {}, {}
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}) as study:
+        while study.poll() is None:
+            for entry in Path("/proc").glob("[0-9]*/status"):
+                with contextlib.suppress(OSError, KeyError):
+                    lines = dict(line.split(":", 1) for line in entry.read_text().splitlines())
+                    parents.setdefault(int(lines["Pid"]), int(lines["PPid"]))
+                    peaks[int(lines["Pid"])] = int(lines["VmHWM"].split()[0]) << 10
+            if until():
+                study.send_signal(signal.SIGTERM)
+                until = lambda: False  # noqa: E731
+            time.sleep(0.02)
+    workers = [pid for pid, parent in parents.items() if parents.get(parent) == study.pid]
+    return max(peaks[pid] - peaks[parents[pid]] for pid in workers), study.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_study_of_trials_larger_than_the_cap_keeps_it_and_can_be_interrupted(tmp_path):
+    state = tmp_path / "out" / "state"
+    grown, code = _studied(tmp_path, lambda: len(list(state.glob("*/act-*.between"))) > 2)
+    assert code == 128 + signal.SIGTERM and grown < 48 << 20, (code, grown >> 20)
+    grown, code = _studied(tmp_path, more=["--resume"])
+    assert code == 0 and grown < 48 << 20, (code, grown >> 20)
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["trials"]
+    # Weights and AdamW's states of a trial alone are more than twice the cap.
+    assert all(12 * row["parameters"] > 2 * 48 << 20 and row["shards"] > 2 for row in rows)
+    for row in rows:
+        spec = load_study(tmp_path / "study.toml")
+        trial = next(trial for trial in spec.trials if trial.lr == row["values"]["lr"])
+        lines = (tmp_path / "out" / "trials" / row["name"] / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["loss"] for line in lines] == alone(trial)[0]
 
 
 @pytest.mark.parametrize("trial", [Trial("gpt", **GPT, **SMALL)], ids=["gpt"])

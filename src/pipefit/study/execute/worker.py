@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -19,6 +21,8 @@ from pipefit.study.trial import Trial
 
 __all__ = ["Order", "Settings", "reason_of", "work"]
 
+_M_MMAP_THRESHOLD = -3
+_OWN_MAPPING_BYTES = 1 << 20
 _KEPT_BYTES = 1 << 30
 """What a worker keeps of trials between their turns where no limit is given for the device."""
 
@@ -75,6 +79,8 @@ class Order(NamedTuple):
 def work(settings: Settings, pipe: Connection) -> None:
     """The process's main function: jobs come over the pipe, and what became of each goes back."""
     _settle(settings)
+    if settings.capacity_bytes:
+        _give_back()
     import torch
 
     torch.set_num_threads(settings.threads)
@@ -128,6 +134,12 @@ def _settle(settings: Settings) -> None:
     handle = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
+
+
+def _give_back() -> None:
+    """Memory that is let go of goes back to the system at once: else glibc keeps up to 32 MiB of every size it saw."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
 
 
 def _device(settings: Settings) -> Any:
