@@ -9,11 +9,14 @@ from torch import nn
 from pipefit import Pipeline, Spilled
 from pipefit.compare.bench import spill as bench
 from pipefit.errors import ModelError, PlanError
+from pipefit.ir import Op
+from pipefit.ir.residency import kept_fetches
 from pipefit.memory import states
 from pipefit.memory.arena import Slot, aligned
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.layout import Layout, absent
 from pipefit.memory.records import chunk_sum
+from pipefit.memory.spilled import SpilledStore
 from pipefit.memory.states import is_zero_at_first, numbers_beside, probe_states
 from pipefit.memory.tiers import Key
 from pipefit.profiling import measure_tier, tiers
@@ -157,6 +160,39 @@ def test_the_benchmark_compares_four_ways_of_one_model(tmp_path):
     assert row.tokens == 32 and row.limit_s >= row.replayed_s and row.of_resident == row.replayed_s / row.buffered_s
     assert row.read_s > 0 and row.write_s > 0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("stages", "slots"), [(1, 1), (3, 1), (4, 2), (5, 3)])
+def test_the_run_reads_what_the_limit_and_the_simulation_say_it_reads(tmp_path, monkeypatch, stages, slots, clip):
+    copied = []
+    real = SpilledStore.fetch
+
+    def spy(self, kind, version, slot):
+        copy = real(self, kind, version, slot)
+        copied.append((kind, copy.num_bytes))
+        return copy
+
+    monkeypatch.setattr(SpilledStore, "fetch", spy)
+    pipe = Pipeline(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(stages))), loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.Adam(p, 0.1), stages=stages, chunks=stages, clip_norm=clip,
+        spill=Spilled(disk=tmp_path, slots=slots),
+    )  # fmt: skip
+    fetches = [(index, i) for index, i in enumerate(pipe.program.ranks[0]) if i.op is Op.FETCH]
+    for step in range(3):
+        copied.clear()
+        pipe.step(torch.ones(4, 8), torch.ones(4, 8))
+        assert [kind for kind, _ in copied] == [i.kind for _, i in fetches]
+        still = {
+            index for (index, i), (_, size) in zip(fetches, copied, strict=True) if i.kind == "weights" and not size
+        }
+        assert still == kept_fetches(pipe.program, 0, later=step > 0)
+        # Under clipping the stages come again, and end in other slots than those that they begin in.
+        assert clip or bool(still) == (step > 0)
+    told = str(pipe.report())
+    assert "fetch s0" in told and "evict s0" in told
+    pipe.close()
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -127,10 +127,11 @@ def _derived(row: SpeedRow) -> dict[str, Any]:
 
 
 def _rates(tier: Tier) -> str:
-    return (
-        f"the disk alone: reads {tier.read_bytes_per_s / 1e9:.2f} GB/s, writes {tier.write_bytes_per_s / 1e9:.2f} GB/s"
-    )
+    rates = tier.read_bytes_per_s / 1e9, tier.write_bytes_per_s / 1e9
+    turns = "in turns" if tier.one_channel else "side by side"
+    return f"the disk alone: reads {rates[0]:.2f} GB/s, writes {rates[1]:.2f} GB/s, {turns}"
 
 
-def _plain(tier: Tier) -> dict[str, float]:
-    return {"read_bytes_per_s": tier.read_bytes_per_s, "write_bytes_per_s": tier.write_bytes_per_s}
+def _plain(tier: Tier) -> dict[str, float | bool]:
+    rates = {"read_bytes_per_s": tier.read_bytes_per_s, "write_bytes_per_s": tier.write_bytes_per_s}
+    return {**rates, "one_channel": tier.one_channel}

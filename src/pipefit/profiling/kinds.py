@@ -33,7 +33,7 @@ from pipefit.stage.split import NamedLayer
 
 __all__ = ["with_measured_kinds"]
 
-_FEWEST, _MOST, _LIMIT_S = 2, 5, 0.8
+_FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
 
 
 @dataclass(frozen=True)

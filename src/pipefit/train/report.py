@@ -14,7 +14,7 @@ from pipefit.units import format_bytes, format_seconds
 
 __all__ = ["PipelineReport"]
 
-_TOLD = {op.value for op in COMPUTE_OPS} | {Op.LOSS.value, Op.STEP.value}
+_TOLD = {op.value for op in (*COMPUTE_OPS, Op.LOSS, Op.STEP, Op.HOST_STEP, Op.FETCH, Op.EVICT)}
 
 
 @dataclass(frozen=True)

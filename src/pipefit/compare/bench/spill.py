@@ -26,6 +26,7 @@ from torch import Tensor
 from pipefit.data import TextBatches, text
 from pipefit.errors import PipefitError
 from pipefit.ir.op import Op
+from pipefit.ir.residency import kept_fetches
 from pipefit.memory.tiers import Key
 from pipefit.models import ModelBundle, build
 from pipefit.profiling import measure_tier
@@ -193,6 +194,7 @@ class SpeedRow:
         synchronous_s: spilled, each stage loaded when it is needed.
         buffered_s: spilled, loaded while another computes.
         read_s, write_s: the bytes of a step at the tier's own rates.
+        one_channel: whether the tier reads and writes in turns.
     """
 
     tokens: int
@@ -202,16 +204,24 @@ class SpeedRow:
     buffered_s: float
     read_s: float
     write_s: float
+    one_channel: bool = False
+
+    @property
+    def lanes(self) -> dict[str, float]:
+        """Seconds that each is busy."""
+        if self.one_channel:
+            return {"compute": self.replayed_s, "disk": self.read_s + self.write_s}
+        return {"compute": self.replayed_s, "read": self.read_s, "write": self.write_s}
 
     @property
     def limit_s(self) -> float:
         """What no order of work and copies can beat: the slowest lane."""
-        return max(self.replayed_s, self.read_s, self.write_s)
+        return max(self.lanes.values())
 
     @property
     def binds(self) -> str:
         """The slowest lane."""
-        return max(("compute", self.replayed_s), ("read", self.read_s), ("write", self.write_s), key=lambda x: x[1])[0]
+        return max(self.lanes, key=self.lanes.__getitem__)
 
     @property
     def of_limit(self) -> float:
@@ -295,7 +305,7 @@ def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats
         pipe.close()
     medians = [statistics.median(values) for values in seconds.values()]
     rates = tier.read_bytes_per_s, tier.write_bytes_per_s
-    return SpeedRow(tokens, *medians, read / rates[0], written / rates[1])
+    return SpeedRow(tokens, *medians, read / rates[0], written / rates[1], tier.one_channel)
 
 
 def _timed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> float:
@@ -309,16 +319,14 @@ def _timed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def _traffic(pipe: Pipeline) -> tuple[float, float]:
-    """Bytes that a step reads and writes; the weights in the slots at its end are those that the next begins with."""
+    """Bytes that a step reads and writes, once another has gone before."""
     spilling = pipe._engine.workers[0].spilling
     assert spilling is not None
     sizes = {key: size for store in spilling.stores.values() for key, size in store.sizes().items()}
-    moves = [(i.op, sizes[Key(i.stage, i.kind)]) for i in pipe.program.ranks[0] if i.op in (Op.FETCH, Op.EVICT)]
-    spill = pipe.program.header.spill
-    assert spill is not None
-    kept = sum(sizes[Key(stage, "weights")] for stage in spill.stages[: spill.weights_slots])
-    read, written = (sum(size for op, size in moves if op is way) for way in (Op.FETCH, Op.EVICT))
-    return read - kept, written
+    kept = kept_fetches(pipe.program, 0, later=True)
+    moves = [i for index, i in enumerate(pipe.program.ranks[0]) if i.op in (Op.FETCH, Op.EVICT) and index not in kept]
+    read, written = (sum(sizes[Key(i.stage, i.kind)] for i in moves if i.op is way) for way in (Op.FETCH, Op.EVICT))
+    return read, written
 
 
 # ---- both ----------------------------------------------------------------------------------------------------------
