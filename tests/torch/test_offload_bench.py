@@ -10,7 +10,11 @@ import torch.distributed as dist
 from pipefit.cli import bench_offload
 from pipefit.compare.bench import offload as bench
 from pipefit.errors import ModelError, PipefitError
+from pipefit.profiling.layers import as_chain
+from pipefit.profiling.survey import survey
+from pipefit.stage.split import named_layers
 from pipefit.train import capped
+from pipefit.train.spilled import Spilled
 
 TINY = bench.OffloadConfig("cpu", 4, 64, 2, 64, 32, cap_bytes=3 << 20, part=64, fsdp_part=64, steps=1)
 
@@ -39,12 +43,17 @@ def test_all_ways_train_the_same_model_and_the_peer_is_torchs_own(here):
     assert not dist.is_initialized()
 
 
-def test_a_plan_for_autocast_takes_the_device_as_fast_as_it_is_in_that_type(monkeypatch):
-    """A GPU multiplies bfloat16 some ten times as fast as float32: what binds depends on it."""
+def test_a_plan_for_autocast_knows_what_it_keeps_and_how_fast_the_device_is_in_its_type(monkeypatch):
+    """A GPU multiplies bfloat16 some ten times as fast as float32; activations are halved, weights cast and kept."""
     seen, measure = [], capped.measure_device
     monkeypatch.setattr(capped, "measure_device", lambda *a, **more: seen.append(more["dtype"]) or measure(*a, **more))
-    bench._answer(TINY, "spilled", 64)
-    assert seen == [torch.bfloat16]
+    bundle, (x, y) = bench._gpt(TINY, "cpu"), next(bench._batches(TINY, 64))
+    for half in (None, torch.bfloat16):
+        found = capped.plan_of(named_layers(bundle.layers), Spilled("1 GiB"), bench._adam, (x, y), 1, half=half)
+        with torch.autocast("cpu", half, enabled=half is not None):
+            kept, _ = survey(as_chain(bundle.layers), x)
+        assert [layer.saved_bytes for layer in found[1].layers] == [one.saved_bytes for one in kept]
+    assert seen == [torch.float32, torch.bfloat16]
 
 
 def test_weights_of_the_peer_wait_on_the_host_and_step_there():

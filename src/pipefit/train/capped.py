@@ -113,8 +113,7 @@ def plan_of(
         copies: of the pipeline.
         schedule: by which they take turns; None: as the planner does.
         num_chunks: stages on each rank; 0: as many as are best.
-        half: the type that autocast computes in; None: no autocast. Device and layers are measured so; what is kept
-            counts as if there were none, which is no less.
+        half: the type that autocast computes in; None: no autocast.
 
     Raises:
         PlanError: there is no example, from which the sizes of activations follow.
@@ -135,8 +134,13 @@ def plan_of(
     size, state = largest_part(example[0], num_microbatches), state_per_weight(layers, optimizer)
 
     def profiled() -> Any:
+        # Pretended tensors are the CPU's: under autocast it counts what is kept in half, and weights that are cast.
+        with torch.autocast("cpu", half, enabled=half is not None):
+            computed = analytic_profile(
+                chain, example[0], own, loss, example[1], microbatch_size=size, model="the model"
+            )
         found = with_measured_kinds(
-            analytic_profile(chain, example[0], own, loss, example[1], microbatch_size=size, model="the model"),
+            computed,
             chain,
             example[0],
             place,
