@@ -98,7 +98,7 @@ def test_slots_and_prefetching_change_nothing(how):
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("how", [{}, {"slots": 1}, {"slots": 3}, {"host_memory": "1 GiB", "step_on": "host"}])
 def test_stages_that_keep_their_activations_replay_nothing_and_train_alike(optimizer, clip, how):
-    one, other = resident(optimizer, clip), spilled(optimizer, clip, keep=True, **how)
+    one, other = resident(optimizer, clip), spilled(optimizer, clip, keep="all", **how)
     assert not any(i.op == "recompute" for i in other.program.ranks[0])
     for x, y in data():
         assert one.step(x, y) == other.step(x, y)
@@ -114,7 +114,7 @@ def test_a_backward_finds_its_weights_in_whatever_slot_they_are(ranks):
             stages=[3, 1, 1, 2] if ranks == 1 else [3, 2, 1, 1], chunks=4 // ranks, microbatches=2, seed=3, spill=spill,
         )  # fmt: skip
 
-    one, other = pipeline(None), pipeline(Spilled(keep=True, slots=2 if ranks == 1 else 1))
+    one, other = pipeline(None), pipeline(Spilled(keep="all", slots=2 if ranks == 1 else 1))
     if ranks == 1:
         fetches = [i.slot for i in other.program.ranks[0] if (i.op, i.stage, i.kind) == ("fetch", 1, "weights")]
         assert len(set(fetches)) == 2
@@ -139,7 +139,7 @@ def test_weights_that_a_layer_transposes_or_uses_twice_are_saved_by_their_place(
         return nn.Sequential(*(Twice() for _ in range(4)), nn.Linear(8, 4))
 
     counts = (1, 1, 1, 1, 1)
-    one, other = resident(model=model()), spilled(model=model(), counts=counts, keep=True)
+    one, other = resident(model=model()), spilled(model=model(), counts=counts, keep="all")
     for x, y in data():
         assert one.step(x, y) == other.step(x, y)
     assert same(one.state_dict(), other.state_dict())
@@ -323,3 +323,16 @@ def test_half_precision_spills_with_its_weights_in_full(precision):
         assert one.step(x, y) == other.step(x, y)
     assert same(one.state_dict(), other.state_dict())
     other.close()
+
+
+def test_stages_to_keep_are_named_by_words_or_numbers():
+    assert Spilled(keep="none").of(3).keeps == Spilled().of(3).keeps == ()
+    assert Spilled(keep=(2, 0)).of(3).keeps == (0, 2)
+    for wrong in ("some", (3,)):
+        with pytest.raises(PlanError, match="keep: expected one of auto, all, none, or stages from 0 to 2"):
+            Spilled(keep=wrong).of(3)
+    with pytest.raises(PlanError, match="expected auto or none, got 'all'"):
+        Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, spill=Spilled("1 MiB", keep="all"),
+            example=data(1)[0],
+        )  # fmt: skip

@@ -154,10 +154,11 @@ def test_a_tier_whose_reads_and_writes_take_turns_is_known_by_both_at_once(monke
     assert tier.one_channel is one_channel and (tier.read_bytes_per_s, tier.write_bytes_per_s) == (4096, 5120)
 
 
-def test_the_benchmark_compares_four_ways_of_one_model(tmp_path):
+def test_the_benchmark_compares_five_ways_of_one_model(tmp_path):
     _, rows = bench.speed(tmp_path, layers=3, hidden=64, tokens=(32,), repeats=1, steps=1)
     row = rows[0]
-    assert row.tokens == 32 and row.limit_s >= row.replayed_s and row.of_resident == row.replayed_s / row.buffered_s
+    assert row.tokens == 32 and row.limit_s >= row.resident_s and row.of_resident == row.resident_s / row.buffered_s
+    assert row.host_of_resident == row.resident_s / row.host_s
     assert row.read_s > 0 and row.write_s > 0
     assert not list(tmp_path.iterdir())
 

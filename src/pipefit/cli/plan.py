@@ -57,6 +57,9 @@ def command(
     step_on: Annotated[
         Literal["auto", "device", "host"] | None, help_of("Where what --device-memory spills steps.", "--step-on")
     ] = None,
+    keep: Annotated[
+        Literal["auto", "none"] | None, help_of("Stages that keep their activations; auto: as there is room for.")
+    ] = None,
     state: Annotated[float | None, help_of("Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.")] = None,
     tensor: Annotated[str | None, help_of("Tensor widths to choose from, such as 1,2.", "--tensor", "-t")] = None,
     executable: Annotated[bool, flag("Only what `pipefit train` runs for any model: no tensor width.")] = False,
@@ -96,7 +99,7 @@ def command(
     if tokens is not None and not tokens > 0:
         raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
     if device_memory is None:
-        capped = {"--step-on": step_on, "--tier": tier, "--ranks": ranks, "--chunks": chunks}
+        capped = {"--step-on": step_on, "--keep": keep, "--tier": tier, "--ranks": ranks, "--chunks": chunks}
         for name, given in {**capped, "--data-parallel": data_parallel}.items():
             if given is not None:
                 raise PipefitError(f"{name}: expected --device-memory too; without a cap nothing is spilled")
@@ -115,6 +118,7 @@ def command(
             tier=tier,
             state_per_weight=state,
             step_on=step_on or "auto",
+            keep=keep != "none",
             num_ranks=ranks or data_parallel or 1,
             copies=data_parallel or 1,
             schedule=schedule,

@@ -61,6 +61,10 @@ def command(
     step_on: Annotated[
         Literal["auto", "device", "host"], help_of("Where what waits in the host's memory steps; auto: as planned.")
     ] = "auto",
+    keep: Annotated[
+        Literal["auto", "all", "none"],
+        help_of("Spilled stages that keep their activations and replay nothing; auto: what a cap has room for."),
+    ] = "auto",
     plan: Annotated[
         Path | None, help_of("Follow this plan: schedule, stages and micro-batches are then its own.")
     ] = None,
@@ -122,6 +126,7 @@ def command(
         disk=_text(disk),
         commit_every=commit_every,
         step_on=step_on,
+        keep=keep,
         plan=_text(plan),
         batch=batch,
         steps=steps,

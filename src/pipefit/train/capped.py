@@ -60,7 +60,7 @@ def capped(
             "without it, --disk and --host-memory spill the stages of any pipeline"
         )
     where = config.host_memory or None, config.disk or None
-    spill = Spilled(config.device_memory, *where, step_on=config.step_on)
+    spill = Spilled(config.device_memory, *where, step_on=config.step_on, keep=config.keep)
     device = torch.device(config.device) if config.device else None
     return plan_of(
         layers,
@@ -121,6 +121,7 @@ def plan_of(
     """
     if example is None or spill.cap_bytes is None:
         raise PlanError("a cap on the device's memory needs example=(input, target), one batch of data")
+    keep = _may_keep(spill)
     session = current()
     num_ranks = session.num_ranks if session.is_distributed else num_ranks
     place = device or torch.device("cpu")
@@ -171,6 +172,7 @@ def plan_of(
             copies=copies,
             schedule=schedule,
             num_chunks=num_chunks,
+            keep=keep,
         )
         return msgspec.to_builtins(found)
 
@@ -228,6 +230,15 @@ def _told_place(spill: Spilled, tier: Tier) -> str:
     if spill.step_on == "host" and tier.name != "host":
         raise PlanError(NOT_FROM_DISK)
     return spill.step_on
+
+
+def _may_keep(spill: Spilled) -> bool:
+    if spill.keep not in ("auto", "none"):
+        raise PlanError(
+            f"keep: under a cap as many stages keep their activations as there is room for; expected auto or none, got "
+            f"{spill.keep!r}"
+        )
+    return spill.keep == "auto"
 
 
 def measure_host_step(optimizer: MakeOptimizer, num_elements: int = 1 << 20) -> float:

@@ -35,6 +35,8 @@ class RunConfig:
         commit_every: steps between commits to `disk`, which `resume` goes on from; 0: none; None: 1 where
             all records lie there, else 10.
         step_on: where stages that live in the host's memory step: "device", "host", or "auto", as the plan says.
+        keep: which spilled stages keep their activations on the device instead of replaying forwards: "all", "none", or
+            "auto", those that the plan for `device_memory` has room for.
         plan: a plan's path; it then says schedule, stages and the rest.
         batch: samples per step.
         steps: weight updates.
@@ -72,6 +74,7 @@ class RunConfig:
     disk: str = ""
     commit_every: int | None = None
     step_on: str = "auto"
+    keep: str = "auto"
     plan: str = ""
     batch: int = 16
     steps: int = 100

@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+KEEP = ("auto", "all", "none")
+"""Which stages may be told to keep their activations."""
+
+
 @dataclass(frozen=True)
 class Spilled:
     """How a pipeline spills: `Pipeline(…, spill=Spilled("1.5 GiB", disk="/scratch"))`.
@@ -58,8 +62,9 @@ class Spilled:
         step_on: where stages step: "device" (the optimizer's states come to it, or stay there), "host" (in the memory
             of the host tier, where the states stay), the stages that step on the host, or "auto": what is faster by
             the plan for the cap; without one, the device.
-        keep: what a forward saved for its backward stays on the device while its stage is away: of all stages, or of
-            these; else the backward replays it. None: as many as the plan for a cap has room for; without one, False.
+        keep: stages that keep on the device what a forward saved for its backward, while their weights are away,
+            instead of replaying it: "all", "none", these, or "auto": as many as the plan for the cap has room for;
+            without one, none. What a layer computes from its weights it must save through autograd, as torch's do.
         prefetch: stages ahead that the next is loaded; None: as soon as a slot is free; 0: when it is needed.
         resume: go on from the last step that a run which was cut off has committed in `disk`, instead of beginning
             anew. Model, plan and training must be the same; weights, optimizers, schedules and random numbers stand
@@ -76,7 +81,7 @@ class Spilled:
     slots: int = 2
     optim_slots: int = 1
     step_on: str | Sequence[int] = "auto"
-    keep: bool | Sequence[int] | None = None
+    keep: str | Sequence[int] = "auto"
     prefetch: int | None = None
     resume: bool | int = False
     commit_every: int | None = None
@@ -144,10 +149,16 @@ class Spilled:
             raise PlanError(NOT_FROM_DISK)
         optim_slots = self.optim_slots if len(stepped) < num_stages else 0
         spill = Spill.of(num_stages, self.slots, optim_slots, "disk" if on_disk else "host")
-        if isinstance(self.keep, bool | None):
-            keeps = tuple(range(num_stages)) if self.keep else ()
+        if isinstance(self.keep, str):
+            keeps = tuple(range(num_stages)) if self.keep == "all" else ()
+            is_known = self.keep in KEEP
         else:
             keeps = tuple(sorted(set(self.keep)))
+            is_known = set(keeps) <= set(range(num_stages))
+        if not is_known:
+            raise PlanError(
+                f"keep: expected one of {', '.join(KEEP)}, or stages from 0 to {num_stages - 1}, got {self.keep!r}"
+            )
         return msgspec.structs.replace(spill, on_host=stepped, keeps=keeps)
 
 
@@ -200,7 +211,9 @@ def tiers_of(config: RunConfig, resume: bool = False) -> Spilled | None:
     about = facts_of(config)
     where = config.host_memory or None, config.disk or None
     every = config.commit_every
-    return Spilled(None, *where, step_on=config.step_on, resume=latest, commit_every=every, about=about)
+    return Spilled(
+        None, *where, step_on=config.step_on, keep=config.keep, resume=latest, commit_every=every, about=about
+    )
 
 
 def rates_of(config: RunConfig, device: torch.device) -> Tier:

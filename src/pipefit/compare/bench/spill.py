@@ -1,8 +1,8 @@
 """Spilling measured: a model that is larger than the memory allowed, and what spilling costs where it is not needed.
 
 Two parts. `large` trains a GPT of about a billion parameters with Adam in a process of its own, whose highest resident
-memory is read from the kernel and held against a cap. `speed` trains a smaller one that also fits: resident, with the
-same replays resident, spilled with synchronous loads and spilled with double buffering, in turns.
+memory is read from the kernel and held against a cap. `speed` trains a smaller one that also fits: resident, spilled to
+disk with synchronous loads, with double buffering, with that and replays, and spilled to the host's memory, in turns.
 """
 
 from __future__ import annotations
@@ -189,39 +189,41 @@ class SpeedRow:
 
     Attributes:
         tokens: per step.
-        resident_s: everything in memory, nothing replayed.
-        replayed_s: everything in memory, with the replays that the spilled run makes.
-        synchronous_s: spilled, each stage loaded when it is needed.
-        buffered_s: spilled, loaded while another computes.
-        read_s, write_s: the bytes of a step at the tier's own rates.
-        one_channel: whether the tier reads and writes in turns.
+        resident_s: everything in memory.
+        synchronous_s: spilled to disk, each stage loaded when it is needed.
+        buffered_s: spilled to disk, loaded while another computes.
+        replaying_s: the same, but forwards are replayed; the others keep their activations.
+        host_s: spilled to the host's memory, loaded while another computes.
+        read_s, write_s: the bytes of a step at the disk's own rates.
+        one_channel: whether the disk reads and writes in turns.
     """
 
     tokens: int
     resident_s: float
-    replayed_s: float
     synchronous_s: float
     buffered_s: float
+    replaying_s: float
+    host_s: float
     read_s: float
     write_s: float
-    one_channel: bool = False
+    one_channel: bool
 
     @property
-    def lanes(self) -> dict[str, float]:
-        """Seconds that each is busy."""
+    def lanes_s(self) -> dict[str, float]:
+        """Seconds that each lane is busy in a step."""
         if self.one_channel:
-            return {"compute": self.replayed_s, "disk": self.read_s + self.write_s}
-        return {"compute": self.replayed_s, "read": self.read_s, "write": self.write_s}
+            return {"compute": self.resident_s, "disk": self.read_s + self.write_s}
+        return {"compute": self.resident_s, "read": self.read_s, "write": self.write_s}
 
     @property
     def limit_s(self) -> float:
-        """What no order of work and copies can beat: the slowest lane."""
-        return max(self.lanes.values())
+        """What no order of work and copies to disk can beat: the slowest lane."""
+        return max(self.lanes_s.values())
 
     @property
     def binds(self) -> str:
         """The slowest lane."""
-        return max(self.lanes, key=self.lanes.__getitem__)
+        return max(self.lanes_s, key=self.lanes_s.__getitem__)
 
     @property
     def of_limit(self) -> float:
@@ -230,13 +232,13 @@ class SpeedRow:
 
     @property
     def of_resident(self) -> float:
-        """Its speed over that of the resident run that computes the same."""
-        return self.replayed_s / self.buffered_s
+        """Its speed over that of the resident run, which computes the same."""
+        return self.resident_s / self.buffered_s
 
     @property
-    def of_plain(self) -> float:
-        """Its speed over that of a resident run that keeps all activations."""
-        return self.resident_s / self.buffered_s
+    def host_of_resident(self) -> float:
+        """The speed of the run spilled to the host's memory over that of the resident run."""
+        return self.resident_s / self.host_s
 
 
 def speed(
@@ -249,7 +251,7 @@ def speed(
     steps: int = 2,
     on_row: Callable[[SpeedRow], None] | None = None,
 ) -> tuple[Tier, list[SpeedRow]]:
-    """Trains one model in four ways, in turns, for several numbers of tokens per step.
+    """Trains one model in five ways, in turns, for several numbers of tokens per step.
 
     Args:
         folder: on the disk to use; None: a temporary one.
@@ -277,22 +279,16 @@ def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats
     batches = _batches(tokens)
     # A block for each shard; what comes before and after the blocks is small, and shares the first and the last.
     cut = [2, *[1] * (layers - 2), 2] if layers > 1 else [3]
-    shards = len(cut)
+
+    def spilled(**how: Any) -> Pipeline:
+        return _pipeline(_gpt(layers, hidden), tokens, Spilled(optim_slots=2, **how), stages=cut, chunks=len(cut))
+
     pipes = {
         "resident": _pipeline(_gpt(layers, hidden), tokens, None, stages=1),
-        "replayed": _pipeline(
-            _gpt(layers, hidden), tokens, None, stages=cut, chunks=shards, schedule="breadth-first", recompute=True
-        ),
-        "synchronous": _pipeline(
-            _gpt(layers, hidden),
-            tokens,
-            Spilled(disk=place / "synchronous", optim_slots=2, prefetch=0),
-            stages=cut,
-            chunks=shards,
-        ),
-        "buffered": _pipeline(
-            _gpt(layers, hidden), tokens, Spilled(disk=place / "buffered", optim_slots=2), stages=cut, chunks=shards
-        ),
+        "synchronous": spilled(disk=place / "synchronous", keep="all", prefetch=0),
+        "buffered": spilled(disk=place / "buffered", keep="all"),
+        "replaying": spilled(disk=place / "replaying"),
+        "host": spilled(keep="all"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
     for turn in range(repeats + 1):
