@@ -336,3 +336,21 @@ def test_stages_to_keep_are_named_by_words_or_numbers():
             network(), loss=nn.functional.cross_entropy, optimizer=adamw, spill=Spilled("1 MiB", keep="all"),
             example=data(1)[0],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("cap", ["420 KiB", "700 KiB"])
+def test_under_a_cap_stages_keep_their_activations_as_far_as_they_fit_and_train_alike(cap):
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)))
+
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randn(48, 96, generator=generator) for _ in range(3)]
+    more = {"loss": nn.functional.mse_loss, "optimizer": adamw, "microbatches": 3, "seed": 3}
+    one = Pipeline(model(), stages=1, **more)
+    other = Pipeline(model(), example=(batches[0], batches[0]), spill=Spilled(cap), **more)
+    assert other.plan.spill.keeps
+    for x in batches:
+        assert one.step(x, x) == other.step(x, x)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
