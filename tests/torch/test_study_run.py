@@ -321,6 +321,41 @@ def test_a_chosen_trial_must_be_judged_as_the_others_are(tmp_path):
     assert "say it for all" in result.trials[1].reason
 
 
+@pytest.mark.parametrize("own", ["listed", "optuna", "optuna that has lasted"])
+def test_a_search_that_was_cut_off_goes_on_and_is_told_of_all(own, tmp_path):
+    kept = []
+    values = [{"lr": lr, "steps": 3} for lr in (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)]
+
+    def search():
+        if own == "listed":
+            return Listed(values)
+        optuna = pytest.importorskip("optuna")
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        if not kept or own == "optuna":
+            kept.append(optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)))
+        return OptunaSearch(kept[-1], lambda trial: {"lr": trial.suggest_float("lr", 1e-4, 1e-1)}, 5)
+
+    class Stop:
+        def changed(self, board):
+            if sum(entry.has_ended for entry in board.entries) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def predicted(self, seconds, bound_s):
+            pass
+
+    how = {"define": define, "output": tmp_path / "s", "threads": 1, "workers": 1, "policy": "fifo"}
+    first = pf.Study([], search=search(), **how).run(observer=Stop())
+    assert first.interrupted and 2 <= sum(row.status == "finished" for row in first.trials) < 5
+    second = search()
+    result = pf.Study([], search=second, **how).run(resume=True)
+    assert [row.status for row in result.trials] == ["finished"] * 5
+    asked = [row.values["lr"] for row in first.trials]
+    assert [row.values["lr"] for row in result.trials][: len(asked)] == asked
+    told = second.told if own == "listed" else [(t.params, t.value) for t in kept[-1].trials]
+    assert len(told) == 5
+    assert {given["lr"]: score for given, score in told} == {row.values["lr"]: row.score for row in result.trials}
+
+
 def test_what_workers_cannot_do_is_said_in_one_message(tmp_path):
     with pytest.raises(PipefitError, match="device: 'gpu9' cannot be used: Invalid device"):
         study(trials(1), tmp_path / "a", device="gpu9", workers=1).run()
@@ -336,8 +371,6 @@ def test_a_search_is_asked_and_told(tmp_path):
     told = {values.get("model", values["lr"]): score for values, score in search.told}
     assert told["none"] is None
     assert told[1e-2] == pytest.approx(result.trials[1].score)
-    with pytest.raises(StudyError, match="cannot be resumed"):
-        pf.Study([], define=define, search=search, output=tmp_path / "s").run(resume=True)
 
 
 def test_optuna_drives_a_study(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from pipefit.study.trial import StudyError
@@ -21,6 +21,9 @@ class Search(Protocol):
     def tell(self, values: Values, score: float | None) -> None:
         """What became of a trial it chose: its score, lower is better; None: it failed."""
 
+    def again(self, values: Values) -> None:
+        """These it chose in an earlier run of the study, which is resumed: they are told later, and not to be asked."""
+
 
 class Listed:
     """The simplest search: values from a list, whatever they give.
@@ -30,16 +33,21 @@ class Listed:
     """
 
     def __init__(self, values: Iterable[Values]) -> None:
-        self._left: Iterator[Values] = iter(values)
+        self._left = [dict(own) for own in values]
         self.told: list[tuple[Values, float | None]] = []
 
     def ask(self) -> Values | None:
         """The next of the list."""
-        return next(self._left, None)
+        return self._left.pop(0) if self._left else None
 
     def tell(self, values: Values, score: float | None) -> None:
         """Remembers it."""
         self.told.append((values, score))
+
+    def again(self, values: Values) -> None:
+        """Takes them off the list."""
+        if dict(values) in self._left:
+            self._left.remove(dict(values))
 
 
 class OptunaSearch:
@@ -79,9 +87,29 @@ class OptunaSearch:
         index = next(i for i, (own, _) in enumerate(self._open) if own == values)
         _, trial = self._open.pop(index)
         if score is None:
-            self._study.tell(trial, None, state=_failed())
+            self._study.tell(trial, None, state=_failed(), skip_if_finished=True)
         else:
-            self._study.tell(trial, score)
+            self._study.tell(trial, score, skip_if_finished=True)
+
+    def again(self, values: Values) -> None:
+        """Finds the trial in Optuna's own storage, where that has lasted; else gives Optuna one of these values.
+
+        Raises:
+            StudyError: Optuna does not come to these values: they are more or others than what it was asked for.
+        """
+        self._left -= 1
+        taken = {trial if isinstance(trial, int) else trial.number for _, trial in self._open}
+        for known in self._study.get_trials(deepcopy=False):
+            if known.number not in taken and dict(known.params) == dict(values):
+                self._open.append((dict(values), known.number))
+                return
+        self._study.enqueue_trial(dict(values))
+        trial = self._study.ask()
+        if dict(self._suggest(trial)) != dict(values):
+            raise StudyError(
+                f"{dict(values)}: no trial of Optuna comes to these values; are they named as it names them?"
+            )
+        self._open.append((dict(values), trial))
 
 
 def _failed() -> Any:

@@ -12,7 +12,7 @@ from pipefit.errors import PipefitError, nearest
 from pipefit.study.policies import POLICIES
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule
 
-__all__ = ["OPTIMIZERS", "StudyError", "StudySpec", "Trial", "file_name"]
+__all__ = ["OPTIMIZERS", "StudyError", "StudySpec", "Trial", "file_name", "plain"]
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 """By name."""
@@ -111,7 +111,7 @@ class Trial:
     def told(self) -> dict[str, Any]:
         """The trial as JSON data; callables by their names."""
         data = {key: getattr(self, key) for key in self.__dataclass_fields__}
-        return {key: _plain(value) for key, value in data.items()}
+        return {key: plain(value) for key, value in data.items()}
 
 
 def _whole(value: object, least: int, where: str) -> None:
@@ -119,13 +119,14 @@ def _whole(value: object, least: int, where: str) -> None:
         raise StudyError(f"{where}: expected a whole number of at least {least}, got {value!r}")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON data; callables by their names."""
     if callable(value):
         return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from pipefit.spec.files import read_json, write_json
-from pipefit.study.trial import StudyError, StudySpec
+from pipefit.study.trial import StudyError, StudySpec, plain
 
 __all__ = ["StudyFolder"]
 
@@ -85,6 +86,15 @@ class StudyFolder:
     def free_bytes(self) -> float:
         """Room for the state of trials."""
         return float(shutil.disk_usage(self.state).free)
+
+    def choose(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Keeps what a search has chosen so far."""
+        write_json(self.path / "chosen.json", [plain(own) for own in values])
+
+    def chosen(self) -> list[dict[str, Any]]:
+        """What a search has chosen in an earlier run."""
+        path = self.path / "chosen.json"
+        return list(read_json(path, StudyError)) if path.exists() else []
 
     def forget(self, trial: str | None = None) -> None:
         """Removes the state of a trial; None: of all."""

@@ -81,13 +81,11 @@ class StudyRun:
                 "this program has used the GPU already, and a fork of it cannot: run the study first, in a program of "
                 "its own, or from a study file"
             )
-        if search is not None and resume:
-            raise StudyError("trials that a search chose cannot be resumed: give what is left to a new study")
         self._forked = forked
         self.spec, self._define, self._search = spec, define, search
         self._observer: Observer = observer or _Nobody()
         self._resume, self._folder = resume, StudyFolder(spec, resume)
-        entries = [self._entry(number, trial) for number, trial in enumerate(spec.trials)]
+        entries = [self._entry(number, trial, file_name(number, trial)) for number, trial in enumerate(spec.trials)]
         self.board = Board(entries, spec.workers, spec.policy, spec.stop)
         self.board.on_end = self._ended
         self.board.admits_singly = spec.tier_bytes > 0
@@ -96,10 +94,10 @@ class StudyRun:
         self._trouble: str | None = None
         self._restarts = 0
         self._chosen: dict[int, Mapping[str, Any]] = {}
-        self._kept: Entry | None = self.board.best
+        self._kept: Entry | None = None
 
-    def _entry(self, number: int, trial: Trial) -> Entry:
-        entry = Entry(number, trial, file_name(number, trial))
+    def _entry(self, number: int, trial: Trial, name: str) -> Entry:
+        entry = Entry(number, trial, name)
         before = read_entry(entry.name, self._folder.path)
         if before is not None:
             entry.status, entry.reason = before["status"], before["reason"]
@@ -119,6 +117,7 @@ class StudyRun:
             TierError: the tier is full or gone; the study can be resumed when that is mended.
         """
         with contextlib.closing(self._folder), self._listening():
+            self._recall()
             self._ask()
             try:
                 pool = Pool([self._settings(number) for number in range(self.spec.workers)], self._forked)
@@ -244,19 +243,28 @@ class StudyRun:
 
     # ---- trials come and go ----------------------------------------------------------------------------------------
 
+    def _recall(self) -> None:
+        """What a search chose in an earlier run goes on, or has ended; the search is told."""
+        if self._resume and self._search is not None:
+            for values in self._folder.chosen():
+                self._search.again(values)
+                self._add(values)
+        self._kept = self.board.best
+
     def _ask(self) -> None:
         """Asks for further trials while there are fewer than workers could take."""
         while self._search is not None and self._stop is None and len(self.board.alive) < 2 * self.spec.workers:
             values = self._search.ask()
             if values is None:
                 return
-            self._chosen[len(self.board.entries)] = values
+            self._folder.choose([*self._chosen.values(), values])
             self._add(values)
 
     def _add(self, values: Mapping[str, Any]) -> None:
         """A trial of values that the search chose; one that cannot be made fails alone."""
         assert self._define is not None
         number, reason = len(self.board.entries), ""
+        self._chosen[number] = values
         try:
             trial = self._define(values)
             trial = replace(trial, values={**dict(trial.values), **dict(values)})
@@ -266,9 +274,17 @@ class StudyRun:
         name = file_name(number, trial)
         if name in {entry.name for entry in self.board.entries}:
             name = f"{name}-{number}"  # a search may choose the same twice
-        self.board.entries.append(Entry(number, trial, name))
-        if reason:
+        entry = self._entry(number, trial, name)
+        self.board.entries.append(entry)
+        if entry.has_ended:  # in an earlier run
+            self._tell(entry)
+        elif reason:
             self.board.failed(number, reason)
+
+    def _tell(self, entry: Entry) -> None:
+        if entry.number in self._chosen and self._search is not None:
+            score = entry.score if entry.status != "failed" and entry.score < float("inf") else None
+            self._search.tell(self._chosen[entry.number], score)
 
     def _ended(self, entry: Entry) -> None:
         try:
@@ -276,9 +292,7 @@ class StudyRun:
         except PipefitError as problem:
             self._trouble = str(problem)  # its state stays, so that it ends again when the study is resumed
             return
-        if entry.number in self._chosen and self._search is not None:
-            score = entry.score if entry.status != "failed" and entry.score < float("inf") else None
-            self._search.tell(self._chosen[entry.number], score)
+        self._tell(entry)
         best = self.board.best
         # The state of the best so far stays until its weights are written.
         for other in {e.number: e for e in (entry, self._kept) if e is not None}.values():
