@@ -6,7 +6,7 @@ import re
 
 from pipefit.errors import PipefitError
 
-__all__ = ["columns", "format_bytes", "format_count", "format_seconds", "parse_quantity"]
+__all__ = ["columns", "counted", "format_bytes", "format_count", "format_seconds", "parse_quantity"]
 
 _SCALE = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
@@ -115,3 +115,12 @@ def columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Rows of text as aligned lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """A number of things in words.
+
+    >>> counted(1, "stage"), counted(2, "stage"), counted(3, "copy", "copies")
+    ('1 stage', '2 stages', '3 copies')
+    """
+    return f"{count} {one if count == 1 else many or one + 's'}"

@@ -90,6 +90,11 @@ def test_a_device_that_is_not_here_is_computed_for(tmp_path, capsys):
     assert data["forward_s"] == pytest.approx(forward_flop / 1e12, rel=1e-6)
 
 
+def test_a_machine_is_known_by_name(capsys):
+    data = answered(capsys, *SMALL, "-b", "16", "--analytic", "--topology", "dgx-a100-8")
+    assert 0 < data["forward_s"] < 1e-6
+
+
 def test_a_user_s_own_factory_is_profiled_and_may_print(own, capsys):
     assert answered(capsys, "--model", "own.py:good", "--option", "width=6", "--repeats", "1")["num_layers"] == 2
 

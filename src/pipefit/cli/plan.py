@@ -67,6 +67,12 @@ def command(
     refit: Annotated[Path | None, help_of("Correct the profile by this measured trace; needs --of.")] = None,
     of: Annotated[Path | None, help_of("The plan (.json) that the trace of --refit ran.")] = None,
     picture: Annotated[Path | None, help_of("Draw the partition over the model as .svg.")] = None,
+    pareto: Annotated[
+        Path | None, help_of("Draw the throughput of all candidates against their memory as .svg.")
+    ] = None,
+    depths: Annotated[
+        Path | None, help_of("Draw throughput against depth and micro-batch size as .svg.", "--depths")
+    ] = None,
     output: Annotated[Path | None, help_of("Write the plan to this JSON file.", "--output", "-o")] = None,
     json: Json = False,
 ) -> Answer:
@@ -81,7 +87,8 @@ def command(
     from pipefit.units import parse_quantity
 
     check_suffix(output, (".json",))
-    check_suffix(picture, (".svg",))
+    for drawn in (picture, pareto, depths):
+        check_suffix(drawn, (".svg",))
     machine = _machine(topology, memory)
     figures = _profile(profile, machine, whole_numbers("--microbatch-size", microbatch_size))
     if refit is not None:
@@ -98,12 +105,18 @@ def command(
             count(name, value)
     if tokens is not None and not tokens > 0:
         raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
+    if tokens is not None and not figures.model.startswith("gpt:"):
+        raise PipefitError(
+            f"--tokens: expected --profile gpt:layers=…; {figures.model or profile} has no tokens to count"
+        )
     if device_memory is None:
         capped = {"--step-on": step_on, "--keep": keep, "--tier": tier, "--ranks": ranks, "--chunks": chunks}
         for name, given in {**capped, "--data-parallel": data_parallel}.items():
             if given is not None:
                 raise PipefitError(f"{name}: expected --device-memory too; without a cap nothing is spilled")
     else:
+        if pareto is not None or depths is not None:
+            raise PipefitError("--pareto, --depths: they draw plans without --device-memory")
         sizes = whole_numbers("--microbatch-size", microbatch_size) or (figures.microbatch_size,)
         if len(sizes) > 1:
             raise PipefitError(f"--device-memory: expected one --microbatch-size, got {microbatch_size}")
@@ -125,23 +138,40 @@ def command(
             num_chunks=chunks or 0,
         )
         return _answer(made, figures, machine, tokens, picture, output)
+    wishes: dict[str, Any] = {
+        "method": method,
+        "global_batch": global_batch,
+        "microbatch_sizes": whole_numbers("--microbatch-size", microbatch_size) or None,
+        "schedules": schedule.split(",") if schedule else None,
+        "recompute": {"auto": None, "always": True, "never": False}[recompute],
+        "state_per_weight": state,
+        "executable": executable or None,
+    }
     made = plan(
         figures,
         machine,
-        method=method,
-        global_batch=global_batch,
-        microbatch_sizes=whole_numbers("--microbatch-size", microbatch_size) or None,
+        **wishes,
         num_microbatches=microbatches,
-        schedules=schedule.split(",") if schedule else None,
         depths=whole_numbers("--depth", depth) or None,
-        recompute={"auto": None, "always": True, "never": False}[recompute],
         cost=cost,
         straight=straight,
-        state_per_weight=state,
-        executable=executable or None,
         tensors=whole_numbers("--tensor", tensor) or None,
     )
-    return _answer(made, figures, machine, tokens, picture, output)
+    charts = _charts(figures, machine, wishes, pareto, depths)
+    return _answer(made, figures, machine, tokens, picture, output, charts)
+
+
+def _charts(
+    profile: Profile, machine: Topology, wishes: dict[str, Any], pareto: Path | None, depths: Path | None
+) -> dict[Path, str]:
+    """What --pareto and --depths draw, of every candidate whether it won or not."""
+    if pareto is None and depths is None:
+        return {}
+    from pipefit.planner.pictures import depth_svg, explore, pareto_svg
+
+    points = explore(profile, machine, **wishes)
+    asked = ((pareto, pareto_svg), (depths, depth_svg))
+    return {path: draw(points, f"{profile.model} on {machine.name}") for path, draw in asked if path is not None}
 
 
 def _machine(name: str, memory: str | None) -> Topology:
@@ -184,9 +214,16 @@ def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:
 
 
 def _answer(
-    made: Plan, profile: Profile, machine: Topology, tokens: float | None, picture: Path | None, output: Path | None
+    made: Plan,
+    profile: Profile,
+    machine: Topology,
+    tokens: float | None,
+    picture: Path | None,
+    output: Path | None,
+    charts: dict[Path, str] | None = None,
 ) -> Answer:
     from pipefit.planner.explain import explain, training
+    from pipefit.spec.files import write_atomically
 
     data = _figures(made) | {"training": training(made, machine, tokens)}
     written = []
@@ -195,10 +232,12 @@ def _answer(
         written.append(output)
     if picture is not None:
         from pipefit.planner.pictures import partition_svg
-        from pipefit.spec.files import write_atomically
 
         write_atomically(picture, partition_svg(made, profile, machine))
         written.append(picture)
+    for path, text in (charts or {}).items():
+        write_atomically(path, text)
+        written.append(path)
     data |= {"output": [str(path) for path in written]} if written else {}
     lines = [
         f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in data["training"].items()

@@ -32,7 +32,9 @@ def command(
     optimizer: Annotated[Literal["adamw", "sgd", "none"], help_of("Whose step to measure.")] = "adamw",
     seed: Annotated[int, help_of("Of the random weights and inputs.")] = 0,
     analytic: Annotated[bool, flag("Compute from FLOP and bytes instead, for the device of --topology.")] = False,
-    topology: Annotated[str | None, help_of("TOML file with the device to compute for.")] = None,
+    topology: Annotated[
+        str | None, help_of("Whose device to compute for: a TOML file, or a name like dgx-a100-8.")
+    ] = None,
     output: Annotated[Path | None, help_of("Write the profile to this JSON file.", "--output", "-o")] = None,
     json: Json = False,
 ) -> Answer:
@@ -93,12 +95,12 @@ def _computed(
 ) -> Profile:
     import torch
 
+    from pipefit.planner.machines import load_topology
     from pipefit.profiling import analytic_profile
-    from pipefit.spec import Topology
 
     if topology is None:
-        raise PipefitError("--analytic needs --topology: a TOML file whose [device] has flops")
-    device = Topology.load(topology).device
+        raise PipefitError("--analytic needs --topology: a TOML file whose [device] has flops, or dgx-a100-8")
+    device = load_topology(topology).device
     model = make_model(name, option, seed=seed, device="meta")
     x, y = batch_of(model, 1, seed)
     first, *others = (

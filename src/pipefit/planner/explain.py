@@ -7,7 +7,7 @@ from pipefit.planner.gpt import gpt_settings
 from pipefit.planner.held import small_program
 from pipefit.planner.spilling import spill_lines
 from pipefit.spec import Plan, Profile, StageSpec, Topology
-from pipefit.units import format_bytes, format_seconds
+from pipefit.units import counted, format_bytes, format_seconds
 
 __all__ = ["explain", "training"]
 
@@ -28,7 +28,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> str:
         if prediction.minibatch_s != prediction.period_s:
             lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
         ahead = prediction.speedup_over_data_parallel
-        lines[-1] += f", {ahead:.2f} × plain data parallelism" if ahead else ""
+        # Of data parallelism itself it says nothing.
+        lines[-1] += f", {ahead:.2f} × plain data parallelism" if ahead and plan.schedule != "data-parallel" else ""
     lines += spill_lines(plan)
     losers = [candidate for candidate in plan.candidates if candidate.why_lost]
     if losers:
@@ -95,7 +96,10 @@ def _first_lap(plan: Plan) -> tuple[StageSpec, ...]:
 
 def _counts(plan: Plan) -> str:
     size = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
-    words = [f"{len(plan.partition.stages)} stages", f"{plan.num_microbatches} micro-batches{size} per update"]
+    words = [
+        counted(len(plan.partition.stages), "stage"),
+        counted(plan.num_microbatches, "micro-batch", "micro-batches") + f"{size} per update",
+    ]
     words += [f"{plan.num_chunks} chunks per rank"] * (plan.num_chunks > 1)
     words += [f"{plan.data} copies"] * (plan.data > 1)
     words += [f"tensor width {plan.partition.stages[0].tensor}"] * (plan.partition.stages[0].tensor > 1)

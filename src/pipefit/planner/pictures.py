@@ -11,11 +11,11 @@ from pipefit.draw import chart
 from pipefit.errors import PipefitError
 from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.judge import Judged, judge
-from pipefit.planner.planning import ground_of, space_of
+from pipefit.planner.planning import ground_of, is_local, sizes_of, space_of
 from pipefit.planner.rehearse import rehearse
 from pipefit.planner.space import Ground, configs
 from pipefit.spec import Plan, Profile, Topology
-from pipefit.units import format_bytes, format_seconds
+from pipefit.units import counted, format_bytes, format_seconds
 
 __all__ = ["Point", "depth_svg", "explore", "pareto", "pareto_svg", "partition_svg"]
 
@@ -50,10 +50,10 @@ def explore(
     *,
     method: str = "auto",
     global_batch: int | None = None,
-    microbatch_sizes: Sequence[int] = (1, 2, 4, 8),
+    microbatch_sizes: Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
     recompute: bool | None = None,
-    executable: bool = True,
+    executable: bool | None = None,
     simulated: bool = False,
     state_per_weight: float | None = None,
 ) -> tuple[Point, ...]:
@@ -62,13 +62,15 @@ def explore(
     Arguments as for `plan`; `simulated` asks the simulator in place of the closed forms.
     """
     ground = ground_of(profile, topology, global_batch, state_per_weight)
+    if method == "pipedream":
+        raise PipefitError("pipedream plans one partition by its own recurrence; there is nothing to explore")
     space = space_of(
         ground,
         method,
-        microbatch_sizes=tuple(microbatch_sizes),
+        microbatch_sizes=sizes_of(ground, microbatch_sizes),
         schedules=schedules,
         recompute=recompute,
-        executable=executable,
+        executable=is_local(topology) if executable is None else executable,
     )
     points = []
     for config in configs(ground, space):
@@ -98,22 +100,31 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto_svg(points: Sequence[Point], title: str = "") -> str:
-    """Throughput against memory per rank: the front, and the best of each depth below it."""
+    """Throughput against memory per rank: the front, and the best of each depth below it; only what fits."""
+    points = _fitting(points)
     series = {"front": [(point.peak_bytes / _GIB, point.throughput) for point in pareto(points)]}
     for depth in sorted({point.depth for point in points}):
         own = pareto([point for point in points if point.depth == depth])
         series[f"depth {depth}"] = [(point.peak_bytes / _GIB, point.throughput) for point in own]
     return chart(
-        series, title=title or "Throughput against memory", x_label="peak memory of a rank, GiB", y_label="samples/s"
+        series,
+        title=title or "Throughput against memory",
+        x_label="peak memory of a rank, GiB",
+        y_label="samples/s",
     )
+
+
+def _fitting(points: Sequence[Point]) -> list[Point]:
+    fitting = [point for point in points if point.fits]
+    if not fitting:
+        raise PipefitError("nothing of the exploration fits, so there is no throughput to draw")
+    return fitting
 
 
 def depth_svg(points: Sequence[Point], title: str = "") -> str:
     """Throughput against depth, a line for each micro-batch size; only what fits."""
     series: dict[str, list[tuple[float | str, float]]] = {}
-    fitting = [point for point in points if point.fits]
-    if not fitting:
-        raise PipefitError("nothing of the exploration fits, so there is no throughput to draw")
+    fitting = _fitting(points)
     for size in sorted({point.microbatch_size for point in fitting}):
         best: dict[int, float] = {}
         for point in fitting:
@@ -151,7 +162,11 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
         f'role="img" font-family="system-ui,-apple-system,Segoe UI,Roboto,Arial,sans-serif" font-size="12">',
         f'<title>{escape(plan.model)}</title><rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(
-            24, 32, f"{plan.model}: {plan.schedule}, {len(stages)} stages, {plan.num_microbatches} micro-batches", 17
+            24,
+            32,
+            f"{plan.model}: {plan.schedule}, {counted(len(stages), 'stage')}, "
+            f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}",
+            17,
         ),
         _text(24, 54, "layers, each as wide as its forward and backward take; bars: their weights", colour="#5a6675"),
     ]
@@ -205,7 +220,7 @@ def _stage_rows(plan: Plan, figures: Profile, topology: Topology | None, width: 
     for index, stage in enumerate(stages):
         y = top + index * row
         copies = len(plan.placement.ranks[index])
-        words = f"stage {index}: {len(stage.layers)} layers" + (f", {copies} replicas" if copies > 1 else "")
+        words = f"stage {index}: {counted(len(stage.layers), 'layer')}" + (f", {copies} replicas" if copies > 1 else "")
         words += ", recompute" if stage.recompute else ""
         parts.append(f'<rect x="24" y="{y}" width="12" height="12" rx="2" fill="{_hue(index)}"/>')
         parts.append(_text(44, y + 11, words))
@@ -232,4 +247,7 @@ def _text(x: float, y: float, words: str, size: int = 12, colour: str = "#10151d
 
 
 def _hue(stage: int) -> str:
-    return _HUES[stage % len(_HUES)]
+    """The eight hues, then the same lighter, and lighter still: neighbours never look alike."""
+    lighter = (stage // len(_HUES) % 3) * 0.28
+    channels = (int(_HUES[stage % len(_HUES)][k : k + 2], 16) for k in (1, 3, 5))
+    return "#" + "".join(f"{round(value + (255 - value) * lighter):02x}" for value in channels)

@@ -19,7 +19,7 @@ from pipefit.planner.space import Config, Ground, Space, configs
 from pipefit.schedules import find, names
 from pipefit.spec import Plan, Prediction, Profile, Topology
 
-__all__ = ["METHODS", "ground_of", "plan", "space_of"]
+__all__ = ["METHODS", "ground_of", "is_local", "plan", "sizes_of", "space_of"]
 
 METHODS = ("auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform")
 
@@ -92,7 +92,7 @@ def plan(
         made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
         ground = ground_of(profile, topology, global_batch, state_per_weight, costs)
-        sizes = _sizes(ground, microbatch_sizes)
+        sizes = sizes_of(ground, microbatch_sizes)
         space = space_of(
             ground,
             method,
@@ -101,7 +101,7 @@ def plan(
             schedules=schedules,
             depths=depths,
             recompute=recompute,
-            executable=_local(topology) if executable is None else executable,
+            executable=is_local(topology) if executable is None else executable,
             tensors=tensors,
             sharded=sharded,
         )
@@ -132,11 +132,17 @@ def ground_of(
     return Ground(profile, topology, global_batch, state_per_weight, dict(costs or {}))
 
 
-def _local(topology: Topology) -> bool:
+def is_local(topology: Topology) -> bool:
+    """Whether plans for it are to run with this package, on processes of one machine."""
     return topology.name.startswith("local:")
 
 
-def _sizes(ground: Ground, wanted: Sequence[int] | None) -> tuple[int, ...]:
+def sizes_of(ground: Ground, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Micro-batch sizes to choose from: those wanted, or those whose times are known.
+
+    Raises:
+        PlanError: a size below 1.
+    """
     profile = ground.profile
     if wanted is not None:
         if not wanted or min(wanted) < 1:

@@ -198,6 +198,26 @@ def test_the_verb_writes_a_plan_that_loads_and_a_picture(capsys, tmp_path):
     assert again["predicted"]["throughput"] > 0
 
 
+def test_charts_of_all_candidates_are_drawn_beside_the_plan(tmp_path, capsys):
+    paths = [tmp_path / "pareto.svg", tmp_path / "depths.svg"]
+    words = ("--profile", "gnmt", "--topology", "pcie-4", "--pareto", str(paths[0]), "--depths", str(paths[1]))
+    assert verb(capsys, *words)["output"] == [str(path) for path in paths]
+    assert "depth 4" in paths[0].read_text() and "micro-batch 64" in paths[1].read_text()
+    assert main(["plan", *words, "--method", "pipedream"]) == 2
+    assert "nothing to explore" in capsys.readouterr().err
+
+
+def test_tokens_without_a_gpt_are_refused(capsys):
+    assert main(["plan", "--profile", "gnmt", "--topology", "pcie-4", "--tokens", "1e9"]) == 2
+    assert "--tokens" in capsys.readouterr().err
+
+
+def test_stages_beyond_the_eighth_have_colours_of_their_own():
+    made = plan(model(12), Topology.local(12), method="uniform", global_batch=24)
+    drawn = partition_svg(made, model(12))
+    assert len({part.split('"')[0] for part in drawn.split('rx="2" fill="')[1:]}) == 12
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
