@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pipefit.cli import bench_offload
 from pipefit.compare.bench import offload as bench
 from pipefit.errors import ModelError, PipefitError
+from pipefit.profiling import Copies
 from pipefit.profiling.layers import as_chain
 from pipefit.profiling.survey import survey
 from pipefit.stage.split import named_layers
@@ -103,7 +104,7 @@ def test_a_process_that_is_killed_is_a_row_and_one_that_fails_ends_the_benchmark
 
 def test_the_copies_are_measured_in_a_process_of_their_own():
     found = bench.rates(TINY)
-    assert found.to_device > 1e6 and found.to_host > 1e6
+    assert min(found) > 1e6
 
 
 def test_without_a_gpu_it_says_what_can_be_tried(monkeypatch):
@@ -120,11 +121,11 @@ def test_the_table_compares_with_the_resident_run_and_a_cap_exceeded_is_a_findin
         bench.OffloadRow("spilled", 64, 2.0, 3e10, 4.0, 1.5, "7 stages"),
         bench.OffloadRow("offloaded", 64, note="out of memory: no"),
     ]
-    monkeypatch.setattr(bench, "rates", lambda config: bench.Rates(25e9, 24e9))
+    monkeypatch.setattr(bench, "rates", lambda config: Copies(25e9, 24e9, 40e9))
     monkeypatch.setattr(bench, "offload", lambda config, tokens, on_row: [on_row(row) or row for row in rows])
     answer = bench_offload.offload("cuda", "20 GiB", ["layers=4"], (), None, False)
     told = capsys.readouterr().out.splitlines()
-    assert "25.00 GB/s to the device, 24.00 GB/s to the host" in told[1]
+    assert "25.00 GB/s to the device, 24.00 GB/s to the host, 40.00 GB/s both at once" in told[1]
     assert told[4].split()[:5] == ["64", "spilled", "2", "s", "50%"] and told[5].endswith("out of memory: no")
     assert told[6] == "the cap of 20 GiB was EXCEEDED" and answer.code == 1
     assert [row["of_resident"] for row in answer.data["rows"]] == [1.0, 0.5, None]

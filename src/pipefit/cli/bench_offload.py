@@ -11,7 +11,8 @@ from pipefit.errors import PipefitError
 from pipefit.units import format_bytes, format_seconds, parse_quantity
 
 if TYPE_CHECKING:
-    from pipefit.compare.bench.offload import OffloadConfig, OffloadRow, Rates
+    from pipefit.compare.bench.offload import OffloadConfig, OffloadRow
+    from pipefit.profiling import Copies
 
 __all__ = ["offload"]
 
@@ -59,7 +60,7 @@ def offload(
         tell(f"the cap of {format_bytes(config.cap_bytes)} was EXCEEDED")
     data: dict[str, Any] = {
         "config": asdict(config),
-        "rates": asdict(found),
+        "rates": found._asdict(),
         "rows": [asdict(row) | {"of_resident": _of(row, resident.get(row.tokens))} for row in rows],
     }
     return Answer(data, "" if not quiet else "\n".join(told), FINDING if exceeded else FINE)
@@ -75,11 +76,12 @@ def _sizes(options: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def _head(config: OffloadConfig, found: Rates) -> str:
+def _head(config: OffloadConfig, found: Copies) -> str:
+    to_device, to_host, both = (f"{rate / 1e9:.2f} GB/s" for rate in found)
     return (
         f"GPT of {config.layers} x {config.hidden}, {config.heads} heads, on {config.device}; spilled under "
         f"{format_bytes(config.cap_bytes)}\n"
-        f"copies alone: {found.to_device / 1e9:.2f} GB/s to the device, {found.to_host / 1e9:.2f} GB/s to the host\n"
+        f"copies alone: {to_device} to the device, {to_host} to the host, {both} both at once\n"
         f"{'tokens':>7} {'way':<10} {'step':>10} {'of resident':>11} {'peak':>11} {'predicted':>10} {'loss':>8}"
     )
 

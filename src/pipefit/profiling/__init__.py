@@ -6,14 +6,16 @@ from pipefit.profiling.layers import as_chain
 from pipefit.profiling.links import LinkSample, fit_link, measure_links
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_layers, profile_sizes
-from pipefit.profiling.tiers import measure_tier
+from pipefit.profiling.tiers import Copies, measure_copies, measure_tier
 
 __all__ = [
+    "Copies",
     "LinkSample",
     "analytic_profile",
     "as_chain",
     "fit_link",
     "layer_flops",
+    "measure_copies",
     "measure_device",
     "measure_links",
     "measure_tier",

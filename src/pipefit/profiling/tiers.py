@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from pipefit.memory.tiers import Key, TierStore
 from pipefit.profiling.clock import median_of
 from pipefit.spec.topology import Tier
 
-__all__ = ["measure_tier"]
+__all__ = ["Copies", "measure_copies", "measure_tier"]
 
 _BYTES = 64 << 20
 _REPEATS = 4
@@ -51,7 +52,46 @@ def measure_tier(
     Raises:
         TierError: the folder cannot be used, or has no room.
     """
-    place = torch.device(device)
+    copies, check = _measured(folder, torch.device(device), num_bytes, repeats)
+    if capacity_bytes is None:
+        capacity_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
+    return Tier(
+        "host" if folder is None else "disk",
+        capacity_bytes,
+        copies.read_bytes_per_s,
+        copies.write_bytes_per_s,
+        one_channel=copies.share_a_channel,
+        check_bytes_per_s=check,
+    )
+
+
+class Copies(NamedTuple):
+    """What copies between a device and its tier reach; the rate of both at once is of both together."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+
+    @property
+    def share_a_channel(self) -> bool:
+        """Whether both at once take longer than the mean of side by side and one after the other."""
+        read_s, write_s, both_s = 1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s, 2 / self.both_bytes_per_s
+        return both_s > (max(read_s, write_s) + read_s + write_s) / 2
+
+
+def measure_copies(
+    folder: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    num_bytes: int = _BYTES,
+    repeats: int = _REPEATS,
+) -> Copies:
+    """The rates of a tier alone; see `measure_tier`, which takes them from here."""
+    return _measured(folder, torch.device(device), num_bytes, repeats)[0]
+
+
+def _measured(folder: str | Path | None, place: torch.device, num_bytes: int, repeats: int) -> tuple[Copies, float]:
+    """Rates of the copies, and of the checksums that whoever computes takes."""
     lanes = Lanes(place)
     name = f"probe-{os.getpid()}"
     tier: TierStore = HostTier(None, lanes, place) if folder is None else DiskTier(folder, name, lanes, device=place)
@@ -69,17 +109,8 @@ def measure_tier(
         lanes.close()
         for file in Path(folder or os.devnull).glob(f"{name}.*"):
             file.unlink()
-    if capacity_bytes is None:
-        capacity_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
     read_s, write_s, both_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
-    return Tier(
-        "host" if folder is None else "disk",
-        capacity_bytes,
-        num_bytes / read_s,
-        num_bytes / write_s,
-        one_channel=both_s > (max(read_s, write_s) + read_s + write_s) / 2,
-        check_bytes_per_s=check,
-    )
+    return Copies(num_bytes / read_s, num_bytes / write_s, 2 * num_bytes / both_s), check
 
 
 def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version: int) -> tuple[float, float, float]:

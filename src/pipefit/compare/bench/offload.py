@@ -32,12 +32,12 @@ from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import InfeasibleError, PipefitError, TierError
 from pipefit.models import ModelBundle, build
-from pipefit.profiling import measure_tier
+from pipefit.profiling import Copies, measure_copies
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.spilled import Spilled
 from pipefit.units import format_bytes
 
-__all__ = ["TOKENS", "WAYS", "OffloadConfig", "OffloadRow", "Rates", "offload", "rates"]
+__all__ = ["TOKENS", "WAYS", "OffloadConfig", "OffloadRow", "offload", "rates"]
 
 GIB = 2**30
 TOKENS = (4096, 16384, 65536)
@@ -92,27 +92,14 @@ class OffloadRow:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What copies between host and device reach, by the lanes that spilling uses.
-
-    Attributes:
-        to_device: bytes per second.
-        to_host: bytes per second.
-    """
-
-    to_device: float
-    to_host: float
-
-
-def rates(config: OffloadConfig) -> Rates:
-    """Measures the copies, in a process of its own.
+def rates(config: OffloadConfig) -> Copies:
+    """Measures the copies between device and host, each way and both at once, in a process of its own.
 
     Raises:
         PipefitError: there is no such device, or it has failed.
     """
     _check(config)
-    return Rates(**_of_child({"config": asdict(config)}))
+    return Copies(**_of_child({"config": asdict(config)}))
 
 
 def offload(
@@ -174,10 +161,9 @@ def _of_child(asked: dict[str, Any]) -> dict[str, Any]:
 # ---- in a process of its own ---------------------------------------------------------------------------------------
 
 
-def _answer(config: OffloadConfig, way: str | None = None, tokens: int = 0) -> Rates | OffloadRow:
+def _answer(config: OffloadConfig, way: str | None = None, tokens: int = 0) -> Copies | OffloadRow:
     if way is None:
-        tier = measure_tier(None, config.device)
-        return Rates(tier.read_bytes_per_s, tier.write_bytes_per_s)
+        return measure_copies(None, config.device)
     try:
         return _TRAINED[way](config, tokens)
     except (RuntimeError, PipefitError) as problem:
@@ -348,4 +334,4 @@ if __name__ == "__main__":
         found = _answer(OffloadConfig(**asked.pop("config")), **asked)
     except PipefitError as problem:
         sys.exit(str(problem))
-    sys.stdout.write(json.dumps(asdict(found)) + "\n")
+    sys.stdout.write(json.dumps(found._asdict() if isinstance(found, Copies) else asdict(found)) + "\n")
