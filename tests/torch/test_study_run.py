@@ -356,6 +356,18 @@ def test_a_search_that_was_cut_off_goes_on_and_is_told_of_all(own, tmp_path):
     assert {given["lr"]: score for given, score in told} == {row.values["lr"]: row.score for row in result.trials}
 
 
+def test_a_benchmark_that_is_told_to_stop_measures_no_half_study(monkeypatch):
+    from types import SimpleNamespace
+
+    from pipefit.compare.bench import study as bench
+
+    monkeypatch.setattr(
+        bench, "StudyRun", lambda *_, **__: SimpleNamespace(run=lambda: SimpleNamespace(interrupted=True))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        bench.study_policies(["lrtf"])
+
+
 def test_what_workers_cannot_do_is_said_in_one_message(tmp_path):
     with pytest.raises(PipefitError, match="device: 'gpu9' cannot be used: Invalid device"):
         study(trials(1), tmp_path / "a", device="gpu9", workers=1).run()

@@ -50,6 +50,9 @@ def study_policies(
         policies: names.
         scale: of the trials' lengths; each has at least 2 steps.
         workers: processes of one thread.
+
+    Raises:
+        KeyboardInterrupt: a signal came; the study under way has stopped for it.
     """
     return [_measure(policy, scale, workers) for policy in policies]
 
@@ -72,6 +75,8 @@ def _measure(policy: str, scale: float, workers: int) -> StudyRow:
     with tempfile.TemporaryDirectory(prefix="pipefit-bench-") as folder:
         spec = StudySpec(trials, workers, policy, threads=1, output=str(Path(folder) / policy), name=policy)
         result = StudyRun(spec, forked=False).run()
+    if result.interrupted:
+        raise KeyboardInterrupt  # half a study is no measurement
     losses = tuple(row.last_loss for row in result.trials)
     moved = sum(row.moved_s for row in result.trials) / max(sum(row.busy_s for row in result.trials), 1e-9)
     return StudyRow(policy, result.makespan_s, result.bound_s, result.gap, result.predicted_s, moved, losses)
