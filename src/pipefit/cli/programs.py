@@ -41,6 +41,8 @@ class Source:
         Raises:
             PipefitError: nothing says which layers make a stage, or they do not belong to the profile.
         """
+        import msgspec
+
         from pipefit.cost import from_profile, unit
         from pipefit.planner.gpt import usual_state
         from pipefit.spec import Topology
@@ -51,10 +53,12 @@ class Source:
         figures = (
             self.profile.at(self.plan.microbatch_size) if self.plan and self.plan.microbatch_size else self.profile
         )
+        num_ranks = self.program.header.num_ranks
+        links = self.topology or Topology.local(num_ranks)
         return from_profile(
             figures,
             self._partition(),
-            self.topology or Topology.local(self.program.header.num_ranks),
+            msgspec.structs.replace(links, tiers=links.tiers_among(num_ranks)),
             placement=self.plan.placement if self.plan else None,
             loss_s=figures.loss_s,
             # Where stages are spilled the states of the optimizer matter: Adam's, as the planner takes them.

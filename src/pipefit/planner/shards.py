@@ -14,7 +14,7 @@ from pipefit.cost import CostModel, from_profile
 from pipefit.errors import InfeasibleError
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
 from pipefit.ir.op import Op
-from pipefit.ir.program import Program
+from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import Spill
 from pipefit.partition.balance import minmax
 from pipefit.partition.capacity import hydra
@@ -24,7 +24,7 @@ from pipefit.spec import Partition, Profile, Topology
 from pipefit.spec.topology import Tier
 from pipefit.timeline import Timeline
 
-__all__ = ["Choice", "Task", "cuts_of", "finest", "fitting", "in_flight", "peaks_of"]
+__all__ = ["Choice", "Task", "cuts_of", "finest", "fitting", "peaks_of"]
 
 _SLOTS = (1, 2, 3, 4, 6, 8)
 _NUM_CUTS = 12
@@ -328,22 +328,25 @@ def _keeping(task: Task, program: Program, cost: CostModel, peaks: list[float]) 
     for stage in sorted(replayed, key=lambda stage: (-cost.forward_s[stage] / max(cost.saved_bytes[stage], 1), stage)):
         rank = stage % task.depth
         saved = -(-task.num_microbatches // task.copies) * cost.saved_bytes[stage]
-        if peaks[rank] + saved + in_flight(task, cost) <= task.device_bytes:
+        if peaks[rank] + saved <= task.device_bytes:
             peaks[rank] += saved
             kept.add(stage)
     keeps = spill.stages if kept == replayed else tuple(sorted(kept))
     return msgspec.structs.replace(spill, keeps=keeps), peaks
 
 
-def in_flight(task: Task, cost: CostModel) -> float:
-    """Bytes that a rank of a pipeline holds of what it has sent and has not arrived: two messages each way."""
-    return 2 * max(map(sum, zip(cost.act_bytes, cost.grad_bytes, strict=True))) if task.depth > 1 else 0.0
+def in_flight(header: Header, cost: CostModel) -> float:
+    """Bytes that a rank of a pipeline holds of what is on its way: two messages each way."""
+    if len(set(header.placement)) == 1:
+        return 0.0
+    # What the last stage gives goes nowhere.
+    return 2 * max(map(sum, zip(cost.act_bytes[:-1], cost.grad_bytes[:-1], strict=True)))
 
 
 def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[float, ...]:
     """The most that each rank has on its device at once, with the optimizer's states that stay there.
 
-    In a pipeline what is sent is held until it has arrived, so there the clock counts too.
+    In a pipeline what is sent is held until it has arrived: two messages each way, or more by the clock.
 
     Args:
         program: that runs.
@@ -354,7 +357,8 @@ def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[flo
     listed = [device_peak_bytes(program, rank, cost.size_bytes, _states_of(program, cost, rank))[0] for rank in ranks]
     if len(ranks) == 1:
         return tuple(listed)
-    return tuple(max(amount, timeline.peak_bytes(rank)) for rank, amount in zip(ranks, listed, strict=True))
+    more = in_flight(program.header, cost)
+    return tuple(max(amount + more, timeline.peak_bytes(rank)) for rank, amount in zip(ranks, listed, strict=True))
 
 
 def _states_of(program: Program, cost: CostModel, rank: int) -> float:
@@ -376,6 +380,8 @@ def _beside_slots(task: Task, partition: Partition, cost: CostModel) -> list[flo
     spill = Spill.of(num_stages, min(slots, num_stages), 0, task.tier.name, task.activations)
     program = task.program_of(partition, spill, task.num_microbatches)
     return [
-        device_peak_bytes(program, rank, cost.size_bytes)[0] - arena_bytes(program.header, rank, cost.size_bytes)
+        device_peak_bytes(program, rank, cost.size_bytes)[0]
+        - arena_bytes(program.header, rank, cost.size_bytes)
+        + in_flight(program.header, cost)
         for rank in range(task.num_ranks)
     ]

@@ -15,7 +15,7 @@ from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.gpt import usual_state
 from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.planner.resident import resident
-from pipefit.planner.shards import Choice, Task, cuts_of, finest, fitting, in_flight, peaks_of
+from pipefit.planner.shards import Choice, Task, cuts_of, finest, fitting, peaks_of
 from pipefit.schedules import find
 from pipefit.schedules.registry import Schedule
 from pipefit.simulate import simulate
@@ -222,14 +222,7 @@ def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
     anywhere = replace(task, device_bytes=math.inf, host_bytes=math.inf, keep=False)
     choices = sorted(fitting(anywhere, [*cuts, finest(task)]), key=lambda choice: choice.peak_bytes)
     timed = [found for choice in choices[:_NUM_SIMULATED] if (found := _timed(anywhere, choice))]
-    # What is in flight depends on how fast things go: as much as is always taken for it.
-    least, count = min(
-        (
-            max(*found.peaks, found.choice.peak_bytes + in_flight(task, found.choice.cost)),
-            len(found.choice.partition.stages),
-        )
-        for found in timed
-    )
+    least, count = min((max(found.peaks), len(found.choice.partition.stages)) for found in timed)
     if least <= task.device_bytes:
         return (
             f"{task.profile.model} does not fit the {task.tier.name}: it would keep its weights and the states of its "
