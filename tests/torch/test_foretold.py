@@ -36,25 +36,24 @@ def test_taking_the_pace_leaves_the_model_as_it_was():
 
 
 def test_costs_are_the_medians_of_turns_each_at_its_pace():
-    turns = [USUAL._replace(host_s={"fwd": seconds}, wake_s=2 * seconds) for seconds in (2e-5, 3e-5, 9e-4)]
-    assert calibrate._medians(turns) == USUAL._replace(host_s={"fwd": 3e-5}, wake_s=6e-5)
+    turns = [USUAL._replace(host_s={"fwd": seconds}, taking_s=2 * seconds) for seconds in (2e-5, 3e-5, 9e-4)]
+    assert calibrate._medians(turns) == USUAL._replace(host_s={"fwd": 3e-5}, taking_s=6e-5)
     slow = calibrate._each(turns[0], lambda seconds: seconds / 2)
     assert slow.host_s == {"fwd": 1e-5} and slow.overhead_s == USUAL.overhead_s / 2
     assert slow.copy_s_per_byte == USUAL.copy_s_per_byte
 
 
-def test_ranks_that_only_wait_for_each_other_wake_twice_for_each_microbatch():
-    """Under the naive schedule every message is waited for: an activation and a gradient."""
+def test_a_forward_that_takes_a_message_takes_longer_than_the_first_stages():
     profile = Profile("m", 1, tuple(Layer(f"l{k}", 1, 1, 1, 0, 0, 4) for k in range(2)))
     layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     plan = make_plan(layers, num_ranks=2, schedule="naive", num_microbatches=3, stages=[1, 1])
     links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
 
-    def makespan_s(wake_s: float) -> float:
-        cost = cost_of(profile, plan, links, 0.0, USUAL._replace(wake_s=wake_s))
+    def makespan_s(taking_s: float) -> float:
+        cost = cost_of(profile, plan, links, 0.0, USUAL._replace(taking_s=taking_s))
         return simulate(program_of(plan), cost).makespan_s
 
-    assert makespan_s(0.5) - makespan_s(0.0) == pytest.approx(0.5 * 2 * 3)
+    assert makespan_s(0.5) - makespan_s(0.0) == pytest.approx(0.5 * 3)
 
 
 def program_of(plan):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from pipefit.compare.config import CompareConfig
 from pipefit.compare.pipelines import ScheduledPipeline
-from pipefit.compare.strategies import Batch, Subject, Trainer
+from pipefit.compare.strategies import STRATEGIES, Batch, Subject, Trainer
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.split import named_layers
@@ -67,15 +68,18 @@ class Foretelling:
     _calibration: Calibration
 
     @classmethod
-    def begin(cls, subject: Subject, batch: Batch, counts: list[int], session: Session, optimizer: str) -> Foretelling:
+    def begin(
+        cls, subject: Subject, batch: Batch, counts: list[int], session: Session, config: CompareConfig
+    ) -> Foretelling:
         """Profiles the model for some numbers of micro-batches, and the links."""
         layers = named_layers(subject.make())
         sizes = {num: largest_part(batch[0], num) for num in counts}
         how = {"loss": subject.loss, "optimizer": subject.optimizer}
         profiles = {num: agreed_profile(layers, batch, [sizes[num]], session, **how) for num in counts}
         paces = {num: Pace(layers, batch, sizes[num], session, subject.loss) for num in counts}
-        calibration = Calibration(session, links_of(session, session.num_ranks))
-        return cls(session, optimizer, profiles, paces, calibration)
+        schedules = [name for name in config.strategies or STRATEGIES if STRATEGIES[name].kind == "schedule"]
+        calibration = Calibration(session, links_of(session, session.num_ranks), schedules)
+        return cls(session, config.optimizer, profiles, paces, calibration)
 
     def calibrate(self) -> None:
         """A turn of the executor's costs."""
@@ -100,7 +104,7 @@ class Foretelling:
             return Foretold(tuple(update_s * pace for pace in paces))
         if not isinstance(trainer, ScheduledPipeline):
             return None
-        costs, topology = self._calibration.costs(), self._calibration.topology
+        costs, topology = self._calibration.costs(trainer.plan.schedule), self._calibration.topology
         cost = cost_of(profile, trainer.plan, topology, STATE_PER_WEIGHT[self.optimizer], costs)
         program = trainer.timeline(steps).program
         timeline = predict(program, cost, trainer.num_passes(steps))

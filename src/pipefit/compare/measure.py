@@ -95,7 +95,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     counts = [num for num in config.microbatches if num <= config.batch]
     if not counts:
         raise DataError(f"a batch of {config.batch} cannot be cut into {list(config.microbatches)} micro-batches")
-    foretelling = Foretelling.begin(subject, batches[0], counts, session, config.optimizer)
+    foretelling = Foretelling.begin(subject, batches[0], counts, session, config)
     partition = _partition(subject, config, foretelling.profiles[counts[len(counts) // 2]])
     cells, refused = _cells(config, wanted, subject, partition, foretelling.profiles, say)
     # The model's pace is taken for each number between its cells.

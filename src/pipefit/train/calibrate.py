@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import statistics
 import time
@@ -17,6 +16,7 @@ from torch import nn
 from pipefit.ir.op import Op
 from pipefit.profiling import profile_layers
 from pipefit.runtime.session import Session
+from pipefit.schedules import find
 from pipefit.spec import Profile, Topology
 from pipefit.timeline import Timeline
 from pipefit.train.batch import feed_of
@@ -29,19 +29,21 @@ _WIDTH, _PASSES, _RUN = 8, 40, 8
 _MANY = 16
 _COLD = 1 << 19
 _HALVINGS = 10
-_BUSY, _WAITING = ("1f1b", "gpipe"), "naive"
+_USUAL_SCHEDULE = "1f1b"
+_SCHEDULES = ("naive", "gpipe", _USUAL_SCHEDULE, "interleaved", "breadth-first")
 
 
-def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
+def runtime_costs(session: Session, topology: Topology, schedule: str = _USUAL_SCHEDULE) -> RuntimeCosts:
     """Measures, in about two seconds; every rank of the run must ask, and all get the first rank's figures.
 
     Args:
         session: of the run.
         topology: the links between its ranks.
+        schedule: that the costs are for.
     """
-    calibration = Calibration(session, topology)
+    calibration = Calibration(session, topology, [schedule])
     calibration.turn()
-    return calibration.costs()
+    return calibration.costs(schedule)
 
 
 class _Pipe(NamedTuple):
@@ -50,15 +52,17 @@ class _Pipe(NamedTuple):
     pipe: Pipeline
     batches: list[tuple[torch.Tensor, torch.Tensor]]
     pass_s: list[float]
-    carried_s: list[float]
+
+    @property
+    def num_layers(self) -> int:
+        """One for each stage."""
+        return len(self.pipe.layers)
 
     def run(self, pace: float) -> None:
         """Trains on the batches in a row, as a training does."""
-        began, others = time.perf_counter(), _others_s()
+        began = time.perf_counter()
         self.pipe.fit(self.batches)
         self.pass_s.append((time.perf_counter() - began) / _RUN / pace)
-        received = sum(i.op is Op.RECV for i in self.pipe.program.ranks[self.pipe.rank])
-        self.carried_s.append((_others_s() - others) / _RUN / received / pace)
 
     def foretold_s(self, costs: RuntimeCosts, alone: Profile, topology: Topology) -> float:
         """Seconds of a pass of a run, as the simulator has it."""
@@ -70,32 +74,35 @@ class Calibration:
     """Pipelines of tiny layers, timed in turns with whatever the figures are for.
 
     Forward, backward, loss, load, send, step, and the time between passes are timed in the executor, less what the
-    profiler says of the same tiny layer; a message costs the cores what the threads that carry it take. What the
-    simulator then still lacks of the time of the passes is that from the arrival of a message until a rank that waits
-    for it goes on. Every rank of the run must make one, and call it alike.
+    profiler says of the same tiny layer. What the simulator then still lacks of the time of a pass is what messages
+    cost, and differs from schedule to schedule: on few cores the threads that carry messages have none of their own,
+    and how long a message lies there depends on what the ranks do meanwhile. So it is found for each schedule by a
+    pipeline under the same. Every rank of the run must make a calibration, and call it alike.
 
     Args:
         session: of the run.
         topology: the links between its ranks.
+        schedules: that costs will be asked for; those without a flush have the costs of 1F1B.
 
     Attributes:
         topology: the same.
     """
 
-    def __init__(self, session: Session, topology: Topology) -> None:
+    def __init__(self, session: Session, topology: Topology, schedules: Sequence[str]) -> None:
         self.topology = topology
         self._is_usual = not session.is_distributed or torch.cuda.is_available()
         if self._is_usual:
             return
         self._told: list[RuntimeCosts] = []
-        self._alone: list[Profile] = []
+        self._alone: dict[int, list[Profile]] = {}
+        self._pipes: dict[str, _Pipe] = {}
         random = torch.get_rng_state()
-        self._layers = nn.Sequential(
-            *(nn.Sequential(_Cold(), nn.Linear(_WIDTH, _WIDTH)) for _ in range(session.num_ranks))
-        )
-        self._x = torch.randn(_MANY, _WIDTH)
-        self._busy = [_pipe(self._layers, self._x, schedule) for schedule in _BUSY]
-        self._waiting = [_pipe(self._layers, self._x, _WAITING)]
+        num = session.num_ranks
+        # Chunks want a multiple of the ranks.
+        self._x = torch.randn(-(-_MANY // num) * num, _WIDTH)
+        for name in dict.fromkeys((_USUAL_SCHEDULE, *map(_standing_for, schedules))):
+            self._pipes[name] = _pipe(_layers(2 * num if find(name).chunks else num), self._x, name)
+        self._layers = {one.num_layers: _layers(one.num_layers) for one in self._pipes.values()}
         torch.set_rng_state(random)
 
     def turn(self, pace: float = 1.0, passes: int = _PASSES) -> None:
@@ -107,69 +114,73 @@ class Calibration:
         """
         if self._is_usual:
             return
-        x = self._x[:1]
-        loss = nn.functional.mse_loss
-        alone = profile_layers(list(self._layers), x, loss, x, repeats=passes, threads=None, optimizer=_sgd)
+        loss, x = nn.functional.mse_loss, self._x[:1]
+        for num, layers in self._layers.items():
+            alone = profile_layers(list(layers), x, loss, x, repeats=passes, threads=None, optimizer=_sgd)
+            self._alone.setdefault(num, []).append(alone.scaled(1 / pace))
         cut_s = _cut_s(self._x)
-        for one in (*self._busy, *self._waiting):
+        for one in self._pipes.values():
             for _ in range(-(-passes // _RUN)):
                 one.run(pace)
-        told = _told(alone, self._busy[0].pipe.timeline(last=_RUN), cut_s)
+        usual = self._pipes[_USUAL_SCHEDULE]
         # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
-        told = told._replace(pass_s=told.pass_s / per_core(self.topology, len(self._layers)))
-        self._told.append(_each(told, lambda seconds: seconds / pace))
-        self._alone.append(alone.scaled(1 / pace))
+        crowd = per_core(self.topology, usual.num_layers)
+        told = _each(_told(usual.pipe.timeline(last=_RUN), cut_s, len(self._x)), lambda seconds: seconds / pace)
+        told = _beyond(told, self._alone[usual.num_layers][-1])
+        self._told.append(told._replace(pass_s=told.pass_s / crowd))
 
-    def costs(self) -> RuntimeCosts:
-        """The costs by all turns so far; all ranks get the first rank's."""
+    def costs(self, schedule: str) -> RuntimeCosts:
+        """The costs under a schedule by all turns so far; all ranks get the first rank's."""
         if self._is_usual:
             return USUAL
-        told = _medians(self._told)
-        alone = sorted(self._alone, key=lambda one: one.step_s or 0.0)[len(self._alone) // 2]
-        return _from_rank_0(self._with_rest(told, alone))
+        one = self._pipes[_standing_for(schedule)]
+        return _from_rank_0(self._with_messages(_medians(self._told), one))
 
-    def _with_rest(self, told: RuntimeCosts, alone: Profile) -> RuntimeCosts:
-        """What the simulator lacks, as the messages'."""
+    def _with_messages(self, told: RuntimeCosts, one: _Pipe) -> RuntimeCosts:
+        """What the simulator lacks of a pipeline's passes, as the receives'."""
 
-        def fitted(pipes: list[_Pipe], change: Callable[[float], RuntimeCosts]) -> RuntimeCosts:
-            # The median of runs, not of passes: where the threads that carry the messages have no core of their own, a
-            # pass now and then stands still for a while, and so do those of a real model.
-            measured = [statistics.median(one.pass_s) for one in pipes]
-            low, high = 0.0, max(measured) / _MANY
-            for _ in range(_HALVINGS):
-                middle = (low + high) / 2
-                costs = change(middle)
-                foretold = [one.foretold_s(costs, alone, self.topology) for one in pipes]
-                low, high = (middle, high) if sum(measured) > sum(foretold) else (low, middle)
-            return change(low)
+        def receiving(seconds: float) -> RuntimeCosts:
+            return told._replace(host_s={**told.host_s, Op.RECV.value: seconds})
 
-        carried_s = statistics.median(seconds for one in self._busy for seconds in one.carried_s)
-        costs = told._replace(host_s={**told.host_s, Op.RECV.value: carried_s})
-        return fitted([*self._busy, *self._waiting], lambda seconds: costs._replace(wake_s=seconds))
+        turns = self._alone[one.num_layers]
+        alone = sorted(turns, key=lambda turn: turn.step_s or 0.0)[len(turns) // 2]
+        # The median of runs, not of passes: a message now and then stands still for a while, and so do those of a real
+        # model.
+        measured_s = statistics.median(one.pass_s)
+        low, high = 0.0, measured_s / _MANY
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            short = one.foretold_s(receiving(middle), alone, self.topology) < measured_s
+            low, high = (middle, high) if short else (low, middle)
+        return receiving(low)
+
+
+def _standing_for(schedule: str) -> str:
+    return schedule if schedule in _SCHEDULES else _USUAL_SCHEDULE
+
+
+def _layers(num: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(_Cold(), nn.Linear(_WIDTH, _WIDTH)) for _ in range(num)))
 
 
 def _pipe(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Pipe:
     pipe = Pipeline(
-        copy.deepcopy(layers),
+        layers,
         loss=nn.functional.mse_loss,
         optimizer=_sgd,
         schedule=schedule,
         microbatches=len(x),
         stages=[1] * len(layers),
+        chunks=2 if find(schedule).chunks else 1,
         device="cpu",
     )
     batches = [(x, x)] * _RUN
     # Shapes are agreed on, and groups meet, in the first pass.
     pipe.fit(batches)
-    return _Pipe(pipe, batches, [], [])
+    return _Pipe(pipe, batches, [])
 
 
-def _others_s() -> float:
-    """Processor seconds of this process's other threads, those that carry messages."""
-    return time.process_time() - time.thread_time()
-
-
-_PLAIN = ("overhead_s", "post_s", "pass_s", "cut_s", "taking_s", "wake_s")
+_PLAIN = ("overhead_s", "post_s", "pass_s", "cut_s", "taking_s")
 
 
 def _each(costs: RuntimeCosts, change: Callable[[float], float]) -> RuntimeCosts:
@@ -185,30 +196,34 @@ def _medians(turns: Sequence[RuntimeCosts]) -> RuntimeCosts:
     return turns[0]._replace(host_s=host_s, **{name: middle(getattr(turn, name) for turn in turns) for name in _PLAIN})
 
 
-def _told(alone: Profile, timeline: Timeline, cut_s: float) -> RuntimeCosts:
-    """The first rank's view: it loads, and its loss is another's."""
+def _told(timeline: Timeline, cut_s: float, num_microbatches: int) -> RuntimeCosts:
+    """What instructions take in all, in the first rank's view: it loads, and its loss is another's."""
     kinds = {key: item.median_s for key, item in timeline.by_kind().items()}
     last = max(stage for _, stage in kinds)
-    forward, backward = (kinds[op.value, 0] for op in (Op.FWD, Op.BWD))
-    step = kinds[Op.STEP.value, 0]
     loss = next((seconds for (op, _), seconds in kinds.items() if op == Op.LOSS.value), 0.0)
-    first, final = alone.layers[0], alone.layers[last]
-    own = forward - first.forward_s
-    host = {
-        Op.FWD: own,
-        Op.RECOMPUTE: own,
-        Op.BWD: (backward - first.backward_s + kinds[Op.BWD.value, last] - final.backward_s) / 2,
-        Op.LOSS: loss - alone.loss_s,
-        Op.LOAD: kinds[Op.LOAD.value, 0],
-        Op.STEP: step - alone.optimizer_of([0]),
-        Op.SEND: kinds[Op.SEND.value, 0],
-    }
-    host_s = {op.value: max(seconds, 1e-6) for op, seconds in host.items()}
-    overhead_s = max(host_s[Op.FWD], USUAL.overhead_s)
-    pass_s = max(_between_s(timeline) - cut_s * _MANY, 0.0)
+    forward_s = kinds[Op.FWD.value, 0]
+    host_s = {op.value: kinds[op.value, 0] for op in (Op.FWD, Op.LOAD, Op.STEP, Op.SEND)}
+    host_s[Op.BWD.value] = (kinds[Op.BWD.value, 0] + kinds[Op.BWD.value, last]) / 2
+    host_s[Op.LOSS.value] = loss
+    pass_s = max(_between_s(timeline) - cut_s * num_microbatches, 0.0)
     # Beyond the first stage a forward takes a message: what it reads, and what it is read by, has left the caches.
-    taking_s = max(kinds[Op.FWD.value, last] - final.forward_s - own, 0.0)
-    return RuntimeCosts(overhead_s, host_s[Op.SEND], host_s, pass_s, cut_s, taking_s=taking_s)
+    taking_s = kinds[Op.FWD.value, last] - forward_s
+    return RuntimeCosts(forward_s, host_s[Op.SEND.value], host_s, pass_s, cut_s, taking_s=taking_s)
+
+
+def _beyond(told: RuntimeCosts, alone: Profile) -> RuntimeCosts:
+    """The same less what the layers take by themselves."""
+    first, final = alone.layers[0], alone.layers[-1]
+    layers_s = {
+        Op.FWD.value: first.forward_s,
+        Op.BWD.value: (first.backward_s + final.backward_s) / 2,
+        Op.LOSS.value: alone.loss_s,
+        Op.STEP.value: alone.optimizer_of([0]),
+    }
+    host_s = {name: max(seconds - layers_s.get(name, 0.0), 1e-6) for name, seconds in told.host_s.items()}
+    host_s[Op.RECOMPUTE.value] = host_s[Op.FWD.value]
+    taking_s = max(told.taking_s + first.forward_s - final.forward_s, 0.0)
+    return told._replace(overhead_s=max(host_s[Op.FWD.value], USUAL.overhead_s), host_s=host_s, taking_s=taking_s)
 
 
 def _between_s(timeline: Timeline) -> float:

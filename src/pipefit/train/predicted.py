@@ -33,7 +33,7 @@ class RuntimeCosts(NamedTuple):
         overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond what the profile measured.
         post_s: of posting one message.
         host_s: on instructions by operation, beyond what the profile measured; on a receive, what a message costs the
-            cores that compute, where none is left for the threads that carry it.
+            ranks, where no core is left for the threads that carry it.
         pass_s: of a rank between two passes over a synchronous program.
         cut_s: of cutting the batch, for each of its micro-batches.
         copy_s_per_byte: of a send, on the sender's core.
@@ -48,7 +48,6 @@ class RuntimeCosts(NamedTuple):
     cut_s: float = 0.0
     copy_s_per_byte: float = 0.2e-9
     taking_s: float = 0.0
-    wake_s: float = 0.0
 
 
 USUAL = RuntimeCosts(10e-6, 20e-6)
@@ -107,7 +106,7 @@ def cost_of(
     cost = CostModel.from_profile(
         profile,
         partition,
-        _later(topology, runtime.wake_s),
+        topology,
         optimizer_bytes_per_weight_byte=state_per_weight,
         loss_s=profile.loss_s,
         overhead_s=runtime.overhead_s,
@@ -131,12 +130,6 @@ def cost_of(
     pass_s = runtime.pass_s + runtime.cut_s * plan.num_microbatches if synchronous else 0.0
     on_host = cost.host_step_s if any(cost.host_step_s) else steps
     return replace(cost, step_s=steps, host_step_s=on_host, host_s=host_s, pass_s=pass_s, tensor=plan.tensor)
-
-
-def _later(topology: Topology, seconds: float) -> Topology:
-    """Links over which every message takes longer."""
-    levels = (msgspec.structs.replace(level, latency_s=level.latency_s + seconds) for level in topology.levels)
-    return msgspec.structs.replace(topology, levels=tuple(levels)) if seconds else topology
 
 
 def predict(program: Program, cost: CostModel, repeats: int = 1) -> Timeline:

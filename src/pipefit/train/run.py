@@ -135,7 +135,9 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         device=config.device or None,
         spill=tiers_of(config, resumed is not None),
     )
-    cost = cost_of(parts, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session, topology))
+    cost = cost_of(
+        parts, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session, topology, plan.schedule)
+    )
     if pipe.program.header.spill is not None:
         cost = replace(cost, tiers=topology.tiers or (rates_of(config, pipe.device),))
     forecast = _forecast(pipe, cost)
