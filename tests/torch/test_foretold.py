@@ -12,8 +12,8 @@ from pipefit.simulate import simulate
 from pipefit.spec import Layer, Profile, Topology
 from pipefit.stage.split import named_layers
 from pipefit.train import calibrate
-from pipefit.train.pace import Pace
-from pipefit.train.predicted import USUAL, cost_of
+from pipefit.train.pace import WAITS_S, Pace
+from pipefit.train.predicted import USUAL, cost_of, predict
 from pipefit.train.setup import make_plan
 
 ALONE = Session(0, 1, None, Progress())
@@ -30,7 +30,7 @@ def test_taking_the_pace_leaves_the_model_as_it_was():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batch = torch.randn(8, 4), torch.randn(8, 4)
     pace = Pace(named_layers(model), batch, 4, ALONE, nn.functional.mse_loss)
-    assert 0 < pace.microbatch_s() < 1 and 0 < pace.microbatch_s() < 1
+    assert 0 < pace.microbatch_s() < 1 and len(pace.waking_s()) == len(WAITS_S)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert type(model[1]) is nn.BatchNorm1d
 
@@ -54,6 +54,19 @@ def test_a_forward_that_takes_a_message_takes_longer_than_the_first_stages():
         return simulate(program_of(plan), cost).makespan_s
 
     assert makespan_s(0.5) - makespan_s(0.0) == pytest.approx(0.5 * 3)
+
+
+def test_a_stage_that_has_waited_takes_longer_and_one_that_has_not_does_not():
+    """Naive on two ranks: all but the last stage's backward, which follows its forward at once, come after a wait."""
+    profile = Profile("m", 1, tuple(Layer(f"l{k}", 1, 1, 1, 0, 0, 4) for k in range(2)))
+    layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    plan = make_plan(layers, num_ranks=2, schedule="naive", num_microbatches=3, stages=[1, 1])
+    links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
+    program, cost = program_of(plan), cost_of(profile, plan, links, 0.0)
+    before, after = predict(program, cost), predict(program, cost, waking=[(1.0, 0.5)])
+    took = {key: after.by_kind()[key].median_s - item.median_s for key, item in before.by_kind().items()}
+    assert took["fwd", 1] == pytest.approx(0.5) and took["bwd", 0] == pytest.approx(0.5)
+    assert took["bwd", 1] < 1e-3 and took["fwd", 0] < 1e-3
 
 
 def program_of(plan):

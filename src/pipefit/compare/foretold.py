@@ -8,7 +8,7 @@ clock: the prediction of a turn is for that pace.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipefit.compare.config import CompareConfig
 from pipefit.compare.pipelines import ScheduledPipeline
@@ -19,7 +19,7 @@ from pipefit.stage.split import named_layers
 from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import Calibration
 from pipefit.train.optimizers import STATE_PER_WEIGHT
-from pipefit.train.pace import Pace
+from pipefit.train.pace import WAITS_S, Pace
 from pipefit.train.predicted import cost_of, links_of, per_core, predict
 from pipefit.train.profiled import agreed_profile
 
@@ -66,6 +66,7 @@ class Foretelling:
     profiles: dict[int, Profile]
     _paces: dict[int, Pace]
     _calibration: Calibration
+    _waking: list[list[float]] = field(default_factory=list)
 
     @classmethod
     def begin(
@@ -83,8 +84,11 @@ class Foretelling:
 
     def calibrate(self) -> None:
         """A turn of the executor's costs."""
-        num = min(self.profiles)
-        self._calibration.turn(self.pace(num) or 1.0, _PASSES)
+        num = max(self.profiles)
+        pace = self.pace(num) or 1.0
+        self._calibration.turn(pace, _PASSES)
+        # The smallest micro-batch costs least, and what waiting costs does not grow with it.
+        self._waking.append([seconds / pace for seconds in self._paces[num].waking_s()])
 
     def pace(self, num_microbatches: int) -> float | None:
         """How much longer the model takes at this moment than its profile; None: there is none for this number."""
@@ -107,13 +111,21 @@ class Foretelling:
         costs, topology = self._calibration.costs(trainer.plan.schedule), self._calibration.topology
         cost = cost_of(profile, trainer.plan, topology, STATE_PER_WEIGHT[self.optimizer], costs)
         program = trainer.timeline(steps).program
-        timeline = predict(program, cost, trainer.num_passes(steps))
+        timeline = predict(program, cost, trainer.num_passes(steps), self._after_waits())
         middle = statistics.median(paces)
         busy = tuple(
             (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) * middle / program.header.num_steps
             for rank, instructions in enumerate(program.ranks)
         )
         return Foretold(tuple(timeline.makespan_s / steps * pace for pace in paces), timeline.bubble_fraction, busy)
+
+    def _after_waits(self) -> list[tuple[float, float]]:
+        """What waits of some lengths cost, the medians of the turns; a longer one no less than a shorter."""
+        points, least = [], 0.0
+        for wait_s, turns in zip(WAITS_S, zip(*self._waking, strict=True), strict=True):
+            least = max(least, statistics.median(turns))
+            points.append((wait_s, least))
+        return points
 
 
 def _layers_s(profile: Profile) -> float:

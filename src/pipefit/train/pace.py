@@ -7,6 +7,7 @@ piece of work is timed again and again, by the wall clock, between all that is m
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +23,12 @@ from pipefit.runtime.session import Session
 from pipefit.stage.split import NamedLayer
 from pipefit.train.profiled import as_trained
 
-__all__ = ["Pace"]
+__all__ = ["WAITS_S", "Pace"]
 
 _LEAST_S = 0.03
+_TURNS = 3
+WAITS_S = (3e-4, 2e-3, 2e-2)
+"""How long a rank may have waited before it goes on: what `Pace.waking_s` looks at."""
 
 
 class Pace:
@@ -60,7 +64,30 @@ class Pace:
             while not num or time.perf_counter() - began < _LEAST_S:
                 self._step.plain()
                 num += 1
-            seconds = torch.tensor((time.perf_counter() - began) / num, dtype=torch.float64)
+            seconds = (time.perf_counter() - began) / num
+        return self._mean([seconds])[0]
+
+    def waking_s(self) -> list[float]:
+        """Seconds that a micro-batch takes longer right after each of `WAITS_S` than right after another.
+
+        While a core has nothing to do, its caches go cold, its clock slow, and another guest may have it.
+        """
         if self._session.is_distributed:
-            dist.all_reduce(seconds)
-        return float(seconds) / self._session.num_ranks
+            dist.barrier()
+        samples: list[list[float]] = [[] for _ in (0.0, *WAITS_S)]
+        with as_trained(self._layers):
+            self._step.plain()
+            for _ in range(_TURNS):
+                for found, wait_s in zip(samples, (0.0, *WAITS_S), strict=True):
+                    if wait_s:
+                        time.sleep(wait_s)
+                    found.append(self._step.plain())
+        at_once_s, *later_s = (statistics.median(found) for found in samples)
+        return self._mean([seconds - at_once_s for seconds in later_s])
+
+    def _mean(self, values: list[float]) -> list[float]:
+        """The mean over the ranks."""
+        table = torch.tensor(values, dtype=torch.float64)
+        if self._session.is_distributed:
+            dist.all_reduce(table)
+        return (table / self._session.num_ranks).tolist()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from pipefit.cost import CostModel
 from pipefit.errors import TopologyError
-from pipefit.ir.op import Op
+from pipefit.ir.op import OP_SPEC, Lane, Op
 from pipefit.ir.program import Program
 from pipefit.runtime.session import Session
 from pipefit.schedules import find
@@ -132,9 +133,55 @@ def cost_of(
     return replace(cost, step_s=steps, host_step_s=on_host, host_s=host_s, pass_s=pass_s, tensor=plan.tensor)
 
 
-def predict(program: Program, cost: CostModel, repeats: int = 1) -> Timeline:
-    """The timeline that the program should have."""
-    return simulate(program, cost, repeats=repeats)
+def predict(
+    program: Program, cost: CostModel, repeats: int = 1, waking: Sequence[tuple[float, float]] = ()
+) -> Timeline:
+    """The timeline that the program should have.
+
+    Args:
+        program: what runs.
+        cost: seconds and bytes.
+        repeats: passes over it.
+        waking: (seconds a rank has waited, seconds the forward or backward after it takes longer), by the first; the
+            program is simulated once to know how long ranks wait, and once more with what that costs on average.
+    """
+    timeline = simulate(program, cost, repeats=repeats)
+    return simulate(program, _after_waits(cost, timeline, waking), repeats=repeats) if waking else timeline
+
+
+def _after_waits(cost: CostModel, timeline: Timeline, waking: Sequence[tuple[float, float]]) -> CostModel:
+    """Costs in which every forward and backward also takes what the waits before it cost, the mean of each stage's."""
+    longer: dict[tuple[Op, int], list[float]] = {}
+    free: dict[int, float] = {}
+    for event in timeline.events:
+        i = timeline.instruction(event)
+        if event.position == 0:
+            free[event.rank] = max(free.get(event.rank, 0.0) + cost.pass_s, event.start_s if not event.repeat else 0.0)
+        if i.op in (Op.FWD, Op.BWD):
+            longer.setdefault((i.op, i.stage), []).append(_interpolated(waking, event.start_s - free[event.rank]))
+        computes = OP_SPEC[i.op].lane is Lane.COMPUTE
+        end_s = event.end_s if computes else event.start_s + cost.duration_s(i, event.rank)
+        free[event.rank] = max(free[event.rank], end_s)
+
+    def more(op: Op, seconds: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(own + fmean(longer.get((op, stage), [0.0])) for stage, own in enumerate(seconds))
+
+    return replace(cost, forward_s=more(Op.FWD, cost.forward_s), backward_input_s=more(Op.BWD, cost.backward_input_s))
+
+
+def _interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+    """On the lines from (0, 0) through the points, level after the last.
+
+    >>> [_interpolated([(1.0, 2.0), (2.0, 6.0)], x) for x in (-1.0, 0.5, 1.5, 3.0)]
+    [0.0, 1.0, 4.0, 6.0]
+    """
+    below = (0.0, 0.0)
+    for above in points:
+        if x <= above[0]:
+            share = max(x - below[0], 0.0) / (above[0] - below[0])
+            return below[1] + share * (above[1] - below[1])
+        below = above
+    return below[1]
 
 
 def prediction_of(plan: Plan, timeline: Timeline, batch: int) -> Prediction:

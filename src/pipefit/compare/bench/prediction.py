@@ -18,7 +18,7 @@ from pipefit.compare.result import Comparison, Row
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 
-__all__ = ["CONFIGS", "CONVNET", "GPT", "prediction", "prediction_rank"]
+__all__ = ["CONFIGS", "CONVNET", "CONVNET_LARGE", "GPT", "prediction", "prediction_rank"]
 
 _ALONE = "one-thread"
 _SYNCHRONOUS = ("accumulate", "naive", "gpipe", "1f1b", "interleaved", "breadth-first")
@@ -52,9 +52,15 @@ CONVNET = CompareConfig(
     steps=20,
     repeats=5,
 )
-"""The small convolutional network with batch norm, whose steps take about ten milliseconds."""
+"""The small convolutional network with batch norm, whose steps take some tens of milliseconds.
 
-CONFIGS = (GPT, CONVNET)
+At 32 micro-batches of two samples an instruction takes as long as a message.
+"""
+
+CONVNET_LARGE = replace(CONVNET, batch=256, steps=6)
+"""The same at a batch at which one would divide it: micro-batches of 8 to 64 samples."""
+
+CONFIGS = (GPT, CONVNET, CONVNET_LARGE)
 
 
 def prediction(configs: Sequence[CompareConfig] = CONFIGS) -> list[Comparison]:
@@ -94,8 +100,10 @@ def _line(row: Row) -> str:
     says = [f"  m={row.num_microbatches:<3} {row.strategy:<14} {row.step_s * 1e3:9.2f} ms"]
     if row.predicted_step_s and row.predicted_over_measured:
         says.append(
-            f"predicted {row.predicted_step_s * 1e3:9.2f} ms, predicted/measured {row.predicted_over_measured:.3f}"
+            f"predicted {row.predicted_step_s * 1e3:9.2f} ms, measured/predicted {1 / row.predicted_over_measured:.3f}"
         )
+    if row.pace:
+        says.append(f"pace {row.pace:.3f}")
     if row.speedup_accumulated:
         says.append(f"{row.speedup_accumulated:.2f} x one process accumulating as many")
     return "  ".join(says)
