@@ -38,7 +38,7 @@ def test_taking_the_pace_leaves_the_model_as_it_was():
 def test_costs_are_the_medians_of_turns_each_at_its_pace():
     turns = [USUAL._replace(host_s={"fwd": seconds}, taking_s=2 * seconds) for seconds in (2e-5, 3e-5, 9e-4)]
     assert calibrate._medians(turns) == USUAL._replace(host_s={"fwd": 3e-5}, taking_s=6e-5)
-    slow = calibrate._each(turns[0], lambda seconds: seconds / 2)
+    slow = turns[0].scaled(0.5)
     assert slow.host_s == {"fwd": 1e-5} and slow.overhead_s == USUAL.overhead_s / 2
     assert slow.copy_s_per_byte == USUAL.copy_s_per_byte
 

@@ -66,6 +66,7 @@ class Foretelling:
     profiles: dict[int, Profile]
     _paces: dict[int, Pace]
     _calibration: Calibration
+    _calibrated_at: list[float] = field(default_factory=list)
     _waking: list[list[float]] = field(default_factory=list)
 
     @classmethod
@@ -83,11 +84,12 @@ class Foretelling:
         return cls(session, config.optimizer, profiles, paces, calibration)
 
     def calibrate(self) -> None:
-        """A turn of the executor's costs."""
+        """A turn of the executor's costs, and of what it costs to have waited."""
+        # The smallest micro-batch costs least, and what waiting costs does not grow with it.
         num = max(self.profiles)
         pace = self.pace(num) or 1.0
+        self._calibrated_at.append(pace)
         self._calibration.turn(pace, _PASSES)
-        # The smallest micro-batch costs least, and what waiting costs does not grow with it.
         self._waking.append([seconds / pace for seconds in self._paces[num].waking_s()])
 
     def pace(self, num_microbatches: int) -> float | None:
@@ -108,16 +110,20 @@ class Foretelling:
             return Foretold(tuple(update_s * pace for pace in paces))
         if not isinstance(trainer, ScheduledPipeline):
             return None
-        costs, topology = self._calibration.costs(trainer.plan.schedule), self._calibration.topology
-        cost = cost_of(profile, trainer.plan, topology, STATE_PER_WEIGHT[self.optimizer], costs)
+        # Profiles were taken at different moments: all that is put together is first brought to the median pace.
+        middle, calibrated = statistics.median(paces), statistics.median(self._calibrated_at)
+        costs = self._calibration.costs(trainer.plan.schedule).scaled(calibrated)
+        waking = [(wait_s, seconds * calibrated) for wait_s, seconds in self._after_waits()]
+        states = STATE_PER_WEIGHT[self.optimizer]
+        cost = cost_of(profile.scaled(middle), trainer.plan, self._calibration.topology, states, costs)
         program = trainer.timeline(steps).program
-        timeline = predict(program, cost, trainer.num_passes(steps), self._after_waits())
-        middle = statistics.median(paces)
+        timeline = predict(program, cost, trainer.num_passes(steps), waking)
         busy = tuple(
-            (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) * middle / program.header.num_steps
+            (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) / program.header.num_steps
             for rank, instructions in enumerate(program.ranks)
         )
-        return Foretold(tuple(timeline.makespan_s / steps * pace for pace in paces), timeline.bubble_fraction, busy)
+        step_s = tuple(timeline.makespan_s / steps * pace / middle for pace in paces)
+        return Foretold(step_s, timeline.bubble_fraction, busy)
 
     def _after_waits(self) -> list[tuple[float, float]]:
         """What waits of some lengths cost, the medians of the turns; a longer one no less than a shorter."""

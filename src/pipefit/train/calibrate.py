@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -125,7 +125,7 @@ class Calibration:
         usual = self._pipes[_USUAL_SCHEDULE]
         # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
         crowd = per_core(self.topology, usual.num_layers)
-        told = _each(_told(usual.pipe.timeline(last=_RUN), cut_s, len(self._x)), lambda seconds: seconds / pace)
+        told = _told(usual.pipe.timeline(last=_RUN), cut_s, len(self._x)).scaled(1 / pace)
         told = _beyond(told, self._alone[usual.num_layers][-1])
         self._told.append(told._replace(pass_s=told.pass_s / crowd))
 
@@ -181,12 +181,6 @@ def _pipe(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Pipe:
 
 
 _PLAIN = ("overhead_s", "post_s", "pass_s", "cut_s", "taking_s")
-
-
-def _each(costs: RuntimeCosts, change: Callable[[float], float]) -> RuntimeCosts:
-    """Costs with all their seconds changed."""
-    host_s = {name: change(seconds) for name, seconds in costs.host_s.items()}
-    return costs._replace(host_s=host_s, **{name: change(getattr(costs, name)) for name in _PLAIN})
 
 
 def _medians(turns: Sequence[RuntimeCosts]) -> RuntimeCosts:

@@ -76,9 +76,9 @@ class Pace:
             dist.barrier()
         samples: list[list[float]] = [[] for _ in (0.0, *WAITS_S)]
         with as_trained(self._layers):
-            self._step.plain()
             for _ in range(_TURNS):
                 for found, wait_s in zip(samples, (0.0, *WAITS_S), strict=True):
+                    self._step.plain()
                     if wait_s:
                         time.sleep(wait_s)
                     found.append(self._step.plain())

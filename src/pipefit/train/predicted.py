@@ -50,6 +50,12 @@ class RuntimeCosts(NamedTuple):
     copy_s_per_byte: float = 0.2e-9
     taking_s: float = 0.0
 
+    def scaled(self, factor: float) -> RuntimeCosts:
+        """The costs on a machine that takes so many times as long for everything but copying."""
+        host_s = {name: seconds * factor for name, seconds in self.host_s.items()}
+        plain = ("overhead_s", "post_s", "pass_s", "cut_s", "taking_s")
+        return self._replace(host_s=host_s, **{name: getattr(self, name) * factor for name in plain})
+
 
 USUAL = RuntimeCosts(10e-6, 20e-6)
 """Where nothing was measured: ranks in one process, or a GPU, whose work hides it."""
