@@ -25,7 +25,7 @@ from pipefit.train.profiled import agreed_profile
 
 __all__ = ["Foretelling", "Foretold"]
 
-_PASSES = 16
+_PASSES = 8
 
 
 @dataclass(frozen=True)
