@@ -1,5 +1,8 @@
 """Profiles of models too large to run: one layer of each kind is measured, the model stays as it was."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -20,8 +23,8 @@ def layers_of():
     return nn.Sequential(nn.Linear(8, 16), *block, nn.Linear(16, 256, bias=False))
 
 
-def profiled(model, **more):
-    x, y = torch.randn(6, 8), torch.randint(0, 256, (6,))
+def profiled(model, x=None, y=None, **more):
+    x, y = torch.randn(6, 8) if x is None else x, torch.randint(0, 256, (6,)) if y is None else y
     computed = analytic_profile(model, x, SLOW, nn.functional.cross_entropy, y, microbatch_size=4)
     more = {"loss": nn.functional.cross_entropy, "target": y, "optimizer": adam} | more
     return computed, with_measured_kinds(computed, model, x, torch.device("cpu"), **more)
@@ -51,8 +54,7 @@ def test_the_model_is_left_as_it_was():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    x = torch.zeros(4, 8)
-    with_measured_kinds(analytic_profile(model, x, SLOW), model, x, torch.device("cpu"), optimizer=adam)
+    profiled(model, x=torch.zeros(4, 8), y=torch.zeros(4, dtype=torch.int64))
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [parameter.data_ptr() for parameter in model.parameters()] == homes
@@ -91,6 +93,30 @@ def test_a_layer_that_cannot_run_by_itself_keeps_its_computed_seconds():
     computed = analytic_profile(model, x, SLOW)
     measured = with_measured_kinds(computed, model, x, torch.device("cpu"))
     assert "2 of 3 layers" in measured.source
+
+
+def test_a_loss_that_refuses_random_numbers_keeps_its_computed_seconds():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()), torch.zeros(2, 4)
+    computed = analytic_profile(model, x, SLOW, nn.BCELoss(), x)
+    measured = with_measured_kinds(computed, model, x, torch.device("cpu"), loss=nn.BCELoss(), target=x)
+    assert measured.loss_s == computed.loss_s and measured.layers[0].forward_s != computed.layers[0].forward_s
+
+
+def test_there_is_never_more_than_one_layer_in_memory(monkeypatch):
+    alive: list[weakref.ref] = []
+    real = kinds._measured
+
+    def spy(name, module, *rest):
+        gc.collect()
+        assert not any(other() is not None for other in alive)
+        alive.append(weakref.ref(module))
+        return real(name, module, *rest)
+
+    monkeypatch.setattr(kinds, "_measured", spy)
+    with torch.device("meta"):
+        model = layers_of()
+    profiled(model)
+    assert len(alive) == 3
 
 
 def test_layers_are_measured_in_the_type_that_autocast_computes_in():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipefit.profiling.layers import as_chain, call_layer
 from pipefit.profiling.optimizer import Optimizer
 from pipefit.profiling.passes import Loss
 from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, placed, take, tensors_of
-from pipefit.profiling.untouched import untouched
+from pipefit.profiling.untouched import random_state_kept, untouched
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.materialise import is_meta, materialise
@@ -87,19 +87,15 @@ def with_measured_kinds(
     for index, ((name, layer), cost) in enumerate(zip(chain, costs, strict=True)):
         if id(cost) in found or _needs_bytes(cost) > room_bytes:
             continue
-        with _present(name, layer, device) as module, untouched(((name, module),), device, None):
+        # What cannot be run by itself, on data that only look like its own, keeps its computed seconds.
+        with random_state_kept(device), suppress(ModelError, RuntimeError):
             payload = map_tensors(torch.clone, first) if not index else _payload(cost.input, device)
-            try:
-                found[id(cost)] = _measured(
-                    name, module, payload, device, half, optimizer, room_bytes, state_per_weight
-                )
-            except (ModelError, torch.OutOfMemoryError):
-                # It cannot be run by itself, on data that only look like its own.
-                continue
+            found[id(cost)] = _alone(name, layer, payload, device, half, optimizer, room_bytes, state_per_weight)
     loss_s = profile.loss_s
     if loss is not None and 2 * costs[-1].output_bytes <= room_bytes:
         goal = placed(take(target, size, batch_of(target)), device, None)
-        loss_s = _loss_s(loss, _payload(costs[-1].output, device), goal, device)
+        with random_state_kept(device), suppress(Exception):
+            loss_s = _loss_s(loss, _payload(costs[-1].output, device), goal, device)
     return _corrected(profile, [found.get(id(cost)) for cost in costs], loss_s)
 
 
@@ -115,6 +111,12 @@ def _payload(form: Any, device: torch.device) -> Any:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return tensors_like(form, make)
+
+
+def _alone(name: str, layer: nn.Module, payload: Any, device: torch.device, *rest: Any) -> _Seconds:
+    """Of a layer that is there for this long only; see `_measured`."""
+    with _present(name, layer, device) as module, untouched(((name, module),), device, None):
+        return _measured(name, module, payload, device, *rest)
 
 
 @contextmanager
@@ -184,7 +186,7 @@ def _repeated(turn: Callable[[], None]) -> None:
 
 
 def _step_s(weights: list[nn.Parameter], optimizer: Optimizer, clock: Clock) -> float:
-    """Seconds of a step, on weights that are put back one by one, for they may be the user's."""
+    """Seconds of a step, on copies of the weights, for they may be the user's; their gradients are used up."""
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in weights]
     for made, parameter in zip(copies, weights, strict=True):
         made.grad, parameter.grad = parameter.grad, None
