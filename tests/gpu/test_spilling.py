@@ -66,7 +66,9 @@ def test_spilled_training_is_resident_training_to_the_bit(optimizer, clip, on_di
     assert_same(trained(optimizer, clip=clip), trained(optimizer, clip=clip, spill=spill))
 
 
-@pytest.mark.parametrize("how", [{"prefetch": 0}, {"slots": 1}, {"slots": 3, "optim_slots": 2}, {"optim_slots": 0}])
+@pytest.mark.parametrize(
+    "how", [{"prefetch": 0}, {"slots": 1}, {"slots": 3, "optim_slots": 2}, {"optim_slots": 0}, {"keep": "all"}]
+)
 def test_slots_and_prefetching_change_nothing(how):
     assert_same(trained(adam), trained(adam, spill=Spilled(**how)))
 
