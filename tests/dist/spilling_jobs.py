@@ -1,5 +1,7 @@
 """What the ranks of the tests of spilling do."""
 
+from pathlib import Path
+
 import torch
 
 from pipefit import Pipeline
@@ -13,16 +15,24 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, 0.01)
 
 
-def train(spill: dict | None, settings: dict) -> tuple[list[float], float]:
-    """Losses, and what this rank has held at most."""
+def train(spill: dict | None, settings: dict, plan: str = "") -> tuple[list[float], float, float]:
+    """Losses, what this rank has held at most, and what the plan says that it would.
+
+    Args:
+        spill: arguments of `Spilled`.
+        settings: of the pipeline.
+        plan: where to leave the plan, if anywhere.
+    """
     torch.manual_seed(0)
-    bundle = build("gpt", layers=8, hidden=64, heads=4, context=32, vocab=64, tied=False, dropout=0.1)
+    bundle = build("gpt", layers=8, hidden=128, heads=4, context=64, vocab=64, tied=False, dropout=0.1)
     pipe = Pipeline(
-        bundle.layers, loss=bundle.loss, optimizer=adamw, schedule="breadth-first", microbatches=4, seed=3,
-        spill=None if spill is None else Spilled(**spill), **settings,
+        bundle.layers, loss=bundle.loss, optimizer=adamw, seed=3, example=bundle.example(8, 0),
+        spill=None if spill is None else Spilled(**spill), **{"microbatches": 4, **settings},
     )  # fmt: skip
     losses = [pipe.step(*bundle.example(8, number)) for number in range(STEPS)]
     assert pipe.held_bytes is not None
-    held = pipe.held_bytes
+    held, claimed = pipe.held_bytes, pipe.plan.prediction.peak_bytes[pipe.rank] if pipe.plan.prediction else 0.0
+    if plan and pipe.rank == 0:
+        pipe.plan.save(Path(plan))
     pipe.close()
-    return losses, held
+    return losses, held, claimed
