@@ -93,6 +93,8 @@ def command(
     figures = _profile(profile, machine, whole_numbers("--microbatch-size", microbatch_size))
     if refit is not None:
         figures = _refitted(figures, refit, of)
+    elif of is not None:
+        raise PipefitError("--of: expected --refit too: the trace that this plan ran")
     counts = (
         ("--global-batch", global_batch),
         ("--microbatches", microbatches),

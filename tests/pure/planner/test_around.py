@@ -212,6 +212,11 @@ def test_tokens_without_a_gpt_are_refused(capsys):
     assert "--tokens" in capsys.readouterr().err
 
 
+def test_a_plan_that_ran_without_its_trace_is_refused(capsys):
+    assert main(["plan", "--profile", "gnmt", "--topology", "pcie-4", "--of", "plan.json"]) == 2
+    assert "--refit" in capsys.readouterr().err
+
+
 def test_stages_beyond_the_eighth_have_colours_of_their_own():
     made = plan(model(12), Topology.local(12), method="uniform", global_batch=24)
     drawn = partition_svg(made, model(12))
