@@ -48,7 +48,7 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "recompute plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 clip=0 seed=6 output=runs/x resume=runs/y "
         "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
-        "commit_every=3 keep=all"
+        "commit_every=3 keep=all activations"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
     # A setting that is not here has no option yet.

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipefit import Pipeline
 from pipefit.errors import InfeasibleError, PlanError
+from pipefit.ir.op import Op
 from pipefit.models import build
 from pipefit.testing import check
 from pipefit.train.spilled import Spilled
@@ -235,6 +236,83 @@ def test_a_model_of_the_meta_device_gets_the_same_weights_wherever_they_lie(tmp_
     x, y = bundle.example(4, 0)
     for _ in range(2):
         assert one.step(x, y) == other.step(x, y)
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"slots": 1, "prefetch": 0},
+        {"slots": 1, "disk": "tier"},
+        {"slots": 1, "disk": "tier", "host_memory": 6 * 4096},
+        {"slots": 1, "keep": (1,)},
+        {"slots": 1, "host_memory": "1 GiB", "step_on": "host"},
+    ],
+)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_activations_that_wait_on_the_tier_change_nothing(how, clip, tmp_path):
+    how = {**how, "disk": tmp_path / "tier"} if "disk" in how else how
+    one, other = resident(adamw, clip), spilled(adamw, clip, activations=True, **how)
+    moved = [i for i in other.program.ranks[0] if i.kind == "act" and i.op in (Op.EVICT, Op.FETCH)]
+    assert moved
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    # Larger and smaller batches than at first: records get more room, or have too much.
+    for size in (30, 7):
+        x, y = torch.randn(size, 8), torch.randint(0, 4, (size,))
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    assert not other._engine.workers[0].spilling.parking._there
+    other.close()
+
+
+class Twisted(nn.Module):
+    """Gives two tensors of different types, one of them not in the order of its dimensions, and the same twice."""
+
+    def forward(self, x):
+        turned = x.view(-1, 4, 4).transpose(1, 2)
+        return turned, x.double(), turned
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, given):
+        a, b, c = given
+        return self.layer((a + c).reshape(-1, 16) * 0.5 + b.float())
+
+
+def test_activations_of_several_tensors_come_back_as_they_were():
+    def made(**how):
+        torch.manual_seed(1)
+        layers = [nn.Linear(8, 16), Twisted(), Joined(), nn.Linear(4, 4), nn.Linear(4, 4)]
+        return Pipeline(
+            nn.Sequential(*layers), loss=nn.functional.cross_entropy, optimizer=adamw, microbatches=3, **how
+        )
+
+    one = made(stages=1)
+    other = made(stages=[2, 1, 1, 1], chunks=4, spill=Spilled(activations=True, slots=1))
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_ranks_of_a_pipeline_park_what_they_are_sent():
+    def made(**how):
+        return Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=[2, 1, 1, 1, 1, 1], chunks=3,
+            microbatches=3, schedule="breadth-first", **how,
+        )  # fmt: skip
+
+    one, other = made(), made(spill=Spilled(activations=True, slots=1))
+    assert all(any(i.op is Op.EVICT and i.kind == "act" for i in rank) for rank in other.program.ranks)
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
     other.close()
 
 

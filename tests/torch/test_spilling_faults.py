@@ -209,18 +209,23 @@ def test_a_host_tier_keeps_to_its_limit():
     tier.close()
 
 
-def _pipeline(folder):
+def _pipeline(folder, **how):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     return Pipeline(
-        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.Adam(p, 0.01), stages=[1, 2], chunks=2,
-        microbatches=2, spill=Spilled(disk=folder),
+        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.Adam(p, 0.01), stages=[1, 1, 1], chunks=3,
+        microbatches=2, spill=Spilled(disk=folder, **how),
     )  # fmt: skip
 
 
+# A part in the host's memory is copied to the disk at commits; activations are written to it during a step.
+HOW = [{}, {"host_memory": 2 * 4096, "commit_every": 1}, {"slots": 1, "activations": True}]
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("moment", [0, 1, 2, 3])
-def test_training_stops_with_one_message_when_the_disk_fills(tmp_path, monkeypatch, moment):
-    pipe = _pipeline(tmp_path / "tier")
+def test_training_stops_with_one_message_when_the_disk_fills(tmp_path, monkeypatch, moment, how):
+    pipe = _pipeline(tmp_path / "tier", **how)
     x = torch.randn(4, 4)
     pipe.step(x, x)
     pipe._engine.workers[0].spilling.settle()
@@ -237,8 +242,19 @@ def test_training_stops_with_one_message_when_the_disk_fills(tmp_path, monkeypat
     tier.close()
 
 
-def test_training_stops_when_the_folder_goes_away(tmp_path):
-    pipe = _pipeline(tmp_path / "tier")
+def test_no_room_for_activations_is_said_in_the_first_step(tmp_path, monkeypatch):
+    pipe = _pipeline(tmp_path / "tier", slots=1, activations=True)
+    x = torch.randn(4, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(tierfile.os, "posix_fallocate", _full)
+        with pytest.raises(PipefitError, match="make room, or give another --disk folder"):
+            pipe.step(x, x)
+    pipe.close()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_training_stops_when_the_folder_goes_away(tmp_path, how):
+    pipe = _pipeline(tmp_path / "tier", **how)
     x = torch.randn(4, 4)
     pipe.step(x, x)
     pipe._engine.workers[0].spilling.settle()

@@ -55,7 +55,7 @@ def test_the_states_of_stages_that_step_on_the_host_lie_there_and_take_no_room_o
     arenas = [pipe._engine.workers[0].spilling.arena.num_bytes for pipe in (here, there)]
     assert arenas[1] < arenas[0]
     worker = there._engine.workers[0]
-    buffer = worker.spilling.tier._buffer
+    buffer = worker.spilling.tier._buffers[0]
     first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
     kept = [
         value

@@ -58,6 +58,9 @@ def command(
         int | None,
         help_of("Steps between commits to --disk, to go on from; 0: none; default: 1 if all is there, else 10."),
     ] = None,
+    activations: Annotated[
+        bool, flag("What enters a stage waits there too; under a cap it does where nothing fits without.")
+    ] = False,
     step_on: Annotated[
         Literal["auto", "device", "host"], help_of("Where what waits in the host's memory steps; auto: as planned.")
     ] = "auto",
@@ -125,6 +128,7 @@ def command(
         host_memory=host_memory or "",
         disk=_text(disk),
         commit_every=commit_every,
+        activations=activations,
         step_on=step_on,
         keep=keep,
         plan=_text(plan),

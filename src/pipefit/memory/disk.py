@@ -99,7 +99,7 @@ class DiskTier:
     @property
     def num_bytes(self) -> int:
         """Of the file."""
-        return sum(r.copies * (HEADER_BYTES + r.num_bytes) for r in self._records.values())
+        return max((record.end for record in self._records.values()), default=0)
 
     @property
     def sizes(self) -> dict[Key, int]:
@@ -119,21 +119,21 @@ class DiskTier:
         self._file.write_table([[*key, size] for key, size in self.sizes.items()], self.about)
 
     def reserve_scratch(self, sizes: Mapping[Key, int]) -> None:
-        """After `recover`: makes room for the records that live within a step only, behind those that were found.
-
-        Raises:
-            TierError: there is not enough room.
-        """
+        """See `TierStore`; the room is behind what the file has."""
         self._place(sizes, 1)
         self._file.extend(self.num_bytes)
 
     def _place(self, sizes: Mapping[Key, int], copies: int) -> None:
-        position = max((record.end for record in self._records.values()), default=0)
+        position = self.num_bytes
         for key, size in sizes.items():
             record = self._records[key] = _Record(position, size, copies)
             position = record.end
         if self._device.type == "cuda":
-            self._pin(max((record.num_bytes for record in self._records.values()), default=0))
+            largest = max((record.num_bytes for record in self._records.values()), default=0)
+            if not self._pinned or largest > min(buffer.numel() for buffer in self._pinned.values()):
+                for lane in (self._lanes.read, self._lanes.write):
+                    lane.submit(lambda: None, 0).wait()
+                self._pin(largest)
 
     def _pin(self, num_bytes: int) -> None:
         """Sees to pinned buffers of that size. Each lane has one: its thread makes one copy at a time, to the end."""
@@ -213,7 +213,7 @@ class DiskTier:
 
         def work() -> None:
             self._file.commit(step, version, state, aside)
-            for record in self._records.values():
+            for record in list(self._records.values()):  # others may get room meanwhile
                 record.kept = record.current if record.copies == 2 else -1
 
         return self._lanes.write.submit(work, len(state), after)

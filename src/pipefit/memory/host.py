@@ -1,4 +1,4 @@
-"""The host tier: one flat buffer of exactly the size that the records need, pinned where there is a GPU."""
+"""The host tier: a flat buffer of exactly the size that the records need, pinned where there is a GPU."""
 
 from __future__ import annotations
 
@@ -34,36 +34,41 @@ class HostTier:
         self._device = device or torch.device("cpu")
         self._lanes = lanes or Lanes(self._device)
         self._own_lanes = lanes is None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._places: dict[Key, tuple[int, int]] = {}
+        self._buffers: list[Tensor] = []
+        self._places: dict[Key, Tensor] = {}
         self._versions: dict[Key, int] = {}
         self._asked: dict[Key, int] = {}
         self._writes: dict[Key, Copy] = {}
 
     @property
     def num_bytes(self) -> int:
-        """What the buffer takes."""
-        return self._buffer.numel()
+        """What its buffers take."""
+        return sum(buffer.numel() for buffer in self._buffers)
 
     def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
         """See `TierStore`."""
+        self.reserve_scratch(sizes)
+
+    def reserve_scratch(self, sizes: Mapping[Key, int]) -> None:
+        """See `TierStore`."""
         total = sum(sizes.values())
-        if self._capacity_bytes is not None and total > self._capacity_bytes:
+        wanted = self.num_bytes + total
+        if self._capacity_bytes is not None and wanted > self._capacity_bytes:
             raise TierError(
-                f"the host tier needs {format_bytes(total)} for what is spilled, --host-memory allows "
+                f"the host tier needs {format_bytes(wanted)} for what is spilled, --host-memory allows "
                 f"{format_bytes(self._capacity_bytes)}; allow more, or give --disk as well"
             )
-        position = 0
-        for key, size in sizes.items():
-            self._places[key] = (position, size)
-            position += size
         try:
             buffer = aligned(total)
             if self._device.type == "cuda" and total:
                 pin(buffer)
         except RuntimeError as problem:
             raise TierError(f"the host has no room for {format_bytes(total)} of spilled records: {problem}") from None
-        self._buffer = buffer
+        self._buffers.append(buffer)
+        position = 0
+        for key, size in sizes.items():
+            self._places[key] = buffer[position : position + size]
+            position += size
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`."""
@@ -91,7 +96,7 @@ class HostTier:
 
     def record(self, key: Key) -> Tensor:
         """The bytes of a record, where they lie."""
-        return self._place(key, self._places[key][1])
+        return self._places[key]
 
     def written(self, key: Key) -> Tensor:
         """The bytes of a record, once its last write has ended."""
@@ -130,15 +135,16 @@ class HostTier:
         """Lets the buffer go."""
         if self._own_lanes:
             self._lanes.close()
-        if self._device.type == "cuda" and self._buffer.numel():
-            unpin(self._buffer)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        for buffer in self._buffers:
+            if self._device.type == "cuda" and buffer.numel():
+                unpin(buffer)
+        self._buffers.clear()
         self._places.clear()
 
     def _place(self, key: Key, num_bytes: int) -> Tensor:
-        start, size = self._places[key]
-        assert num_bytes <= size, f"{key}: {num_bytes} bytes for a record of {size}"
-        return self._buffer[start : start + num_bytes]
+        record = self._places[key]
+        assert num_bytes <= record.numel(), f"{key}: {num_bytes} bytes for a record of {record.numel()}"
+        return record[:num_bytes]
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

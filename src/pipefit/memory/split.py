@@ -54,9 +54,11 @@ class SplitTier:
         self.disk.reserve({**copied, **rest}, [key for key in scratch if key in rest])
 
     def reserve_scratch(self, sizes: Mapping[Key, int]) -> None:
-        """See `DiskTier`."""
-        rest = self._divide({**self.disk.sizes, **sizes})
-        self.disk.reserve_scratch({key: size for key, size in sizes.items() if key in rest})
+        """See `TierStore`."""
+        for key, size in sizes.items():
+            tier = self.host if self.host.num_bytes + size <= self._host_bytes else self.disk
+            tier.reserve_scratch({key: size})
+            self._home[key] = tier
 
     def _divide(self, sizes: Mapping[Key, int]) -> dict[Key, int]:
         """Settles where each record lies and makes room for the host's; the others'."""
@@ -94,7 +96,10 @@ class SplitTier:
 
     def recover(self, at_most: int | None = None) -> Committed:
         """See `DiskTier`."""
-        return self.disk.recover(at_most)
+        found = self.disk.recover(at_most)
+        if not self._home:
+            self._divide(self.disk.sizes)
+        return found
 
     def goes_on_from(self, committed: Committed) -> None:
         """See `DiskTier`; what belongs in the host's memory is read into it."""

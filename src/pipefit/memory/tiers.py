@@ -62,6 +62,13 @@ class TierStore(Protocol):
             TierError: there is not enough room.
         """
 
+    def reserve_scratch(self, sizes: Mapping[Key, int]) -> None:
+        """Makes room for further records that live within a step only; what a key had before is forgotten.
+
+        Raises:
+            TierError: there is not enough room.
+        """
+
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Starts to write a version; it is committed, and may be read, once the copy has ended."""
 

@@ -275,11 +275,13 @@ def fitting(task: Task, cuts: Iterable[Partition]) -> Iterator[Choice]:
     """Every choice of slots and of places to step that device and tier have room for, of these cuts."""
     for partition in cuts:
         cost, num_stages = task.cost_of(partition), len(partition.stages)
-        beside = _beside_slots(task, partition, cost)
         largest_tie = _largest_tie(task, partition)
+        # With activations on the tier, what stays here at the turn depends on the slots.
+        usual = None if task.activations else _beside_slots(task, partition, cost, max(2, largest_tie))
         for weights, optim in _slots(num_stages // task.depth, task.state):
             if weights < largest_tie:
                 continue
+            beside = usual or _beside_slots(task, partition, cost, weights)
             for on_host in task.on_host(partition, optim):
                 spill = Spill.of(num_stages, weights, optim, task.tier.name, task.activations)
                 spill = msgspec.structs.replace(spill, on_host=on_host)
@@ -373,10 +375,9 @@ def _largest_tie(task: Task, partition: Partition) -> int:
     return max((1, *(count for tie in ties for count in tie.values())))
 
 
-def _beside_slots(task: Task, partition: Partition, cost: CostModel) -> list[float]:
+def _beside_slots(task: Task, partition: Partition, cost: CostModel, slots: int) -> list[float]:
     """What each device holds beside its slots: activations at the cuts, and what one micro-batch saves."""
     num_stages = len(partition.stages)
-    slots = max(2, _largest_tie(task, partition))
     spill = Spill.of(num_stages, min(slots, num_stages), 0, task.tier.name, task.activations)
     program = task.program_of(partition, spill, task.num_microbatches)
     return [

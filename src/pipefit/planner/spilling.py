@@ -48,7 +48,7 @@ def plan_spilling(
     state_per_weight: float | None = None,
     clip: bool = False,
     ties: Sequence[Sequence[int]] = (),
-    activations: bool = False,
+    activations: bool | None = None,
     step_on: str = "auto",
     costs: Mapping[str, float] | None = None,
     num_ranks: int = 1,
@@ -78,7 +78,7 @@ def plan_spilling(
         clip: gradients are clipped by their global norm, which costs another visit of the stages that could not stay.
         ties: groups of layers that share a weight; their stages need a slot each, and come again for their step.
         activations: what enters a stage waits on the tier too, from its forward to its replay: room for more
-            micro-batches, and more to move.
+            micro-batches, and more to move; None: only where nothing fits without.
         step_on: "device", "host", or "auto": all stages there or there, or some on the host, as is fastest by the
             tier's rates; without the rate of steps on the host it is the device.
         costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
@@ -120,7 +120,7 @@ def plan_spilling(
         state_per_weight,
         clip,
         tuple(map(tuple, ties)),
-        activations,
+        bool(activations),
         step_on if state_per_weight else "device",
         dict(costs or {}),
         num_ranks,
@@ -136,6 +136,11 @@ def plan_spilling(
     cuts = list(cuts_of(task))
     choices = sorted(fitting(task, cuts), key=lambda choice: choice.hope_s)
     best = _fastest(task, choices)
+    if best is None and activations is None:
+        task = replace(task, activations=True)
+        cuts = list(cuts_of(task))
+        choices = sorted(fitting(task, cuts), key=lambda choice: choice.hope_s)
+        best = _fastest(task, choices)
     if best is None:
         raise InfeasibleError(_nothing_fits(task, cuts))
     places = [place for place in ("device", "host", "split") if place != best.choice.steps]
@@ -308,6 +313,8 @@ def spill_lines(plan: Plan) -> list[str]:
         num_stages = len(plan.partition.stages)
         rest = "" if len(told.keeps) == num_stages else "; the others replay their forwards"
         lines.append(f"activations: {len(told.keeps)} of {num_stages} stages keep theirs{rest}")
+    if told.activations:
+        lines.append("activations: what enters a stage waits on the tier until its replay")
     if told.peak_bytes:
         share = told.peak_bytes / told.device_bytes
         lines.append(

@@ -21,6 +21,7 @@ from pipefit.memory.disk import DiskTier
 from pipefit.memory.host import HostTier
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.layout import Layout
+from pipefit.memory.parking import Parking
 from pipefit.memory.spilled import SpilledStore
 from pipefit.memory.split import SplitTier
 from pipefit.memory.states import is_zero_at_first, numbers_beside, probe_states
@@ -28,6 +29,7 @@ from pipefit.memory.tierfile import Aside, Committed
 from pipefit.memory.tiers import Key, TierStore
 from pipefit.parallel.buckets import record_layout
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.parking import park, unpark
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
 from pipefit.stage.split import NamedLayer
 
@@ -107,6 +109,7 @@ class Spilling:
         arena: the slots.
         tier: where the stages live.
         lanes: that copy.
+        parking: activations that wait on the tier.
         resumed: what an earlier run committed, from which this one goes on.
         committed: the last commit that was asked for.
         committed_step: its step, or that of `resumed`.
@@ -119,6 +122,7 @@ class Spilling:
     arena: Arena
     tier: TierStore
     lanes: Lanes
+    parking: Parking
     resumed: Committed | None = None
     committed: Copy | None = None
     committed_step: int = 0
@@ -184,7 +188,7 @@ class Spilling:
             store.attach(arena, tier, lanes)
             fill = _filling(layers[stage], training.seed, own) if is_new(layers[stage]) else None
             store.store_first(number % spill.weights_slots, fill, resumed.version if resumed else None)
-        return cls(stores, arena, tier, lanes, resumed)
+        return cls(stores, arena, tier, lanes, Parking(tier, device), resumed)
 
     def go_back_to(self, step: int) -> None:
         """Before the first program: takes the records of a step that is not after the one that was found.
@@ -398,7 +402,10 @@ class _Done:
 
 
 def fetch(run: Execution, i: Instruction) -> None:
-    """Starts to load a stage's weights, states or gradients; whoever needs them waits."""
+    """Starts to load a stage's weights, states or gradients, or an activation; whoever needs them waits."""
+    if i.kind == Kind.ACT:
+        run.copies.append((run.index, unpark(run, i, _spilling(run, i).parking)))
+        return
     store = _spilled(run, i)
     copy = store.fetch(i.kind, i.version, i.slot)
     run.copies.append((run.index, copy))
@@ -406,9 +413,13 @@ def fetch(run: Execution, i: Instruction) -> None:
 
 
 def evict(run: Execution, i: Instruction) -> None:
-    """Starts to write back what has changed."""
-    spilling = run.worker.spilling
-    assert spilling is not None
+    """Starts to write back what has changed, or an activation."""
+    spilling = _spilling(run, i)
+    if i.kind == Kind.ACT:
+        copy = park(run, i, spilling.parking)
+        spilling.writes.append(copy)
+        run.copies.append((run.index, copy))
+        return
     if i.kind == Kind.WGRAD:
         # Their marks go with them.
         run.worker.forget_idle_gradients(i.stage)
@@ -435,12 +446,18 @@ def step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None
 
 
 def _spilled(run: Execution, i: Instruction) -> SpilledStore:
+    spilling = _spilling(run, i)
     if i.kind not in SLOTTED:
-        raise ModelError(f"this runtime cannot run '{i}' yet: only weights, gradients and optimizer states are moved")
-    spilling = run.worker.spilling
-    if spilling is None or i.stage not in spilling.stores:
+        raise ModelError(f"this runtime cannot run '{i}': the input of the model stays on the device")
+    if i.stage not in spilling.stores:
         raise ModelError(f"'{i}': stage {i.stage} does not live on a tier in this run")
     return spilling.stores[i.stage]
+
+
+def _spilling(run: Execution, i: Instruction) -> Spilling:
+    if run.worker.spilling is None:
+        raise ModelError(f"'{i}': nothing lives on a tier in this run")
+    return run.worker.spilling
 
 
 def norm_part(run: Execution, i: Instruction) -> None:

@@ -60,7 +60,9 @@ def capped(
             "without it, --disk and --host-memory spill the stages of any pipeline"
         )
     where = config.host_memory or None, config.disk or None
-    spill = Spilled(config.device_memory, *where, step_on=config.step_on, keep=config.keep)
+    spill = Spilled(
+        config.device_memory, *where, step_on=config.step_on, keep=config.keep, activations=config.activations
+    )
     device = torch.device(config.device) if config.device else None
     return plan_of(
         layers,
@@ -168,6 +170,7 @@ def plan_of(
             clip=clip,
             ties=tied_layers(layers),
             step_on=_told_place(spill, tier),
+            activations=spill.activations or None,
             num_ranks=num_ranks,
             copies=copies,
             schedule=schedule,

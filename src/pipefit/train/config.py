@@ -34,6 +34,7 @@ class RunConfig:
         disk: folder in which stages live.
         commit_every: steps between commits to `disk`, which `resume` goes on from; 0: none; None: 1 where
             all records lie there, else 10.
+        activations: what enters a spilled stage waits with the stages, from its forward to its replay.
         step_on: where stages that live in the host's memory step: "device", "host", or "auto", as the plan says.
         keep: which spilled stages keep their activations on the device instead of replaying forwards: "all", "none", or
             "auto", those that the plan for `device_memory` has room for.
@@ -73,6 +74,7 @@ class RunConfig:
     host_memory: str = ""
     disk: str = ""
     commit_every: int | None = None
+    activations: bool = False
     step_on: str = "auto"
     keep: str = "auto"
     plan: str = ""

@@ -65,6 +65,8 @@ class Spilled:
         keep: stages that keep on the device what a forward saved for its backward, while their weights are away,
             instead of replaying it: "all", "none", these, or "auto": as many as the plan for the cap has room for;
             without one, none. What a layer computes from its weights it must save through autograd, as torch's do.
+        activations: whether what enters a stage waits on the tier too, from its forward to its replay: room for more
+            micro-batches, and more to move. Under a cap this is also done where nothing fits without.
         prefetch: stages ahead that the next is loaded; None: as soon as a slot is free; 0: when it is needed.
         resume: go on from the last step that a run which was cut off has committed in `disk`, instead of beginning
             anew. Model, plan and training must be the same; weights, optimizers, schedules and random numbers stand
@@ -82,6 +84,7 @@ class Spilled:
     optim_slots: int = 1
     step_on: str | Sequence[int] = "auto"
     keep: str | Sequence[int] = "auto"
+    activations: bool = False
     prefetch: int | None = None
     resume: bool | int = False
     commit_every: int | None = None
@@ -159,7 +162,7 @@ class Spilled:
             raise PlanError(
                 f"keep: expected one of {', '.join(KEEP)}, or stages from 0 to {num_stages - 1}, got {self.keep!r}"
             )
-        return msgspec.structs.replace(spill, on_host=stepped, keeps=keeps)
+        return msgspec.structs.replace(spill, on_host=stepped, keeps=keeps, activations=self.activations)
 
 
 def in_bytes(value: float | str | None, name: str) -> float | None:
@@ -210,9 +213,15 @@ def tiers_of(config: RunConfig, resume: bool = False) -> Spilled | None:
     latest = config.steps - 1 if resume else False
     about = facts_of(config)
     where = config.host_memory or None, config.disk or None
-    every = config.commit_every
     return Spilled(
-        None, *where, step_on=config.step_on, keep=config.keep, resume=latest, commit_every=every, about=about
+        None,
+        *where,
+        step_on=config.step_on,
+        keep=config.keep,
+        activations=config.activations,
+        resume=latest,
+        commit_every=config.commit_every,
+        about=about,
     )
 
 

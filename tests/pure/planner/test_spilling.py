@@ -60,8 +60,13 @@ def test_layers_that_share_a_weight_get_a_slot_each():
 def test_activations_on_the_tier_make_room_for_more_micro_batches():
     wish = {"device_bytes": 0.9e9, "num_microbatches": 64}
     with pytest.raises(InfeasibleError):
-        plan_spilling(PROFILE, MACHINE, **wish)
+        plan_spilling(PROFILE, MACHINE, activations=False, **wish)
     plan = plan_spilling(PROFILE, MACHINE, activations=True, **wish)
+    # Where nothing fits without, nobody need ask for it; where something does, it is not done.
+    unasked = plan_spilling(PROFILE, MACHINE, **wish)
+    assert unasked.spill == replace_(plan.spill, resident_s=unasked.spill.resident_s) and unasked.spill.activations
+    assert "waits on the tier until its replay" in explain(unasked, PROFILE)
+    assert not plan_spilling(PROFILE, MACHINE, device_bytes=0.9e9, num_microbatches=4).spill.activations
     program, cost = program_of(plan), cost_of(plan)
     assert any(i.kind == "act" for i in program.ranks[0])
     resident = 0.0 if plan.spill.optim_slots else cost.resident_bytes(range(len(plan.partition.stages)))
