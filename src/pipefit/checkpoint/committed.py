@@ -139,7 +139,7 @@ def _standing(pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str
         ordinal=pipeline._next_ordinal,
         loss_scale=worker.scale.state() if worker.scale is not None else None,
         optimization=optimization_of(worker, list(worker.stages)),
-        known={stage: sorted(store.known) for stage, store in worker.spilling.stores.items()},
+        known={stage: sorted(store.states.known) for stage, store in worker.spilling.stores.items() if store.states},
         extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
     )
 
@@ -239,8 +239,9 @@ def _take(worker: Worker, standing: Standing, tensors: Mapping[str, Callable[[],
         for name, tensor in _weights(worker, stage):
             if f"{stage}/{name}" in tensors:
                 tensor.copy_(tensors[f"{stage}/{name}"]())
-        if stage in worker.spilling.stores:
-            worker.spilling.stores[stage].known = set(standing.known.get(stage, ()))
+        store = worker.spilling.stores.get(stage)
+        if store is not None and store.states is not None:
+            store.states.known = set(standing.known.get(stage, ()))
         if stage in worker.optimizers:
             states: dict[str, dict[str, Callable[[], Tensor]]] = {}
             begin = f"{stage}/{OPTIM}"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.errors import TierError
 from pipefit.memory.arena import Arena
 from pipefit.memory.host import HostTier
 from pipefit.memory.kept import saved_apart
 from pipefit.memory.lanes import Copy, Lanes
 from pipefit.memory.layout import Layout, absent
+from pipefit.memory.moved_states import MovedStates
 from pipefit.memory.states import StateSpec
 from pipefit.memory.tiers import Key, TierStore
 
@@ -42,13 +41,14 @@ class SpilledStore:
             never leave them.
         device: of the slots.
         numbers: that its optimizer keeps outside of the records, as `numbers_beside` found.
+        gradients: how those that are summed lie in the slot.
 
     Attributes:
         masters: what the optimizer gets.
+        states: what its optimizer keeps, where that moves; None: it stays on the device.
         summed: the parameters whose gradients lie in the slot.
         gradients: where they lie there.
         on_arrival: told the slot's room for gradients when the stage comes into it.
-        known: places of the states that its optimizer has made.
     """
 
     def __init__(
@@ -75,15 +75,12 @@ class SpilledStore:
         self.summed = [self._moved[index] for index in self._summed]
         self.gradients = gradients(self.summed)
         self.on_arrival: Callable[[Tensor], None] | None = None
-        self._states = [
-            (trained[spec.parameter], spec) for spec in states or () if id(trained[spec.parameter]) not in staying
-        ]
-        self.state_layout = Layout(spec.like for _, spec in self._states) if states is not None else None
-        self._zero_at_first = zero_at_first
-        self._numbers = dict(numbers or {})
+        self.states: MovedStates | None = None
+        if states is not None:
+            specs = [(trained[spec.parameter], spec) for spec in states]
+            moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in staying]
+            self.states = MovedStates(stage, moving, zero_at_first, numbers or {}, device)
         self._device = device
-        self._optimizer: Optimizer | None = None
-        self.known: set[int] = set()
         self._base = self._version = 0
         self._is_held = False
         self._slots: dict[str, int] = {}
@@ -98,8 +95,8 @@ class SpilledStore:
     def sizes(self) -> dict[Key, int]:
         """Bytes of each of its records."""
         found = {Key(self.stage, WEIGHTS): self.layout.num_bytes, Key(self.stage, WGRAD): self.gradients.num_bytes}
-        if self.state_layout is not None:
-            found[Key(self.stage, OPTIM)] = self.state_layout.num_bytes
+        if self.states is not None:
+            found[Key(self.stage, OPTIM)] = self.states.layout.num_bytes
         return found
 
     def attach(self, arena: Arena, tier: TierStore, lanes: Lanes) -> None:
@@ -142,11 +139,8 @@ class SpilledStore:
     @property
     def stand_ins(self) -> set[int]:
         """Where the memory begins of what stands for weights and states while its records hold them."""
-        states: list[Any] = []
-        if self._optimizer is not None and not self.on_host:
-            of = self._optimizer.state
-            states = [of.get(self._master_of[id(p)], {}).get(spec.key) for p, spec in self._states]
-        return {tensor.data_ptr() for tensor in (*self._moved, *states) if tensor is not None}
+        states = [] if self.states is None or self.on_host else self.states.tensors()
+        return {tensor.data_ptr() for tensor in (*self._moved, *states)}
 
     def make_masters(self, trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Makes the optimizer's parameters; they share the memory of the live ones wherever that is.
@@ -162,12 +156,14 @@ class SpilledStore:
 
     def take_optimizer(self, optimizer: Optimizer, slot: int = 0) -> None:
         """Learns whose states it moves; those that the optimizer has made already go to the tier."""
-        self._optimizer = optimizer
+        if self.states is None:
+            return
+        self.states.belong_to(optimizer, self._master_of)
         if self._is_held:
-            self._unbind_states()
+            self.states.unbind()
         elif self.on_host:
             self._adopt_states()
-        elif self.state_layout is not None and any(optimizer.state.values()):
+        elif any(optimizer.state.values()):
             self._slots[OPTIM] = slot
             for copy in self._arena.slot(OPTIM, slot).taken():
                 copy.wait()
@@ -215,7 +211,8 @@ class SpilledStore:
             if self.on_arrival is not None:
                 self.on_arrival(self._arena.slot(WGRAD, slot).bytes)
         elif kind == OPTIM:
-            self._bind_states(record)
+            assert self.states is not None
+            self.states.bind(record)
         else:
             for place in self._reached:
                 self._moved[self._summed[place]].grad = self.gradients.fields[place].of(record)
@@ -232,7 +229,8 @@ class SpilledStore:
             room.kept = self, self._base + version
             self._unbind()
         elif kind == OPTIM:
-            self._unbind_states()
+            assert self.states is not None
+            self.states.unbind()
         else:
             self._forget_gradients()
         return copy
@@ -264,8 +262,7 @@ class SpilledStore:
             master.grad = parameter.grad = None
         self._reached.clear()
         self._slots.pop(WGRAD, None)
-        if self.state_layout is not None:
-            self._adopt_states()
+        self._adopt_states()
 
     def step_on_host(self, version: int, work: Callable[[], None] | None) -> Copy:
         """Starts a step on the host, from its records of weights and gradients there; both have left the device.
@@ -318,7 +315,7 @@ class SpilledStore:
             optim: its optimizer's states too.
             change: what was done to them is written back.
         """
-        moved = self.state_layout is not None and not self.on_host
+        moved = self.states is not None and not self.on_host
         kinds = [WEIGHTS] + [OPTIM] * (moved and (optim or change))
         for kind in kinds:
             self.fetch(kind, 0, 0).wait()
@@ -327,8 +324,8 @@ class SpilledStore:
         if not change:
             self.drop(0)
             self._slots.pop(OPTIM, None)
-            if not self.on_host:
-                self._unbind_states()
+            if self.states is not None and not self.on_host:
+                self.states.unbind()
             return
         if OPTIM in kinds or self.on_host:
             self._adopt_states()
@@ -369,12 +366,15 @@ class SpilledStore:
         views = self.layout.views(self._tier.record(Key(self.stage, WEIGHTS)))
         return {id(parameter): view for parameter, view in zip(self._moved, views, strict=True)}
 
-    def _state_record(self) -> Tensor:
-        """Where its states lie: in a slot, or on the host."""
+    def _adopt_states(self) -> None:
+        """Moves what the optimizer has made to where it belongs: in a slot, or on the host."""
+        if self.states is None or self.states.optimizer is None:
+            return
         if self.on_host:
             assert isinstance(self._tier, HostTier)
-            return self._tier.record(Key(self.stage, OPTIM))
-        return self._arena.slot(OPTIM, self._slots[OPTIM]).bytes
+            self.states.adopt(self._tier.record(Key(self.stage, OPTIM)))
+        else:
+            self.states.adopt(self._arena.slot(OPTIM, self._slots[OPTIM]).bytes)
 
     def _unbind(self) -> None:
         for parameter, field in zip(self._moved, self.layout.fields, strict=True):
@@ -394,51 +394,6 @@ class SpilledStore:
                 view.copy_(grad)
             if grad is not None:
                 self._reached.add(place)
-
-    def _bind_states(self, record: Tensor) -> None:
-        """States become views; those that the optimizer has not made yet only where zeros are as good."""
-        assert self.state_layout is not None
-        if self._optimizer is None:
-            return
-        for index, view in enumerate(self.state_layout.views(record)):
-            if self._zero_at_first or index in self.known:
-                parameter, spec = self._states[index]
-                state = self._optimizer.state[self._master_of[id(parameter)]]
-                state[spec.key] = view
-                # An optimizer that finds any state makes no others: Adam on a GPU would miss its count of steps.
-                for key, zero in self._numbers.items():
-                    if key not in state:
-                        state[key] = zero.clone()
-
-    def _unbind_states(self) -> None:
-        if self._optimizer is None or self.state_layout is None:
-            return
-        for (parameter, spec), field in zip(self._states, self.state_layout.fields, strict=True):
-            state = self._optimizer.state.get(self._master_of[id(parameter)], {})
-            if spec.key in state:
-                state[spec.key] = absent(field, self._device)
-
-    def _adopt_states(self) -> None:
-        """Moves states that lie elsewhere to where they belong."""
-        if self._optimizer is None or self.state_layout is None:
-            return
-        for index, view in enumerate(self.state_layout.views(self._state_record())):
-            parameter, spec = self._states[index]
-            state = self._optimizer.state.get(self._master_of[id(parameter)], {})
-            value = state.get(spec.key)
-            if value is None:
-                self.known.discard(index)
-                continue
-            self.known.add(index)
-            if value.data_ptr() == view.data_ptr():
-                continue
-            if value.shape != view.shape or value.dtype != view.dtype:
-                raise TierError(
-                    f"stage {self.stage}: the optimizer keeps {spec.key} as {value.dtype}{list(value.shape)}, room was "
-                    f"made for {view.dtype}{list(view.shape)}"
-                )
-            view.copy_(value)
-            state[spec.key] = view
 
 
 def _clear(record: Tensor) -> None:

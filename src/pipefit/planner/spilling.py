@@ -134,13 +134,13 @@ def plan_spilling(
     if max(whole.prediction.peak_bytes) <= device_bytes:
         return msgspec.structs.replace(whole, plan_seconds=time.perf_counter() - started)
     cuts = list(cuts_of(task))
-    choices = sorted(fitting(task, cuts), key=lambda choice: choice.hope_s)
-    best = _fastest(task, choices)
-    if best is None and activations is None:
-        task = replace(task, activations=True)
-        cuts = list(cuts_of(task))
+    best: _Timed | None = None
+    for on_tier in (False, True) if activations is None else (activations,):
+        task = replace(task, activations=on_tier)
         choices = sorted(fitting(task, cuts), key=lambda choice: choice.hope_s)
         best = _fastest(task, choices)
+        if best is not None:
+            break
     if best is None:
         raise InfeasibleError(_nothing_fits(task, cuts))
     places = [place for place in ("device", "host", "split") if place != best.choice.steps]

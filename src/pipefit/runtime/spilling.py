@@ -1,4 +1,4 @@
-"""Spilling on one rank: its tier, its slots, the stores of its spilled stages, and what `fetch` and `evict` do."""
+"""Spilling on one rank: its tier, its slots, the stores of its spilled stages, and the steps that are committed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import InfeasibleError, ModelError, PlanError, TierError
-from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
+from pipefit.ir.spill import SLOTTED
 from pipefit.ir.values import OPTIM
 from pipefit.memory.arena import Arena
 from pipefit.memory.disk import DiskTier
@@ -28,28 +28,13 @@ from pipefit.memory.states import is_zero_at_first, numbers_beside, probe_states
 from pipefit.memory.tierfile import Aside, Committed
 from pipefit.memory.tiers import Key, TierStore
 from pipefit.parallel.buckets import record_layout
-from pipefit.runtime.executor import Execution
-from pipefit.runtime.parking import park, unpark
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
 from pipefit.stage.split import NamedLayer
 
 if TYPE_CHECKING:
     from pipefit.runtime.worker import Training, Worker
 
-__all__ = [
-    "SpillPlace",
-    "Spilling",
-    "evict",
-    "fetch",
-    "norm_part",
-    "norms_of",
-    "presence",
-    "saving",
-    "step_on_host",
-    "tier_name",
-]
-
-SLOTTED = ("weights", "wgrad", "optim")
+__all__ = ["SpillPlace", "Spilling", "presence", "tier_name"]
 
 
 def tier_name(rank: int) -> str:
@@ -344,11 +329,11 @@ def _store(
     states = None if header.keeps_states(stage) else probe_states(training.optimizer, trained, place)
     numbers = {} if on_host else beside
     # Replicas sum them bucket by bucket, where they lie.
-    gradients = bucketed if len(header.placement[stage]) > 1 else Layout
+    gradients = _bucketed if len(header.placement[stage]) > 1 else Layout
     return SpilledStore(stage, trained, sharing, frozen, states, zero, device, on_host, numbers, gradients)
 
 
-def bucketed(parameters: Sequence[Tensor]) -> Layout:
+def _bucketed(parameters: Sequence[Tensor]) -> Layout:
     """The layout of gradients that replicas sum."""
     return record_layout(parameters)[1]
 
@@ -367,107 +352,3 @@ def presence(
     """Between programs: has a stage on the device, wherever it lives; see `SpilledStore.present`."""
     spilled = worker.spilling.stores if worker.spilling else {}
     return spilled[stage].present(optim, change) if stage in spilled else contextlib.nullcontext()
-
-
-# ---- what the instructions do --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Fetched:
-    """A fetch under way; once it has ended, the stage's tensors are pointed at the slot."""
-
-    copy: Copy
-    store: SpilledStore
-    instruction: Instruction
-
-    def ready(self) -> bool:
-        """Always: a copy comes to its end by itself, so `wait` may block."""
-        return True
-
-    def wait(self) -> None:
-        self.copy.wait()
-        i = self.instruction
-        self.store.arrived(i.kind, i.version, i.slot)
-
-
-@dataclass(frozen=True)
-class _Done:
-    """Something that was over at once."""
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-
-def fetch(run: Execution, i: Instruction) -> None:
-    """Starts to load a stage's weights, states or gradients, or an activation; whoever needs them waits."""
-    if i.kind == Kind.ACT:
-        run.copies.append((run.index, unpark(run, i, _spilling(run, i).parking)))
-        return
-    store = _spilled(run, i)
-    copy = store.fetch(i.kind, i.version, i.slot)
-    run.copies.append((run.index, copy))
-    run.handles[run.index] = _Fetched(copy, store, i)
-
-
-def evict(run: Execution, i: Instruction) -> None:
-    """Starts to write back what has changed, or an activation."""
-    spilling = _spilling(run, i)
-    if i.kind == Kind.ACT:
-        copy = park(run, i, spilling.parking)
-        spilling.writes.append(copy)
-        run.copies.append((run.index, copy))
-        return
-    if i.kind == Kind.WGRAD:
-        # Their marks go with them.
-        run.worker.forget_idle_gradients(i.stage)
-    copy = _spilled(run, i).evict(i.kind, i.version)
-    spilling.writes.append(copy)
-    run.copies.append((run.index, copy))
-
-
-def saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[None]:
-    """Around a forward: what autograd saves of a stage that keeps it must not lie in its slot."""
-    spill, spilling = run.compiled.program.header.spill, run.worker.spilling
-    if spill is None or spilling is None or i.stage not in spill.keeps:
-        return contextlib.nullcontext()
-    return spilling.stores[i.stage].saving()
-
-
-def step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None) -> None:
-    """Starts an optimizer's step on the host; the next fetch of the stage's weights waits for it."""
-    spilling = run.worker.spilling
-    assert spilling is not None
-    copy = spilling.stores[i.stage].step_on_host(i.version, work)
-    spilling.steps.append(copy)
-    run.copies.append((run.index, copy))
-
-
-def _spilled(run: Execution, i: Instruction) -> SpilledStore:
-    spilling = _spilling(run, i)
-    if i.kind not in SLOTTED:
-        raise ModelError(f"this runtime cannot run '{i}': the input of the model stays on the device")
-    if i.stage not in spilling.stores:
-        raise ModelError(f"'{i}': stage {i.stage} does not live on a tier in this run")
-    return spilling.stores[i.stage]
-
-
-def _spilling(run: Execution, i: Instruction) -> Spilling:
-    if run.worker.spilling is None:
-        raise ModelError(f"'{i}': nothing lives on a tier in this run")
-    return run.worker.spilling
-
-
-def norm_part(run: Execution, i: Instruction) -> None:
-    """Takes a stage's part of the global norm while its gradients are on the device."""
-    spilling = run.worker.spilling
-    assert spilling is not None
-    spilling.parts[i.version, i.stage] = norms_of(run.worker.counted_gradients(i.stage))
-    run.handles[run.index] = _Done()
-
-
-def norms_of(gradients: list[Tensor]) -> list[Tensor]:
-    """The norm of each gradient, as a scalar in double precision."""
-    return [norm.double() for norm in torch._foreach_norm(gradients)] if gradients else []

@@ -127,6 +127,7 @@ class Pipeline:
         self.device = torch.device(device) if device is not None else default_device()
         self._weigh = weigh
         self.spill = spill
+        half = half_of(precision)
         copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
         plan = plan or same_plan(spill, stages == "auto", self._session)
         if spill is not None and plan is None:
@@ -144,7 +145,7 @@ class Pipeline:
                     copies=one_number(copies),
                     schedule=schedule,
                     num_chunks=chunks if chunks > 1 else 0,
-                    half=half_of(precision),
+                    half=half,
                 )
             elif schedule is None and ranks in (None, 1) and not self._session.is_distributed:
                 schedule = "spilled"
@@ -175,7 +176,6 @@ class Pipeline:
         self.schedule = find(self.plan.schedule)
         self._divided = Divided.of(self.layers, self.plan, self._session, self.device)
         loss = self._divided.loss(loss)
-        half = half_of(precision)
         self._training = Training(
             loss, optimizer, scheduler, clip_norm, seed, half=half, loss_scale=first_scale(half, loss_scale)
         )
