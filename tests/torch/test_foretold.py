@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.compare.foretold import Foretold
+from pipefit.compare.foretold import Foretold, Turn, calmer_half
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
 from pipefit.schedules import find
@@ -19,10 +19,12 @@ from pipefit.train.setup import make_plan
 ALONE = Session(0, 1, None, Progress())
 
 
-def test_a_machine_that_slows_down_for_one_turn_spoils_no_prediction():
-    foretold = Foretold(step_s=(1.0, 2.0, 1.0))
-    assert foretold.over([1.1, 2.2, 1.1]) == pytest.approx(1 / 1.1)
-    assert foretold.median_s == 1.0
+def test_turns_in_which_the_machine_slowed_down_spoil_no_prediction():
+    calm, changed, slow = Turn((1.0, 1.0), (1.1, 1.0)), Turn((1.0, 1.0), (1.0, 1.6)), Turn((1.7, 1.0), (1.7, 1.0))
+    assert calmer_half([changed, calm, slow, calm]) == (1, 3)
+    foretold = Foretold(turns=(1, 3), step_s=(1.0, 2.0))
+    assert foretold.over([9.9, 1.1, 9.9, 2.2]) == pytest.approx(1 / 1.1)
+    assert foretold.median_s == 1.5
 
 
 def test_taking_the_pace_leaves_the_model_as_it_was():
@@ -30,7 +32,8 @@ def test_taking_the_pace_leaves_the_model_as_it_was():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batch = torch.randn(8, 4), torch.randn(8, 4)
     pace = Pace(named_layers(model), batch, 4, ALONE, nn.functional.mse_loss)
-    assert 0 < pace.microbatch_s() < 1 and len(pace.waking_s()) == len(WAITS_S)
+    (seconds,) = pace.microbatch_s()
+    assert 0 < seconds < 1 and len(pace.waking_s()) == len(WAITS_S)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert type(model[1]) is nn.BatchNorm1d
 

@@ -2,17 +2,21 @@
 
 A prediction and what it is held against must be of the same machine, and a shared one is another from minute to minute.
 So the executor's costs are measured in every turn, and before and after each cell the model itself, whole, by the wall
-clock: the prediction of a turn is for that pace.
+clock, on every rank: the prediction of a turn is for those paces. No pace describes a turn in which the machine
+changed, or others had much of it: predictions are of the calmer half of the turns.
 """
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from pipefit.compare.config import CompareConfig
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import STRATEGIES, Batch, Subject, Trainer
+from pipefit.cost import CostModel
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.split import named_layers
@@ -20,12 +24,29 @@ from pipefit.train.batch import largest_part
 from pipefit.train.calibrate import Calibration
 from pipefit.train.optimizers import STATE_PER_WEIGHT
 from pipefit.train.pace import WAITS_S, Pace
-from pipefit.train.predicted import cost_of, links_of, per_core, predict
+from pipefit.train.predicted import RuntimeCosts, cost_of, links_of, per_core, predict
 from pipefit.train.profiled import agreed_profile
 
-__all__ = ["Foretelling", "Foretold"]
+__all__ = ["Foretelling", "Foretold", "Turn", "calmer_half"]
 
 _PASSES = 8
+
+
+class Turn(NamedTuple):
+    """How fast the machine was around one measurement: the pace of each rank before it, and after it."""
+
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+    @property
+    def pace(self) -> tuple[float, ...]:
+        """Of each rank, the mean of both."""
+        return tuple((a + b) / 2 for a, b in zip(self.before, self.after, strict=True))
+
+    @property
+    def worst(self) -> float:
+        """The slowest of all."""
+        return max(*self.before, *self.after)
 
 
 @dataclass(frozen=True)
@@ -33,11 +54,13 @@ class Foretold:
     """What a cell should take.
 
     Attributes:
-        step_s: seconds per update in each turn, at the pace of the turn.
+        turns: the calmer half of those that were measured, to which the next belong.
+        step_s: seconds per update in each of them, at its paces.
         bubble: of the simulation; None where nothing was simulated.
         processor_s: of each rank per update, at the median pace.
     """
 
+    turns: tuple[int, ...]
     step_s: tuple[float, ...]
     bubble: float | None = None
     processor_s: tuple[float, ...] = ()
@@ -47,9 +70,9 @@ class Foretold:
         """Seconds per update, the median of the turns."""
         return statistics.median(self.step_s)
 
-    def over(self, measured_s: list[float]) -> float:
-        """Predicted over measured, the median of the turns."""
-        return statistics.median(a / b for a, b in zip(self.step_s, measured_s, strict=True))
+    def over(self, measured_s: Sequence[float]) -> float:
+        """Predicted over measured, the median of the turns; what was measured is of all turns."""
+        return statistics.median(a / measured_s[turn] for turn, a in zip(self.turns, self.step_s, strict=True))
 
 
 @dataclass
@@ -66,7 +89,6 @@ class Foretelling:
     profiles: dict[int, Profile]
     _paces: dict[int, Pace]
     _calibration: Calibration
-    _calibrated_at: list[float] = field(default_factory=list)
     _waking: list[list[float]] = field(default_factory=list)
 
     @classmethod
@@ -87,51 +109,66 @@ class Foretelling:
         """A turn of the executor's costs, and of what it costs to have waited."""
         # The smallest micro-batch costs least, and what waiting costs does not grow with it.
         num = max(self.profiles)
-        pace = self.pace(num) or 1.0
-        self._calibrated_at.append(pace)
+        pace = statistics.fmean(self.pace(num) or (1.0,))
         self._calibration.turn(pace, _PASSES)
         self._waking.append([seconds / pace for seconds in self._paces[num].waking_s()])
 
-    def pace(self, num_microbatches: int) -> float | None:
-        """How much longer the model takes at this moment than its profile; None: there is none for this number."""
+    def pace(self, num_microbatches: int) -> tuple[float, ...] | None:
+        """How much longer the model takes on each rank now than its profile; None: there is none for this number."""
         if num_microbatches not in self.profiles:
             return None
         # Ranks that share cores wait for each other's turns, which the simulation adds.
         crowd = per_core(self._calibration.topology, self.session.num_ranks)
-        return self._paces[num_microbatches].microbatch_s() / crowd / _layers_s(self.profiles[num_microbatches])
+        profile_s = crowd * _layers_s(self.profiles[num_microbatches])
+        return tuple(seconds / profile_s for seconds in self._paces[num_microbatches].microbatch_s())
 
-    def of(self, name: str, trainer: Trainer, num: int, steps: int, paces: list[float]) -> Foretold | None:
+    def of(self, name: str, trainer: Trainer, num: int, steps: int, turns: list[Turn]) -> Foretold | None:
         """What a strategy should take, at the paces of its turns; None where nothing is foretold."""
         profile = self.profiles.get(num)
         if profile is None:
             return None
+        calm = calmer_half(turns)
         if name in ("accumulate", "one-thread"):
             update_s = _layers_s(profile) * num + profile.optimizer_s
-            return Foretold(tuple(update_s * pace for pace in paces))
+            return Foretold(calm, tuple(update_s * turns[turn].pace[0] for turn in calm))
         if not isinstance(trainer, ScheduledPipeline):
             return None
-        # Profiles were taken at different moments: all that is put together is first brought to the median pace.
-        middle, calibrated = statistics.median(paces), statistics.median(self._calibrated_at)
-        costs = self._calibration.costs(trainer.plan.schedule).scaled(calibrated)
-        waking = [(wait_s, seconds * calibrated) for wait_s, seconds in self._after_waits()]
-        states = STATE_PER_WEIGHT[self.optimizer]
-        cost = cost_of(profile.scaled(middle), trainer.plan, self._calibration.topology, states, costs)
-        program = trainer.timeline(steps).program
-        timeline = predict(program, cost, trainer.num_passes(steps), waking)
+        program, passes = trainer.timeline(steps).program, trainer.num_passes(steps)
+        runtime = self._calibration.costs(trainer.plan.schedule)
+        timelines = []
+        for turn in calm:
+            cost = self._cost(profile, trainer, runtime, turns[turn].pace)
+            timelines.append(predict(program, cost, passes, self._after_waits(turns[turn].pace)))
+        middle = tuple(statistics.median(paces) for paces in zip(*(turns[turn].pace for turn in calm), strict=True))
+        cost = self._cost(profile, trainer, runtime, middle)
         busy = tuple(
             (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) / program.header.num_steps
             for rank, instructions in enumerate(program.ranks)
         )
-        step_s = tuple(timeline.makespan_s / steps * pace / middle for pace in paces)
-        return Foretold(step_s, timeline.bubble_fraction, busy)
+        bubble = statistics.median(timeline.bubble_fraction for timeline in timelines)
+        return Foretold(calm, tuple(timeline.makespan_s / steps for timeline in timelines), bubble, busy)
 
-    def _after_waits(self) -> list[tuple[float, float]]:
+    def _cost(
+        self, profile: Profile, trainer: ScheduledPipeline, runtime: RuntimeCosts, pace: tuple[float, ...]
+    ) -> CostModel:
+        """The costs at a pace of each rank."""
+        states, runtime = STATE_PER_WEIGHT[self.optimizer], runtime.scaled(statistics.fmean(pace))
+        cost = cost_of(profile, trainer.plan, self._calibration.topology, states, runtime)
+        return replace(cost, speed=tuple(1 / one for one in pace))
+
+    def _after_waits(self, pace: tuple[float, ...]) -> list[tuple[float, float]]:
         """What waits of some lengths cost, the medians of the turns; a longer one no less than a shorter."""
         points, least = [], 0.0
         for wait_s, turns in zip(WAITS_S, zip(*self._waking, strict=True), strict=True):
-            least = max(least, statistics.median(turns))
+            least = max(least, statistics.median(turns) * statistics.fmean(pace))
             points.append((wait_s, least))
         return points
+
+
+def calmer_half(turns: Sequence[Turn]) -> tuple[int, ...]:
+    """Which turns came while the machine was fastest, and stayed so."""
+    by_pace = sorted(range(len(turns)), key=lambda turn: turns[turn].worst)
+    return tuple(sorted(by_pace[: -(-len(turns) // 2)]))
 
 
 def _layers_s(profile: Profile) -> float:

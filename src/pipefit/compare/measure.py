@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.compare.config import CompareConfig
-from pipefit.compare.foretold import Foretelling, Foretold
+from pipefit.compare.foretold import Foretelling, Foretold, Turn
 from pipefit.compare.memory import rise_bytes
 from pipefit.compare.peer import TorchPipeline
 from pipefit.compare.pipelines import ScheduledPipeline, plan_of
@@ -68,7 +68,7 @@ class Cell:
     used: list[list[float]] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    paces: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
     rise: float | None = None
     foretold: Foretold | None = None
 
@@ -105,31 +105,11 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     # What is there now stays: looking through all of it again at every turn would take longer than the turn.
     gc.collect()
     gc.freeze()
-    started = time.monotonic()
-    for turn in range(config.repeats + 1):
-        turning = f"repetition {turn} of {config.repeats}" if turn else "warming up"
-        say(f"{turning}, {len(cells)} cells in turns")
-        foretelling.calibrate()
-        before: tuple[int, float | None] = (0, None)
-        for index, cell in enumerate(cells):
-            where = f"{index + 1} of {len(cells)}, {cell.strategy.name} m={cell.num_microbatches}"
-            share = (turn + index / len(cells)) / (config.repeats + 1)
-            say(f"measuring: {turning}, {where}{_left(time.monotonic() - started, share) if turn else ''}")
-            if before[0] != cell.num_microbatches:
-                before = cell.num_microbatches, foretelling.pace(cell.num_microbatches)
-            _measure(cell, batches, session, keep=turn > 0)
-            after = foretelling.pace(cell.num_microbatches)
-            if turn and before[1] and after:
-                cell.paces.append((before[1] + after) / 2)
-            before = cell.num_microbatches, after
-        spent_s = max(_shared(time.monotonic() - started, session))
-        if config.limit_s and 0 < turn < config.repeats and spent_s * (turn + 2) / (turn + 1) > config.limit_s:
-            say(f"another repetition would take more than {format_seconds(config.limit_s)}: {turn} must do")
-            break
+    _repeat(cells, batches, config, session, foretelling, say)
     say("memory of every cell")
     for cell in cells:
         cell.rise = rise_bytes(lambda cell=cell: cell.trainer.train(batches[: cell.steps]))
-        about = (cell.strategy.name, cell.trainer, cell.num_microbatches, cell.steps, cell.paces)
+        about = (cell.strategy.name, cell.trainer, cell.num_microbatches, cell.steps, cell.turns)
         cell.foretold = foretelling.of(*about)
     gc.unfreeze()
     samples = config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0
@@ -145,6 +125,33 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
         refused=refused,
     )
     return result.with_speedups()
+
+
+def _repeat(
+    cells: list[Cell], batches: list[Batch], config: CompareConfig, session: Session, foretelling: Foretelling, say: Say
+) -> None:
+    """Goes round the cells, once to warm up and then as often as is asked and the time allows."""
+    started = time.monotonic()
+    for turn in range(config.repeats + 1):
+        turning = f"repetition {turn} of {config.repeats}" if turn else "warming up"
+        say(f"{turning}, {len(cells)} cells in turns")
+        foretelling.calibrate()
+        num, before = 0, None
+        for index, cell in enumerate(cells):
+            where = f"{index + 1} of {len(cells)}, {cell.strategy.name} m={cell.num_microbatches}"
+            share = (turn + index / len(cells)) / (config.repeats + 1)
+            say(f"measuring: {turning}, {where}{_left(time.monotonic() - started, share) if turn else ''}")
+            if num != cell.num_microbatches:
+                num, before = cell.num_microbatches, foretelling.pace(cell.num_microbatches)
+            _measure(cell, batches, session, keep=turn > 0)
+            after = foretelling.pace(num)
+            if turn and before and after:
+                cell.turns.append(Turn(before, after))
+            before = after
+        spent_s = max(_shared(time.monotonic() - started, session))
+        if config.limit_s and 0 < turn < config.repeats and spent_s * (turn + 2) / (turn + 1) > config.limit_s:
+            say(f"another repetition would take more than {format_seconds(config.limit_s)}: {turn} must do")
+            break
 
 
 def _strategies(names: Sequence[str]) -> list[Strategy]:
@@ -306,7 +313,7 @@ def _row(cell: Cell, config: CompareConfig, session: Session) -> Row:
         bubble_predicted=foretold.bubble if foretold else None,
         predicted_step_s=foretold.median_s if foretold else None,
         predicted_over_measured=foretold.over(cell.seconds) if foretold else None,
-        pace=statistics.median(cell.paces) if cell.paces else None,
+        pace=statistics.median(statistics.fmean(turn.pace) for turn in cell.turns) if cell.turns else None,
         utilisation=tuple(statistics.median(shares) for shares in zip(*cell.busy, strict=True)),
         processor_s=tuple(statistics.median(shares) for shares in zip(*cell.used, strict=True)),
         predicted_processor_s=foretold.processor_s if foretold else (),

@@ -29,8 +29,9 @@ class Row:
         speedup_accumulated: over one process that accumulates as many micro-batches.
         bubble: measured; the share of the ranks' time without forward or backward.
         bubble_predicted: of the simulation.
-        predicted_step_s: seconds per update that the simulation says, at the pace of the machine in each repetition.
-        predicted_over_measured: of the seconds per update, the median over the repetitions.
+        predicted_step_s: seconds per update that the simulation says, at the pace of the machine in each repetition; of
+            the half of them in which the machine was fastest, before and after.
+        predicted_over_measured: of the seconds per update, the median over the same repetitions.
         pace: how much longer the whole model took, by the wall clock before and after each repetition, than its
             profile, the processor time of its layers, says.
         utilisation: of each rank, busy time over wall time.

@@ -55,8 +55,8 @@ class Pace:
         chain = [(layer.prefix, layer.module) for layer in layers]
         self._step = Step(chain, x, loss, y, Clock(torch.device("cpu")))
 
-    def microbatch_s(self) -> float:
-        """Wall-clock seconds of a forward and backward now, the mean over the ranks; some hundredths of a second."""
+    def microbatch_s(self) -> list[float]:
+        """Wall-clock seconds of a forward and backward on each rank now; it takes some hundredths of a second."""
         if self._session.is_distributed:
             dist.barrier()
         with as_trained(self._layers):
@@ -65,7 +65,7 @@ class Pace:
                 self._step.plain()
                 num += 1
             seconds = (time.perf_counter() - began) / num
-        return self._mean([seconds])[0]
+        return [turn[0] for turn in self._of_ranks([seconds])]
 
     def waking_s(self) -> list[float]:
         """Seconds that a micro-batch takes longer right after each of `WAITS_S` than right after another.
@@ -83,11 +83,13 @@ class Pace:
                         time.sleep(wait_s)
                     found.append(self._step.plain())
         at_once_s, *later_s = (statistics.median(found) for found in samples)
-        return self._mean([seconds - at_once_s for seconds in later_s])
+        ranks = self._of_ranks([seconds - at_once_s for seconds in later_s])
+        return [statistics.fmean(values) for values in zip(*ranks, strict=True)]
 
-    def _mean(self, values: list[float]) -> list[float]:
-        """The mean over the ranks."""
-        table = torch.tensor(values, dtype=torch.float64)
+    def _of_ranks(self, values: list[float]) -> list[list[float]]:
+        """The values of every rank."""
+        table = torch.zeros(self._session.num_ranks, len(values), dtype=torch.float64)
+        table[self._session.rank] = torch.tensor(values, dtype=torch.float64)
         if self._session.is_distributed:
             dist.all_reduce(table)
-        return (table / self._session.num_ranks).tolist()
+        return table.tolist()

@@ -33,7 +33,7 @@ GPT = CompareConfig(
     microbatches=(4, 8, 32),
     batch=32,
     steps=1,
-    repeats=5,
+    repeats=8,
     segment=64,
 )
 """GPT of 8 blocks × 256, sequence 128, batch 32.
@@ -50,7 +50,7 @@ CONVNET = CompareConfig(
     microbatches=(4, 8, 32),
     batch=64,
     steps=20,
-    repeats=5,
+    repeats=15,
 )
 """The small convolutional network with batch norm, whose steps take some tens of milliseconds.
 
