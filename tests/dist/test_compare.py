@@ -112,13 +112,6 @@ def test_what_the_executor_costs_is_measured_once_for_all_ranks():
     assert runtime_costs(Session(0, 1, None, Progress()), Topology.local(1)) == USUAL
 
 
-def test_benchmarks_are_listed_and_an_unknown_one_is_refused(capsys):
-    assert main(["bench", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["benchmarks"]) >= {"lean", "prediction", "start", "partition"}
-    assert main(["bench", "leen"]) == 2
-    assert "did you mean lean" in capsys.readouterr().err
-
-
 def test_the_overhead_benchmark_gives_a_row_for_each_contestant():
     rows = lean(4, steps=1, repeats=1, names=("bare loop", "1f1b", "torch 1f1b"))
     assert [row.name for row in rows] == ["bare loop", "1f1b", "torch 1f1b"]

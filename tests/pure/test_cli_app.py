@@ -15,7 +15,6 @@ from pipefit.errors import InfeasibleError, NonFiniteLossError, PipefitError
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-THERE = [verb for verb in cli_app.VERBS if (ROOT / f"src/pipefit/cli/{verb}.py").exists()]
 
 
 def pipefit(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
@@ -49,10 +48,10 @@ def raising(problem):
 def test_without_arguments_the_help_names_every_verb(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(f" {verb} " in out for verb in THERE)
+    assert all(f" {verb} " in out for verb in cli_app.VERBS)
 
 
-@pytest.mark.parametrize("verb", THERE)
+@pytest.mark.parametrize("verb", cli_app.VERBS)
 def test_the_help_of_every_verb_has_an_example_that_calls_it(verb, capsys):
     assert main([verb, "--help"]) == 0
     assert f"Example: pipefit {verb}" in capsys.readouterr().out
@@ -163,8 +162,22 @@ def test_no_verb_loads_torch_before_it_runs():
     code = f"""
 import sys; sys.modules["torch"] = None
 import importlib
-for verb in {THERE!r}:
+for verb in {cli_app.VERBS!r}:
     importlib.import_module(f"pipefit.cli.{{verb}}")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_benchmarks_are_listed_and_what_one_does_not_know_is_refused(capsys):
+    assert main(["bench", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["benchmarks"]) >= {"lean", "prediction", "start", "partition"}
+    for words, said in (
+        (["leen"], "did you mean lean"),
+        (["lean", "--tokens", "64"], "--tokens: not an option of lean, whose options are: --repeats, --microbatches"),
+        (["partition", "--repeats", "2"], "whose options are: none"),
+        (["ddp", "--steps", "0"], "--steps: expected at least 1, got 0"),
+        (["spill", "--option", "depth=4"], "--option: unknown 'depth'"),
+    ):
+        assert main(["bench", *words]) == 2
+        assert said in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipefit.cli import bench_offload
+from pipefit.cli.bench_offload import bench_offload
 from pipefit.compare.bench import offload as bench
 from pipefit.errors import ModelError, PipefitError
 from pipefit.profiling import Copies
@@ -123,11 +123,11 @@ def test_the_table_compares_with_the_resident_run_and_a_cap_exceeded_is_a_findin
     ]
     monkeypatch.setattr(bench, "rates", lambda config: Copies(25e9, 24e9, 40e9))
     monkeypatch.setattr(bench, "offload", lambda config, tokens, on_row: [on_row(row) or row for row in rows])
-    answer = bench_offload.offload("cuda", "20 GiB", ["layers=4"], (), None, False)
+    answer = bench_offload("cuda", "20 GiB", ["layers=4"])
     told = capsys.readouterr().out.splitlines()
     assert "25.00 GB/s to the device, 24.00 GB/s to the host, 40.00 GB/s both at once" in told[1]
     assert told[4].split()[:5] == ["64", "spilled", "2", "s", "50%"] and told[5].endswith("out of memory: no")
     assert told[6] == "the cap of 20 GiB was EXCEEDED" and answer.code == 1
     assert [row["of_resident"] for row in answer.data["rows"]] == [1.0, 0.5, None]
-    with pytest.raises(PipefitError, match="expected NAME=NUMBER with one of layers"):
-        bench_offload.offload("cuda", None, ["depth=4"], (), None, True)
+    with pytest.raises(PipefitError, match=r"--option: unknown .depth.; known: context"):
+        bench_offload(option=["depth=4"], quiet=True)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final
 
 from cyclopts import App, Parameter
@@ -47,8 +46,7 @@ def make_app(tokens: list[str], config: Any = None) -> App:
         # Ctrl-C is handled below, for all verbs alike.
         suppress_keyboard_interrupt=False,
     )
-    there = [verb for verb in VERBS if find_spec(f"pipefit.cli.{verb}")]
-    for verb in tokens[:1] if tokens and tokens[0] in there else there:
+    for verb in tokens[:1] if _verb(tokens) else VERBS:
         module = import_module(f"pipefit.cli.{verb}")
         app.command(module.command, name=verb, sort_key=VERBS.index(verb))
     return app
@@ -62,7 +60,7 @@ def run(arguments: list[str] | None = None) -> int:
     except CycloptsError as problem:
         verb = " ".join(problem.command_chain or ())
         help_line = f"Try: {' '.join(filter(None, ('pipefit', verb, '--help')))}"
-        return _complain(verb, f"{_sentence(problem)}\n{help_line}", USAGE)
+        return _complain(verb, f"{str(problem).strip()}\n{help_line}", USAGE)
     except PipefitError as problem:
         return _complain(_verb(tokens), str(problem), FINDING if _is_finding(problem) else USAGE)
     except CommunicationError as problem:
@@ -127,10 +125,6 @@ def _is_finding(problem: PipefitError) -> bool:
 
 def _verb(tokens: list[str]) -> str:
     return tokens[0] if tokens and tokens[0] in VERBS else ""
-
-
-def _sentence(problem: CycloptsError) -> str:
-    return str(problem).strip()
 
 
 def _complain(verb: str, message: str, code: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.options import count, sizes
 from pipefit.errors import PipefitError
 from pipefit.units import format_bytes, format_seconds, parse_quantity
 
@@ -14,14 +15,20 @@ if TYPE_CHECKING:
     from pipefit.compare.bench.offload import OffloadConfig, OffloadRow
     from pipefit.profiling import Copies
 
-__all__ = ["offload"]
+__all__ = ["bench_offload"]
 
 _DEVICES = ("cuda", "cpu")
 _SIZES = ("layers", "hidden", "heads", "vocab", "context", "part", "fsdp-part")
 
 
-def offload(
-    device: str, cap: str | None, options: Sequence[str], tokens: Sequence[int], steps: int | None, quiet: bool
+def bench_offload(
+    device: str = "cuda",
+    cap: str | None = None,
+    option: Sequence[str] = (),
+    tokens: Sequence[int] = (),
+    steps: int | None = None,
+    *,
+    quiet: bool = False,
 ) -> Answer:
     """Runs it.
 
@@ -31,15 +38,13 @@ def offload(
 
     if device not in _DEVICES:
         raise PipefitError(f"--device: expected one of {', '.join(_DEVICES)}, got {device!r}")
-    config = replace(bench.OffloadConfig(device=device), **_sizes(options))
+    config = replace(bench.OffloadConfig(device=device), **_sizes(option))
     if cap is not None:
         config = replace(config, cap_bytes=parse_quantity(cap, "bytes", "--cap"))
     if steps is not None:
         config = replace(config, steps=steps)
-    told: list[str] = []
 
     def tell(text: str) -> None:
-        told.append(text)
         if not quiet:
             print(text, flush=True)
 
@@ -63,17 +68,12 @@ def offload(
         "rates": found._asdict(),
         "rows": [asdict(row) | {"of_resident": _of(row, resident.get(row.tokens))} for row in rows],
     }
-    return Answer(data, "" if not quiet else "\n".join(told), FINDING if exceeded else FINE)
+    return Answer(data, "", FINDING if exceeded else FINE)
 
 
-def _sizes(options: Sequence[str]) -> dict[str, int]:
-    sizes = {}
-    for word in ",".join(options).split(",") if options else ():
-        name, _, value = word.partition("=")
-        if name not in _SIZES or not value.isdigit() or not int(value):
-            raise PipefitError(f"--option: expected NAME=NUMBER with one of {', '.join(_SIZES)}, got {word!r}")
-        sizes[name.replace("-", "_")] = int(value)
-    return sizes
+def _sizes(texts: Sequence[str]) -> dict[str, int]:
+    found = sizes("--option", texts, _SIZES)
+    return {name.replace("-", "_"): count(f"--option {name}", value) for name, value in found.items()}
 
 
 def _head(config: OffloadConfig, found: Copies) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.options import sizes
 from pipefit.errors import PipefitError
 from pipefit.units import format_bytes, parse_quantity
 
@@ -15,19 +16,20 @@ if TYPE_CHECKING:
     from pipefit.compare.bench.spill import LargeResult, SpeedRow
     from pipefit.spec.topology import Tier
 
-__all__ = ["spill"]
+__all__ = ["bench_spill"]
 
 _SIZES = {"layers": 20, "hidden": 2048, "tokens": 512, "small-layers": 8, "small-hidden": 1024}
 
 
-def spill(
-    disk: Path | None,
-    cap: str | None,
-    options: Sequence[str],
-    tokens: Sequence[int],
-    steps: int | None,
-    repeats: int | None,
-    quiet: bool,
+def bench_spill(
+    disk: Path | None = None,
+    cap: str = "2.5 GiB",
+    option: Sequence[str] = (),
+    tokens: Sequence[int] = (32, 64, 128, 256, 512, 1024),
+    steps: int = 3,
+    repeats: int = 3,
+    *,
+    quiet: bool = False,
 ) -> Answer:
     """Runs both parts, or the one that is not turned off by `layers=0` or `small-layers=0`.
 
@@ -35,54 +37,42 @@ def spill(
     """
     from pipefit.compare.bench.spill import large, speed
 
-    sizes = _sizes(options)
+    wanted = _SIZES | sizes("--option", option, _SIZES)
     if disk is not None and not disk.is_dir():
         raise PipefitError(f"--disk {disk}: no such folder")
     data: dict[str, Any] = {}
-    told: list[str] = []
 
     def tell(text: str) -> None:
-        told.append(text)
         if not quiet:
             print(text, flush=True)
 
     fine = True
-    if sizes["layers"]:
-        limit = parse_quantity(cap or "2.5 GiB", "bytes", "--cap")
+    if wanted["layers"]:
+        limit = parse_quantity(cap, "bytes", "--cap")
         found = large(
             disk,
-            layers=sizes["layers"],
-            hidden=sizes["hidden"],
-            tokens=sizes["tokens"],
-            steps=steps or 3,
+            layers=wanted["layers"],
+            hidden=wanted["hidden"],
+            tokens=wanted["tokens"],
+            steps=steps,
             cap_bytes=limit,
         )
         fine = found.is_under_cap
         data["large"] = asdict(found) | {"is_under_cap": fine}
         tell("\n".join(_large(found)))
-    if sizes["small-layers"]:
+    if wanted["small-layers"]:
         tell(_HEAD)
         tier, rows = speed(
             disk,
-            layers=sizes["small-layers"],
-            hidden=sizes["small-hidden"],
-            tokens=tuple(tokens) or (32, 64, 128, 256, 512, 1024),
-            repeats=repeats or 3,
+            layers=wanted["small-layers"],
+            hidden=wanted["small-hidden"],
+            tokens=tuple(tokens),
+            repeats=repeats,
             on_row=lambda row: tell(_row(row)),
         )
         tell(_rates(tier))
         data["speed"] = {"tier": _plain(tier), "rows": [asdict(row) | _derived(row) for row in rows]}
-    return Answer(data, "" if not quiet else "\n".join(told), FINE if fine else FINDING)
-
-
-def _sizes(options: Sequence[str]) -> dict[str, int]:
-    sizes = dict(_SIZES)
-    for word in ",".join(options).split(",") if options else ():
-        name, _, value = word.partition("=")
-        if name not in sizes or not value.isdigit():
-            raise PipefitError(f"--option: expected NAME=NUMBER with one of {', '.join(sizes)}, got {word!r}")
-        sizes[name] = int(value)
-    return sizes
+    return Answer(data, "", FINE if fine else FINDING)
 
 
 def _large(found: LargeResult) -> list[str]:

@@ -10,10 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import Parameter
-
 from pipefit.cli.answer import Answer
-from pipefit.cli.models import ModelOptions, importable
+from pipefit.cli.models import DataNames, ModelName, ModelOptions, importable
 from pipefit.cli.options import Json, count, help_of, whole_numbers
 from pipefit.errors import PipefitError
 
@@ -27,14 +25,9 @@ _PATIENCE_S = 30.0
 
 def command(
     *,
-    model: Annotated[
-        str, help_of("A built-in model, or your own as package.module:factory or file.py:factory.")
-    ] = "gpt",
+    model: ModelName = "gpt",
     option: ModelOptions = None,
-    data: Annotated[
-        list[str] | None,
-        Parameter(help="text, digits, synthetic, or your own text files.", consume_multiple=True, negative=()),
-    ] = None,
+    data: DataNames = None,
     ranks: Annotated[int, help_of("Processes, one thread each.", "--ranks", "-n")] = 2,
     strategies: Annotated[str | None, help_of("Names with commas between them; default: all.")] = None,
     microbatches: Annotated[str, help_of("Numbers of micro-batches per update.", "--microbatches", "-m")] = (
@@ -71,7 +64,7 @@ def command(
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder, got a file")
     settings = CompareConfig(
-        model=importable(model) if ":" in model else model,
+        model=importable(model),
         options=",".join(option or []),
         data=tuple(data or ()),
         strategies=tuple(name.strip() for name in strategies.split(",")) if strategies else (),

@@ -23,7 +23,7 @@ def command(
 
     Exit code 1: something keeps pipefit from working here. A mark of ! is a warning.
     """
-    from pipefit.cli.checks import all_checks
+    from pipefit.cli.doctor_checks import all_checks
 
     if ranks < 2:
         raise PipefitError(f"--ranks: expected at least 2, which talk to each other; got {ranks}")

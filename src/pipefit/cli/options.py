@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from cyclopts import CoercionError, Parameter, Token, convert
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, nearest
 
 __all__ = [
     "PICTURES",
@@ -28,6 +28,7 @@ __all__ = [
     "flag",
     "help_of",
     "pairs",
+    "sizes",
     "whole_numbers",
 ]
 
@@ -121,7 +122,7 @@ def whole_numbers(name: str, text: str | None) -> tuple[int, ...]:
     return numbers
 
 
-def pairs(name: str, texts: list[str] | None) -> dict[str, int]:
+def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:
     """Integers of 0 or more by name, from texts such as "warmup=2".
 
     Raises:
@@ -131,12 +132,23 @@ def pairs(name: str, texts: list[str] | None) -> dict[str, int]:
     for text in texts or []:
         key, _, value = text.partition("=")
         if not key or not value.isdecimal():
-            raise PipefitError(
-                f"{name}: expected NAME=INTEGER with an integer of 0 or more, like warmup=2; got {text!r}"
-            )
+            raise PipefitError(f"{name}: expected NAME=INTEGER with an integer of 0 or more, got {text!r}")
         if key in found:
             raise PipefitError(f"{name}: {key} is given twice, as {found[key]} and {value}")
         found[key] = int(value)
+    return found
+
+
+def sizes(name: str, texts: Sequence[str], known: Iterable[str]) -> dict[str, int]:
+    """Integers by name, from texts such as "layers=8,hidden=256".
+
+    Raises:
+        PipefitError: a text is no such list, or a name is not one of the known.
+    """
+    found = pairs(name, [word for text in texts for word in text.split(",")])
+    for key in found:
+        if key not in known:
+            raise PipefitError(f"{name}: unknown {key!r}; {nearest(key, known)}")
     return found
 
 

@@ -83,72 +83,56 @@ def command(
     --method pipedream plans asynchronous training with a weight update per mini-batch; auto, gpipe, ptdp and uniform
     plan synchronous training; 2bw updates with gradients one update old.
     """
-    from pipefit.planner import plan, plan_spilling
-    from pipefit.units import parse_quantity
-
     check_suffix(output, (".json",))
     for drawn in (picture, pareto, depths):
         check_suffix(drawn, (".svg",))
+    counts = {
+        "--global-batch": global_batch,
+        "--microbatches": microbatches,
+        "--ranks": ranks,
+        "--chunks": chunks,
+        "--data-parallel": data_parallel,
+    }
+    for name, value in counts.items():
+        if value is not None:
+            count(name, value)
+    sizes = whole_numbers("--microbatch-size", microbatch_size)
     machine = _machine(topology, memory)
-    figures = _profile(profile, machine, whole_numbers("--microbatch-size", microbatch_size))
+    figures = _profile(profile, machine, sizes)
     if refit is not None:
         figures = _refitted(figures, refit, of)
     elif of is not None:
         raise PipefitError("--of: expected --refit too: the trace that this plan ran")
-    counts = (
-        ("--global-batch", global_batch),
-        ("--microbatches", microbatches),
-        ("--ranks", ranks),
-        ("--chunks", chunks),
-        ("--data-parallel", data_parallel),
-    )
-    for name, value in counts:
-        if value is not None:
-            count(name, value)
-    if tokens is not None and not tokens > 0:
-        raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
-    if tokens is not None and not figures.model.startswith("gpt:"):
-        raise PipefitError(
-            f"--tokens: expected --profile gpt:layers=…; {figures.model or profile} has no tokens to count"
-        )
-    if device_memory is None:
-        capped = {"--step-on": step_on, "--keep": keep, "--tier": tier, "--ranks": ranks, "--chunks": chunks}
-        for name, given in {**capped, "--data-parallel": data_parallel}.items():
-            if given is not None:
-                raise PipefitError(f"{name}: expected --device-memory too; without a cap nothing is spilled")
-    else:
-        if pareto is not None or depths is not None:
-            raise PipefitError("--pareto, --depths: they draw plans without --device-memory")
-        sizes = whole_numbers("--microbatch-size", microbatch_size) or (figures.microbatch_size,)
-        if len(sizes) > 1:
-            raise PipefitError(f"--device-memory: expected one --microbatch-size, got {microbatch_size}")
-        if schedule is not None and "," in schedule:
-            raise PipefitError(f"--device-memory: expected one --schedule, got {schedule}")
-        made = plan_spilling(
-            figures,
-            machine,
-            device_bytes=parse_quantity(device_memory, "bytes", "--device-memory"),
-            num_microbatches=microbatches or max((global_batch or 8 * sizes[0]) // sizes[0], 1),
-            microbatch_size=sizes[0],
-            tier=tier,
-            state_per_weight=state,
-            step_on=step_on or "auto",
-            keep=keep != "none",
-            num_ranks=ranks or data_parallel or 1,
-            copies=data_parallel or 1,
-            schedule=schedule,
-            num_chunks=chunks or 0,
-        )
-        return _answer(made, figures, machine, tokens, picture, output)
+    _check_tokens(tokens, figures.model, profile)
+    capped: dict[str, Any] = {
+        "tier": tier,
+        "step_on": step_on,
+        "keep": keep,
+        "ranks": ranks,
+        "chunks": chunks,
+        "data_parallel": data_parallel,
+    }
+    if device_memory is not None:
+        free = {"pareto": pareto, "depths": depths, "depth": depth, "tensor": tensor, "straight": straight or None}
+        free |= {
+            "method": None if method == "auto" else method,
+            "recompute": None if recompute == "auto" else recompute,
+        }
+        _refuse(free, "it is for plans without --device-memory, which cuts and replays by itself")
+        made = _spilled(figures, machine, device_memory, sizes, microbatches, global_batch, state, schedule, **capped)
+        return _answer(made, figures, machine, tokens, picture, output, {})
+    _refuse(capped, "expected --device-memory too; without a cap nothing is spilled")
     wishes: dict[str, Any] = {
         "method": method,
         "global_batch": global_batch,
-        "microbatch_sizes": whole_numbers("--microbatch-size", microbatch_size) or None,
+        "microbatch_sizes": sizes or None,
         "schedules": schedule.split(",") if schedule else None,
         "recompute": {"auto": None, "always": True, "never": False}[recompute],
         "state_per_weight": state,
         "executable": executable or None,
     }
+    from pipefit.planner import plan
+
     made = plan(
         figures,
         machine,
@@ -159,8 +143,66 @@ def command(
         straight=straight,
         tensors=whole_numbers("--tensor", tensor) or None,
     )
-    charts = _charts(figures, machine, wishes, pareto, depths)
-    return _answer(made, figures, machine, tokens, picture, output, charts)
+    return _answer(made, figures, machine, tokens, picture, output, _charts(figures, machine, wishes, pareto, depths))
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    """Refuses options that were given where they have no meaning."""
+    for name, given in options.items():
+        if given is not None:
+            raise PipefitError(f"--{name.replace('_', '-')}: {why}")
+
+
+def _check_tokens(tokens: float | None, model: str, profile: str) -> None:
+    if tokens is None:
+        return
+    if not tokens > 0:
+        raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
+    if not model.startswith("gpt:"):
+        raise PipefitError(f"--tokens: expected --profile gpt:layers=…; {model or profile} has no tokens to count")
+
+
+def _spilled(
+    profile: Profile,
+    machine: Topology,
+    device_memory: str,
+    sizes: tuple[int, ...],
+    microbatches: int | None,
+    global_batch: int | None,
+    state: float | None,
+    schedule: str | None,
+    *,
+    tier: str | None,
+    step_on: str | None,
+    keep: str | None,
+    ranks: int | None,
+    chunks: int | None,
+    data_parallel: int | None,
+) -> Plan:
+    """The plan under --device-memory."""
+    from pipefit.planner import plan_spilling
+    from pipefit.units import parse_quantity
+
+    if len(sizes) > 1:
+        raise PipefitError(f"--device-memory: expected one --microbatch-size, got {','.join(map(str, sizes))}")
+    if schedule is not None and "," in schedule:
+        raise PipefitError(f"--device-memory: expected one --schedule, got {schedule}")
+    size = sizes[0] if sizes else profile.microbatch_size
+    return plan_spilling(
+        profile,
+        machine,
+        device_bytes=parse_quantity(device_memory, "bytes", "--device-memory"),
+        num_microbatches=microbatches or max((global_batch or 8 * size) // size, 1),
+        microbatch_size=size,
+        tier=tier,
+        state_per_weight=state,
+        step_on=step_on or "auto",
+        keep=keep != "none",
+        num_ranks=ranks or data_parallel or 1,
+        copies=data_parallel or 1,
+        schedule=schedule,
+        num_chunks=chunks or 0,
+    )
 
 
 def _charts(
@@ -222,7 +264,7 @@ def _answer(
     tokens: float | None,
     picture: Path | None,
     output: Path | None,
-    charts: dict[Path, str] | None = None,
+    charts: dict[Path, str],
 ) -> Answer:
     from pipefit.planner.explain import explain, training
     from pipefit.spec.files import write_atomically
@@ -237,7 +279,7 @@ def _answer(
 
         write_atomically(picture, partition_svg(made, profile, machine))
         written.append(picture)
-    for path, text in (charts or {}).items():
+    for path, text in charts.items():
         write_atomically(path, text)
         written.append(path)
     data |= {"output": [str(path) for path in written]} if written else {}

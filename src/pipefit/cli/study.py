@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.models import importable
 from pipefit.cli.options import Json, count, flag, help_of
 from pipefit.units import format_seconds
 
@@ -55,7 +56,7 @@ def command(
         spec = replace(spec, policy=policy)
     if output is not None:
         spec = replace(spec, output=str(output))
-    spec = replace(spec, trials=tuple(_found_everywhere(trial) for trial in spec.trials))
+    spec = replace(spec, trials=tuple(replace(trial, model=importable(trial.model)) for trial in spec.trials))
     result, stopped_by = _run(spec, resume, quiet=json)
     if stopped_by is not None and result.interrupted:
         code = 128 + stopped_by
@@ -65,12 +66,6 @@ def command(
     else:
         code = FINDING if result.num_failed else FINE
     return Answer(result.as_dict(), lambda: f"\n{result}", code)
-
-
-def _found_everywhere(trial: Any) -> Any:
-    from pipefit.cli.models import importable
-
-    return replace(trial, model=importable(trial.model)) if ":" in trial.model else trial
 
 
 def _run(spec: StudySpec, resume: bool, quiet: bool) -> tuple[StudyResult, int | None]:

@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
-
 from pipefit.cli.answer import Answer
+from pipefit.cli.models import DataNames, ModelName, ModelOptions, importable
 from pipefit.cli.options import Json, count, flag, help_of, whole_numbers
 from pipefit.errors import PipefitError
 
@@ -19,14 +18,9 @@ __all__ = ["command"]
 
 def command(
     *,
-    model: Annotated[
-        str, help_of("A built-in model, or your own as package.module:factory or file.py:factory.")
-    ] = "gpt",
-    option: Annotated[list[str] | None, help_of("Options of the model, like layers=8,hidden=256.", "--option")] = None,
-    data: Annotated[
-        list[str] | None,
-        Parameter(help="text, digits, synthetic, or your own text files.", consume_multiple=True, negative=()),
-    ] = None,
+    model: ModelName = "gpt",
+    option: ModelOptions = None,
+    data: DataNames = None,
     ranks: Annotated[int | None, help_of("Processes: 2, or 1 under --device-memory.", "--ranks", "-n")] = None,
     transport: Annotated[
         Literal["distributed", "local"], help_of("A process for each rank, or all of them in this one.")
@@ -107,7 +101,7 @@ def command(
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder for the run, got a file")
     settings = RunConfig(
-        model=_found_everywhere(model),
+        model=importable(model),
         options=",".join(option or []),
         data=tuple(data or ()),
         ranks=ranks,
@@ -182,12 +176,6 @@ def _remove_if_alone(logs: Path) -> None:
     if logs.exists() and [path.name for path in logs.parent.iterdir()] == [logs.name]:
         shutil.rmtree(logs, ignore_errors=True)
         logs.parent.rmdir()
-
-
-def _found_everywhere(model: str) -> str:
-    from pipefit.cli.models import importable
-
-    return importable(model) if ":" in model else model
 
 
 def _text(path: Path | None) -> str:

@@ -1,13 +1,13 @@
-"""The answer of `pipefit bench network` for people."""
+"""`pipefit bench network`: its options, its table."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import count
 
 if TYPE_CHECKING:
     from pipefit.compare.bench.network_spec import ModelResult, NetworkResult
@@ -16,15 +16,15 @@ __all__ = ["bench_network", "told"]
 
 
 def bench_network(
+    ranks: int | None = None,
+    bandwidth: str | None = None,
+    latency: str | None = None,
+    model: Sequence[str] = (),
+    steps: int | None = None,
+    repeats: int | None = None,
+    output: Path | None = None,
     *,
-    ranks: int | None,
-    bandwidth: str | None,
-    latency: str | None,
-    models: list[str] | None,
-    steps: int | None,
-    repeats: int | None,
-    output: Path | None,
-    json: bool,
+    quiet: bool = False,
 ) -> Answer:
     """Measures in a laboratory of namespaces, or says in a few words why there can be none here."""
     from pipefit.compare.bench.netlab import why_not
@@ -35,10 +35,10 @@ def bench_network(
     usual = NetworkConfig()
     config = NetworkConfig(
         ranks=usual.ranks if ranks is None else ranks,
-        models=tuple(dict.fromkeys(models or usual.models)),
+        models=tuple(dict.fromkeys(model or usual.models)),
         bandwidth_bytes_per_s=None if bandwidth is None else parse_quantity(bandwidth, "bytes/s", "--bandwidth"),
         latency_s=0.0 if latency is None else parse_quantity(latency, "s", "--latency"),
-        steps=usual.steps if steps is None else count("--steps", steps),
+        steps=steps or usual.steps,
         repeats=repeats or usual.repeats,
     )
     check(config)
@@ -46,7 +46,7 @@ def bench_network(
         return Answer({"format": "pipefit.network/1", "skipped": reason}, f"skipped: {reason}")
     from pipefit.compare.bench.network import network
 
-    found = network(config, (lambda line: None) if json else _say)
+    found = network(config, (lambda line: None) if quiet else _say)
     data = found.as_dict()
     if output is not None:
         write_json(output, data)
