@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
 from pipefit.ir.graph import collective_members
@@ -17,24 +17,13 @@ from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
 from pipefit.runtime.copies import evict, fetch, norm_part, norms_of, saving, step_on_host
 from pipefit.runtime.executor import Execution, Handlers
+from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
 
 __all__ = ["HANDLERS"]
-
-
-class Saved(NamedTuple):
-    """What a forward leaves for its backward.
-
-    Attributes:
-        inputs: the stage's inputs that need a gradient, leaves of its graph.
-        edges: where the gradients of its outputs enter the graph. The outputs themselves are not held.
-    """
-
-    inputs: list[Tensor]
-    edges: list[GradientEdge]
 
 
 def _load(run: Execution, i: Instruction) -> None:
@@ -123,7 +112,7 @@ def _loss(run: Execution, i: Instruction) -> None:
     if (scale := run.worker.scale) is not None:
         program = run.compiled.program
         share *= scale.of(program, program.header.update_of(last, i.mb))
-    grads = _run_backward((loss,), (torch.full_like(loss, share),), tuple(needed)) if needed else ()
+    grads = run_backward((loss,), (torch.full_like(loss, share),), tuple(needed)) if needed else ()
     run.values["grad", last, i.mb] = [
         torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(needed, grads, strict=True)
     ]
@@ -133,28 +122,15 @@ def _describe(value: object) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _run_backward(
-    roots: tuple[Tensor | GradientEdge, ...], grads: tuple[Tensor, ...], inputs: tuple[Tensor, ...] = ()
-) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.backward`, or `grad` when there are inputs, without their checks of every gradient's shape.
-
-    The checks cost as much as the backward of a small stage; here shapes are a contract that messages keep.
-    """
-    return _engine.run_backward(roots, grads, False, False, inputs, allow_unreachable=True, accumulate_grad=not inputs)
-
-
-_engine: Any = torch.autograd.Variable._execution_engine
-
-
 def _backward(run: Execution, i: Instruction) -> None:
     saved: Saved = run.values.pop(("saved", i.stage, i.mb))
     grads = _gradient(run, i)
     run.worker.stores[i.stage].at(i.version)
     if saved.edges:
         if i.stage in run.worker.buckets:
-            reducing.backward(run, i, lambda: _run_backward(tuple(saved.edges), tuple(grads)))
+            reducing.backward(run, i, lambda: run_backward(tuple(saved.edges), tuple(grads)))
         else:
-            _run_backward(tuple(saved.edges), tuple(grads))
+            run_backward(tuple(saved.edges), tuple(grads))
     if i.stage:
         run.values["grad", i.stage - 1, i.mb] = [_or_zero(leaf.grad, leaf) for leaf in saved.inputs]
 
@@ -169,30 +145,25 @@ def _or_zero(grad: Tensor | None, leaf: Tensor) -> Tensor:
 
 
 def _backward_input(run: Execution, i: Instruction) -> None:
-    """The first half of a backward. What the halves have in common is computed twice."""
     saved: Saved = run.values["saved", i.stage, i.mb]
     grads = _gradient(run, i)
     run.worker.stores[i.stage].at(i.version)
+    found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
     if i.stage:
-        found: tuple[Tensor | None, ...] = (None,) * len(saved.inputs)
-        if saved.edges and saved.inputs:
-            found = torch.autograd.grad(saved.edges, saved.inputs, grads, retain_graph=True, allow_unused=True)
         run.values["grad", i.stage - 1, i.mb] = [
             _or_zero(grad, leaf) for grad, leaf in zip(found, saved.inputs, strict=True)
         ]
-    run.values["half", i.stage, i.mb] = grads
 
 
 def _backward_weight(run: Execution, i: Instruction) -> None:
-    saved: Saved = run.values.pop(("saved", i.stage, i.mb))
-    grads: list[Tensor] = run.values.pop(("half", i.stage, i.mb))
+    saved = run.values.pop(("saved", i.stage, i.mb))
+    runs: list[WeightRun] = run.values.pop(("half", i.stage, i.mb))
     run.worker.stores[i.stage].at(i.version)
-    parameters = run.worker.stages[i.stage].parameters()
-    if saved.edges and parameters:
-        if i.stage in run.worker.buckets:
-            reducing.backward(run, i, lambda: torch.autograd.backward(saved.edges, grads, inputs=parameters))
-        else:
-            torch.autograd.backward(saved.edges, grads, inputs=parameters)
+    if runs and i.stage in run.worker.buckets:
+        reducing.backward(run, i, lambda: weight_half(runs))
+    else:
+        weight_half(runs)
+    del saved  # Autograd does not hold the nodes of functions written in Python: what leads to them does.
 
 
 _WHOLE = {Kind.PIECE.value: Kind.ACT.value, Kind.GRAD_PIECE.value: Kind.GRAD.value}

@@ -1,0 +1,239 @@
+"""A backward in two halves that share no work: gradients of a stage's inputs first, those of its weights later.
+
+        output ──► gelu ──► linear ──► norm ──► linear ──► input        the first half goes along here, and keeps
+                              │          │         │                    what arrives at each node from which a
+                           weights    weights   weights                 way to weights branches off
+                                                                        the second half goes down from there
+
+Where ways branch off the node itself runs in both halves: for its input in the first, for its weights in the second.
+A weight that is used at several depths of a stage cannot be reached from its uses one by one, and some nodes (a fused
+recurrent layer, a function written in Python) make all their gradients whenever they run; there the first half makes
+the gradient of the weight too, and only adding it up is left to the second.
+
+Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2, for what the halves are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from pipefit.errors import ModelError
+
+__all__ = ["Saved", "WeightRun", "input_half", "run_backward", "weight_half"]
+
+_AT_ONCE = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")
+"""Nodes that make all their gradients whichever are asked for."""
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward.
+
+    Attributes:
+        inputs: the stage's inputs that need a gradient, leaves of its graph.
+        edges: where the gradients of its outputs enter the graph. The outputs themselves are not held.
+    """
+
+    inputs: list[Tensor]
+    edges: list[GradientEdge]
+
+
+class WeightRun(NamedTuple):
+    """A part of the second half: autograd from some edges to some weights.
+
+    Attributes:
+        edges: where gradients enter the graph.
+        grads: that enter there.
+        weights: whose gradients are made; (): of all that can be reached.
+    """
+
+    edges: tuple[GradientEdge, ...]
+    grads: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...] = ()
+
+
+def run_backward(
+    roots: tuple[Tensor | GradientEdge, ...],
+    grads: tuple[Tensor, ...],
+    inputs: tuple[Tensor | GradientEdge, ...] = (),
+    *,
+    again: bool = False,
+    accumulate: bool | None = None,
+) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.backward`, or `grad` when there are inputs, without their checks of every gradient's shape.
+
+    The checks cost as much as the backward of a small stage; here shapes are a contract that messages keep.
+
+    Args:
+        roots: where it starts.
+        grads: of the roots.
+        inputs: where it ends; (): at every leaf.
+        again: the graph is used once more.
+        accumulate: whether gradients are added to `.grad` instead of returned; None: where there are no inputs.
+    """
+    adds = not inputs if accumulate is None else accumulate
+    return _engine.run_backward(roots, grads, again, False, inputs, allow_unreachable=True, accumulate_grad=adds)
+
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | None], list[WeightRun]]:
+    """The gradients of a stage's inputs, and what is left to do for those of its weights.
+
+    Args:
+        saved: what the forward left; to be held until the second half is done.
+        grads: of the stage's outputs.
+
+    Raises:
+        ModelError: a weight with a hook of its own is used at several depths, or inside a function written in Python.
+    """
+    roots, given = tuple(saved.edges), tuple(grads)
+    if not roots or not saved.inputs:
+        return [None] * len(saved.inputs), [WeightRun(roots, given)] if roots else []
+    groups = _groups(_Ways(saved), saved.edges)
+    captures = list(dict.fromkeys(edge for group in groups for edge in group.edges))
+    found = run_backward(roots, given, (*saved.inputs, *captures), again=True)
+    kept = dict(zip(captures, found[len(saved.inputs) :], strict=True))
+    runs = []
+    for group in groups:
+        enters = [(edge, grad) for edge in group.edges if (grad := kept[edge]) is not None]
+        enters += [(roots[index], given[index]) for index in group.roots]
+        if enters:
+            edges, arrived = zip(*enters, strict=True)
+            runs.append(WeightRun(edges, arrived, tuple(node.variable for node in group.weights)))
+    return list(found[: len(saved.inputs)]), runs
+
+
+def weight_half(runs: list[WeightRun]) -> None:
+    """Adds the gradients of the weights to their `.grad`, and lets go of the graph piece by piece."""
+    runs.reverse()
+    while runs:
+        run = runs.pop()
+        run_backward(run.edges, run.grads, run.weights, accumulate=True)
+
+
+class _Ways:
+    """The nodes of a stage's graph, by where the ways from them lead.
+
+    Attributes:
+        children: of each node, the edges that leave it; every node stands after those it leads to.
+        to_input: the nodes from which a way leads to an input.
+        weights: of each node from which ways lead to weights only: which.
+        branches: of each node from which ways lead to both: the edges to nodes of `weights`.
+    """
+
+    def __init__(self, saved: Saved) -> None:
+        leaves = {get_gradient_edge(leaf).node for leaf in saved.inputs}
+        self.children = _nodes_below(edge.node for edge in saved.edges)
+        self.to_input: set[Node] = set()
+        self.weights: dict[Node, frozenset[Any]] = {}
+        self.branches: dict[Node, list[GradientEdge]] = {}
+        for node, children in self.children.items():
+            if node in leaves:
+                self.to_input.add(node)
+            elif not children and getattr(node, "variable", None) is not None:
+                self.weights[node] = frozenset((node,))
+            elif any(child in self.to_input for child, _ in children):
+                self.to_input.add(node)
+                if branches := [GradientEdge(*edge) for edge in children if edge[0] in self.weights]:
+                    self.branches[node] = branches
+            elif found := frozenset().union(*(self.weights.get(child, ()) for child, _ in children)):
+                self.weights[node] = found
+
+    def entries(self, roots: Sequence[GradientEdge]) -> dict[Node, list[GradientEdge]]:
+        """Where gradients arrive at each node of `branches`."""
+        edges = [(edge.node, edge.output_nr) for edge in roots]
+        edges += [edge for node in self.to_input for edge in self.children[node]]
+        entries: dict[Node, dict[int, None]] = {node: {} for node in self.branches}
+        for node, slot in edges:
+            if node in entries:
+                entries[node][slot] = None
+        return {node: [GradientEdge(node, slot) for slot in slots] for node, slots in entries.items()}
+
+    def is_behind(self, nodes: set[Node]) -> bool:
+        """Whether a way leads from one of these nodes to another."""
+        below = _nodes_below((c for n in nodes for c, _ in self.children[n] if c in self.to_input), self.to_input)
+        return not nodes.isdisjoint(below)
+
+
+def _nodes_below(starts: Iterable[Node], within: set[Node] | None = None) -> dict[Node, list[tuple[Node, int]]]:
+    """All nodes that can be reached, each with the edges that leave it; none stands before one that it leads to."""
+    done: dict[Node, list[tuple[Node, int]]] = {}
+    opened: dict[Node, list[tuple[Node, int]]] = {}
+    stack = [*starts]
+    while stack:
+        node = stack[-1]
+        if node in done:
+            stack.pop()
+        elif node in opened:
+            done[node] = opened[node]
+            stack.pop()
+        else:
+            children: Any = node.next_functions
+            opened[node] = [(c, k) for c, k in children if c is not None and (within is None or c in within)]
+            stack += [child for child, _ in opened[node] if child not in opened]
+    return done
+
+
+class _Group:
+    """Branches that lead to the same weights, and are therefore followed together."""
+
+    def __init__(self) -> None:
+        self.nodes: set[Node] = set()
+        self.weights: set[Any] = set()
+        self.roots: list[int] = []
+        self.edges: list[GradientEdge] = []
+
+    def absorb(self, other: _Group) -> None:
+        self.nodes |= other.nodes
+        self.weights |= other.weights
+        self.roots += other.roots
+
+
+def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
+    """The branches of a graph by the weights they lead to, from the outputs on, with the edges to be kept."""
+    groups: dict[Any, _Group] = {}
+
+    def joined(weights: Iterable[Any]) -> _Group:
+        own = _Group()
+        for weight in weights:
+            other = groups.get(weight)
+            if other is not None and other is not own:
+                own.absorb(other)
+                groups.update(dict.fromkeys(other.weights, own))
+            own.weights.add(weight)
+            groups[weight] = own
+        return own
+
+    for node in reversed(ways.children):
+        if node in ways.branches:
+            weights = (w for edge in ways.branches[node] for w in ways.weights[edge.node])
+            joined(weights).nodes.add(node)
+    for index, edge in enumerate(roots):
+        if edge.node in ways.weights:
+            joined(ways.weights[edge.node]).roots.append(index)
+    entries = ways.entries(roots)
+    result = list(dict.fromkeys(groups.values()))
+    for group in result:
+        group.edges = _kept_edges(ways, group, entries)
+    return result
+
+
+def _kept_edges(ways: _Ways, group: _Group, entries: dict[Node, list[GradientEdge]]) -> list[GradientEdge]:
+    """Where the first half stops for a group: what arrives at its nodes, or what leaves them for the weights."""
+    at_once = any(isinstance(node, BackwardCFunction) or node.name() in _AT_ONCE for node in group.nodes)
+    if not at_once and not (len(group.nodes) > 1 and ways.is_behind(group.nodes)):
+        return [edge for node in group.nodes for edge in entries[node]]
+    edges = list(dict.fromkeys(edge for node in group.nodes for edge in ways.branches[node]))
+    if any(getattr(getattr(edge.node, "variable", None), "_backward_hooks", None) for edge in edges):
+        raise ModelError(
+            "a weight with a hook (register_hook) is used at several depths of a stage, or in an autograd.Function: "
+            "a backward in two halves would call the hook twice; use a schedule with whole backwards, such as 1f1b"
+        )
+    return edges
