@@ -57,6 +57,17 @@ def test_the_help_of_every_verb_has_an_example_that_calls_it(verb, capsys):
     assert f"Example: pipefit {verb}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", THERE)
+def test_a_line_of_help_ends_only_where_the_terminal_does(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([verb, "--help"]) == 0
+    prose = capsys.readouterr().out.partition("╭")[0]
+    for paragraph in prose.split("\n\n"):
+        lines = paragraph.splitlines()
+        for line, below in zip(lines, lines[1:], strict=False):
+            assert len(line.rstrip()) + 1 + len(below.split()[0]) > 80, line
+
+
 def test_the_version_is_the_package_s(capsys):
     import pipefit as package
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from importlib import import_module
@@ -48,8 +49,13 @@ def make_app(tokens: list[str], config: Any = None) -> App:
     )
     for verb in tokens[:1] if _verb(tokens) else VERBS:
         module = import_module(f"pipefit.cli.{verb}")
-        app.command(module.command, name=verb, sort_key=VERBS.index(verb))
+        app.command(module.command, name=verb, sort_key=VERBS.index(verb), help=_flowing(module.command.__doc__))
     return app
+
+
+def _flowing(text: str | None) -> str:
+    """A docstring whose paragraphs break where the terminal ends, not also where the source's lines do."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(text or "").split("\n\n"))
 
 
 def run(arguments: list[str] | None = None) -> int:
