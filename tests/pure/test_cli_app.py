@@ -1,5 +1,6 @@
 """What every verb shares: exit codes, one clear message, JSON alone on stdout, a fast start."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -57,14 +58,14 @@ def test_the_help_of_every_verb_has_an_example_that_calls_it(verb, capsys):
     assert f"Example: pipefit {verb}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", THERE)
+@pytest.mark.parametrize("verb", cli_app.VERBS)
 def test_a_line_of_help_ends_only_where_the_terminal_does(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([verb, "--help"]) == 0
     prose = capsys.readouterr().out.partition("╭")[0]
     for paragraph in prose.split("\n\n"):
         lines = paragraph.splitlines()
-        for line, below in zip(lines, lines[1:], strict=False):
+        for line, below in itertools.pairwise(lines):
             assert len(line.rstrip()) + 1 + len(below.split()[0]) > 80, line
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipefit import Pipeline
-from pipefit.errors import InfeasibleError, PlanError
+from pipefit.errors import InfeasibleError, PipefitError, PlanError
 from pipefit.ir.op import Op
 from pipefit.models import build
 from pipefit.testing import check
@@ -403,11 +403,22 @@ def test_half_precision_spills_with_its_weights_in_full(precision):
     other.close()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"slots": 0}, {"slots": 2.5}, {"optim_slots": -1}, {"prefetch": -1}, {"commit_every": -1}, {"device_memory": 0},
+     {"host_memory": "0 MiB"}, {"device_memory": "much"}],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_make_no_sense_are_refused_at_once_by_their_name(wrong):
+    with pytest.raises(PipefitError, match=f"^{next(iter(wrong))}: expected"):
+        Spilled(**wrong)
+
+
 def test_stages_to_keep_are_named_by_words_or_numbers():
     assert Spilled(keep="none").of(3).keeps == Spilled().of(3).keeps == ()
     assert Spilled(keep=(2, 0)).of(3).keeps == (0, 2)
     for wrong in ("some", (3,)):
-        with pytest.raises(PlanError, match="keep: expected one of auto, all, none, or stages from 0 to 2"):
+        with pytest.raises(PlanError, match="keep: expected auto, all, none, or some of the stages 0, 1, 2, got"):
             Spilled(keep=wrong).of(3)
     with pytest.raises(PlanError, match="expected auto or none, got 'all'"):
         Pipeline(

@@ -106,7 +106,7 @@ def test_a_step_on_the_host_that_fails_ends_the_run_with_its_reason():
 def test_a_step_on_the_host_needs_the_records_in_its_memory(tmp_path):
     with pytest.raises(PlanError, match="from a disk they would all have to be read"):
         spilled(step_on="host", disk=tmp_path)
-    with pytest.raises(PlanError, match="expected one of auto, device, host, or stages from 0 to 3"):
+    with pytest.raises(PlanError, match="expected auto, device, host, or some of the stages 0, 1, 2, 3"):
         spilled(step_on="moon")
 
 

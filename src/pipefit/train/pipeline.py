@@ -40,9 +40,10 @@ from pipefit.train.memory import HeldMemory, held_memory_bytes, peak_memory_byte
 from pipefit.train.planned import Planned
 from pipefit.train.profiled import profile_of
 from pipefit.train.report import PipelineReport
+from pipefit.train.resumed import same_plan, told_apart
 from pipefit.train.setup import check_ranks, default_device, make_plan, wanted_ranks
 from pipefit.train.sharding import release_flat, with_sharding
-from pipefit.train.spilled import Spilled, same_plan, spilled_shape, told_apart
+from pipefit.train.spilled import Spilled, spilled_shape
 from pipefit.train.stream import stream_feed
 from pipefit.train.traffic import traffic
 from pipefit.verify import verify

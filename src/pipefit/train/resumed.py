@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from pipefit.checkpoint.committed import standing_of
 from pipefit.checkpoint.exchange import agree, attempt, exchange
-from pipefit.errors import TierError
+from pipefit.errors import PlanError, TierError
 from pipefit.memory.tierfile import Committed, read_commits, read_table
 from pipefit.runtime.session import Session
 from pipefit.runtime.spilling import Spilling, tier_name
@@ -24,7 +24,20 @@ from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 from pipefit.train.config import RunConfig
 
-__all__ = ["agree_on_step", "check_same", "committed_step", "facts_of", "going_on", "identity", "recorded_plan"]
+if TYPE_CHECKING:
+    from pipefit.train.spilled import Spilled
+
+__all__ = [
+    "agree_on_step",
+    "check_same",
+    "committed_step",
+    "facts_of",
+    "going_on",
+    "identity",
+    "recorded_plan",
+    "same_plan",
+    "told_apart",
+]
 
 _TOLD = 3
 _FREE = ("output", "resume", "checkpoint_every", "sample", "disk", "host_memory", "commit_every", "plan")
@@ -85,6 +98,44 @@ def going_on(config: RunConfig, rank: int) -> tuple[RunConfig, Plan | None]:
             "the folder to begin anew"
         )
     return config, None
+
+
+def same_plan(spill: Spilled | None, is_balanced: bool, session: Session) -> Plan | None:
+    """The plan of the run that another goes on from, where it followed from measurements; None: it is told, or new.
+
+    Args:
+        spill: what is asked for.
+        is_balanced: whether the stages were to be balanced by a profile.
+        session: the ranks.
+    """
+    if spill is None or spill.resume is False or not (is_balanced or spill.cap_bytes is not None):
+        return None
+    return recorded_plan(_resumable(spill), session.rank)
+
+
+def told_apart(
+    spill: Spilled | None, layers: Sequence[NamedLayer], plan: Plan, training: Training, session: Session
+) -> Spilled | None:
+    """The same, with what tells the run apart; what it goes on from, if it does, must be the same run.
+
+    Raises:
+        TierError: it is another.
+    """
+    if spill is None:
+        return None
+    about = identity(layers, plan, training, spill.about)
+    if spill.resume is not False:
+        folder = _resumable(spill)
+        recorded_plan(folder, session.rank)
+        check_same(folder, session.rank, about)
+    return replace(spill, place=replace(spill.where, about=about, resume=spill.resume))
+
+
+def _resumable(spill: Spilled) -> Path:
+    folder = spill.where.folder
+    if folder is None:
+        raise PlanError("spill=Spilled(resume=True) needs the disk= that the records are on")
+    return folder
 
 
 def facts_of(config: RunConfig) -> dict[str, Any]:

@@ -26,7 +26,9 @@ from pipefit.spec.files import write_atomically, write_json
 from pipefit.stage.split import named_layers
 from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, compare
+from pipefit.train.assemble import let_go
 from pipefit.train.batch import largest_part
+from pipefit.train.bundle import bundle_of
 from pipefit.train.calibrate import runtime_costs
 from pipefit.train.capped import AUTO, capped
 from pipefit.train.config import RunConfig
@@ -41,7 +43,7 @@ from pipefit.train.resumed import going_on
 from pipefit.train.setup import make_plan, ranks_of
 from pipefit.train.sharding import with_sharding
 from pipefit.train.sources import Source, example_of, source_of
-from pipefit.train.spilled import bundle_of, let_go, rates_of, tiers_of
+from pipefit.train.spilled import rates_of, tiers_of
 from pipefit.train.traffic import Traffic, traffic
 
 __all__ = ["Observer", "RunResult", "run"]

@@ -15,10 +15,10 @@ from pipefit.runtime.worker import Training
 from pipefit.stage.materialise import InitialiseLayer, is_meta
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.study.trial import Trial
+from pipefit.train.bundle import bundle_of
 from pipefit.train.config import RunConfig
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.sources import source_of
-from pipefit.train.spilled import bundle_of
 
 __all__ = ["Recipe", "check_batch", "on_meta", "recipe_of"]
 
