@@ -41,7 +41,7 @@ def mixed(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Any]
     model, example = float_model()
     pipe = mixed_pipeline(model, **options)
     losses = pipe.fit([example(8, step) for step in range(6)])
-    scale = pipe._engine.workers[0].scale
+    scale = pipe.loss_scale
     return losses, pipe.state_dict(), scale.state() if scale else None
 
 
@@ -52,7 +52,7 @@ def hooked() -> list[tuple[int, int]]:
     pipe = pipeline(model, "data-parallel", loss=nn.functional.mse_loss, stages=None, microbatches=4)
     x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
     pipe.step(x, x)
-    worker, transport = pipe._engine.workers[0], pipe._engine.transports[0]
+    worker, transport = pipe.workers[0], pipe._engine.transports[0]
     seen: list[tuple[int, int]] = []
     start = transport.all_reduce_in_place
 
@@ -108,5 +108,5 @@ def wide_and_half() -> tuple[list[float], Any]:
         loss_scale=2.0**126,
     )
     losses = pipe.fit([tensor_jobs.batch(8, step) for step in range(4)])
-    scale = pipe._engine.workers[0].scale
+    scale = pipe.loss_scale
     return losses, scale.state() if scale else None

@@ -83,7 +83,7 @@ def test_half_precision_over_processes_is_that_of_one_process(name: str) -> None
     model, example = float_model()
     pipe = mixed_pipeline(model, **MIXED[name])
     losses = pipe.fit([example(8, step) for step in range(6)])
-    scale = pipe._engine.workers[0].scale
+    scale = pipe.loss_scale
     for got, weights, state in parts:
         assert got == losses
         assert state == (scale.state() if scale else None)

@@ -41,7 +41,7 @@ import os, signal, sys
 from pipefit.cli import main
 from pipefit.train import run
 def dying(pipe, *_):
-    pipe._engine.workers[0].spilling.settle()
+    pipe.workers[0].spilling.settle()
     os.kill(os.getpid(), signal.SIGKILL)
 run._leave = dying
 main(sys.argv[1:])

@@ -90,7 +90,7 @@ def test_the_optimizer_steps_once_for_a_weight_that_two_stages_of_a_rank_share()
     model = nn.Sequential(Twin(weight), nn.Linear(4, 4), Twin(weight), nn.Linear(4, 3)).double()
     shape = {"num_ranks": 2, "num_chunks": 2, "schedule": "interleaved", "num_microbatches": 2}
     task = task_of(model, vectors, steps=1, optimizer=descend_plainly, **shape)
-    worker = make_pipeline(task)._engine.workers[0]
+    worker = make_pipeline(task).workers[0]
     assert list(worker.stages) == [0, 2]
     held = [parameter for optimizer in worker.optimizers.values() for parameter in optimizer.param_groups[0]["params"]]
     assert len(held) == 1

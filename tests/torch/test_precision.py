@@ -89,7 +89,7 @@ def pipeline(model: nn.Module, **options: Any) -> Pipeline:
 
 def close(pipe: Pipeline, one: One, tolerance: float) -> None:
     wanted = one.model.state_dict()
-    for worker in pipe._engine.workers:
+    for worker in pipe.workers:
         for stage in worker.stages.values():
             for name, tensor in stage.state_dict().items():
                 assert torch.allclose(tensor, wanted[name], atol=tolerance), (worker.rank, name)
@@ -151,7 +151,7 @@ def test_weights_and_gradients_stay_float32_and_messages_are_half() -> None:
     pipe.step(*example(8, 0))
     assert len(seen) == 8
     assert set(seen) == {torch.bfloat16}
-    states = [state for w in pipe._engine.workers for o in w.optimizers.values() for state in o.state.values()]
+    states = [state for w in pipe.workers for o in w.optimizers.values() for state in o.state.values()]
     assert {value.dtype for state in states for value in state.values()} == {torch.float32}
     assert {tensor.dtype for tensor in pipe.state_dict().values()} == {torch.float32}
 
@@ -196,8 +196,8 @@ def test_an_overflow_on_one_stage_makes_every_rank_skip(shape: str) -> None:
     pipe = pipeline(model, precision="bf16", loss_scale=256.0, **SPOILT[shape])
     pipe.step(*example(8, 0))
     before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    states = copy.deepcopy([o.state_dict() for w in pipe._engine.workers for o in w.optimizers.values()])
-    rates = [s.state_dict() for w in pipe._engine.workers for s in w.schedulers.values()]
+    states = copy.deepcopy([o.state_dict() for w in pipe.workers for o in w.optimizers.values()])
+    rates = [s.state_dict() for w in pipe.workers for s in w.schedulers.values()]
     Overflow.on = True
     try:
         pipe.step(*example(8, 1))
@@ -205,14 +205,12 @@ def test_an_overflow_on_one_stage_makes_every_rank_skip(shape: str) -> None:
         Overflow.on = False
     for name, tensor in pipe.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    after = [o.state_dict() for w in pipe._engine.workers for o in w.optimizers.values()]
+    after = [o.state_dict() for w in pipe.workers for o in w.optimizers.values()]
     for old, new in zip(states, after, strict=True):
         for key, state in old["state"].items():
             assert all(torch.equal(value, new["state"][key][name]) for name, value in state.items())
-    assert [s.state_dict() for w in pipe._engine.workers for s in w.schedulers.values()] == rates
-    assert [worker.scale.scale for worker in pipe._engine.workers if worker.scale] == [128.0] * len(
-        pipe._engine.workers
-    )
+    assert [s.state_dict() for w in pipe.workers for s in w.schedulers.values()] == rates
+    assert [worker.scale.scale for worker in pipe.workers if worker.scale] == [128.0] * len(pipe.workers)
     pipe.step(*example(8, 2))
     assert any(not torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
 
@@ -226,13 +224,12 @@ def test_many_updates_of_one_segment_know_their_scales(schedule: str) -> None:
     small.fit(batches)
     huge = pipeline(copy.deepcopy(model), precision="fp16", loss_scale=2.0**22, schedule=schedule, stages=[3, 3])
     huge.fit(batches)
-    assert huge.loss_scale is huge._engine.workers[0].scale
-    scales = [worker.scale for worker in huge._engine.workers]
+    scales = [worker.scale for worker in huge.workers]
     assert all(scale == scales[0] for scale in scales)
     assert scales[0] is not None
     assert 0 < scales[0].skipped < 12
     assert scales[0].scale == 2.0**22 / 2 ** scales[0].skipped
-    assert [worker.scale.skipped for worker in small._engine.workers if worker.scale] == [0, 0]
+    assert [worker.scale.skipped for worker in small.workers if worker.scale] == [0, 0]
 
 
 def test_the_scale_follows_the_rule_of_torch() -> None:
@@ -256,7 +253,7 @@ def test_a_checkpoint_keeps_the_scale(tmp_path: Path) -> None:
     pipe.save(tmp_path)
     other = pipeline(float_model()[0], precision="fp16", stages=[3, 3])
     other.load(tmp_path)
-    for mine, theirs in zip(pipe._engine.workers, other._engine.workers, strict=True):
+    for mine, theirs in zip(pipe.workers, other.workers, strict=True):
         assert mine.scale is not None
         assert theirs.scale is not None
         assert theirs.scale.state() == mine.scale.state()

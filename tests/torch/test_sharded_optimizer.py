@@ -83,7 +83,7 @@ def state_bytes(pipe: Pipeline) -> list[int]:
             for key, value in state.items()
             if isinstance(value, Tensor) and key != "step"
         )
-        for worker in pipe._engine.workers
+        for worker in pipe.workers
     ]
 
 

@@ -64,7 +64,7 @@ def test_such_a_plan_runs_as_it_is() -> None:
     )
     x = torch.randn(8, WIDTH)
     assert pipe.step(x, x) > 0
-    for worker in pipe._engine.workers:
+    for worker in pipe.workers:
         assert held(worker) == LAYERS * WEIGHTS  # two states of half the weights
 
 

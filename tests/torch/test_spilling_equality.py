@@ -149,7 +149,7 @@ def test_weights_that_a_layer_transposes_or_uses_twice_are_saved_by_their_place(
 
 def test_what_the_host_has_no_room_for_lies_on_disk(tmp_path):
     one, other = resident(adamw, 0.5), spilled(adamw, 0.5, disk=tmp_path / "tier", host_memory=5 * 4096)
-    tier = other._engine.workers[0].spilling.tier
+    tier = other.workers[0].spilling.tier
     assert tier.host.num_bytes == 5 * 4096 and tier.disk.num_bytes > 0
     for x, y in data():
         assert one.step(x, y) == other.step(x, y)
@@ -263,7 +263,7 @@ def test_activations_that_wait_on_the_tier_change_nothing(how, clip, tmp_path):
         x, y = torch.randn(size, 8), torch.randint(0, 4, (size,))
         assert one.step(x, y) == other.step(x, y)
     assert same(one.state_dict(), other.state_dict())
-    assert not other._engine.workers[0].spilling.parking._there
+    assert not other.workers[0].spilling.parking._there
     other.close()
 
 
@@ -327,7 +327,7 @@ def capped(cap):
 
 def test_a_cap_cuts_the_model_so_that_it_is_kept():
     pipe, example = capped("1 MiB")
-    assert pipe._engine.workers[0].spilling.arena.num_bytes < pipe.plan.spill.peak_bytes <= 2**20
+    assert pipe.workers[0].spilling.arena.num_bytes < pipe.plan.spill.peak_bytes <= 2**20
     pipe.step(*example)
     pipe.close()
 
@@ -343,7 +343,7 @@ def test_a_cap_that_is_too_small_names_the_smallest_that_works():
 
 def test_a_model_that_fits_is_not_spilled():
     pipe, example = capped("1 GiB")
-    assert pipe.plan.spill is None and pipe._engine.workers[0].spilling is None
+    assert pipe.plan.spill is None and pipe.workers[0].spilling is None
     pipe.step(*example)
 
 
@@ -356,7 +356,7 @@ def test_copies_are_in_the_measured_timeline():
     pipe = spilled()
     pipe.step(*data(1)[0])
     pipe.step(*data(1)[0])
-    pipe._engine.workers[0].spilling.settle()
+    pipe.workers[0].spilling.settle()
     events = pipe.timeline(last=1).events
     listed = pipe.program.ranks[0]
     copies = [e for e in events if listed[e.position].op in ("fetch", "evict")]

@@ -204,7 +204,7 @@ def test_weights_that_are_still_in_their_slots_are_not_read_again_and_not_steppe
         model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.Adam(p, 0.1), stages=stages, chunks=stages,
         spill=Spilled(disk=tmp_path, slots=2, optim_slots=0),
     )  # fmt: skip
-    spilling = pipe._engine.workers[0].spilling
+    spilling = pipe.workers[0].spilling
     read, load = [], spilling.tier.read
     spilling.tier.read = lambda key, *more: read.append(str(key)) or load(key, *more)
     write = spilling.tier._file.write

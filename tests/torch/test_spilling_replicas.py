@@ -91,7 +91,7 @@ def test_they_train_as_one_process_that_holds_everything():
 def test_gradients_are_summed_in_the_slots_and_nowhere_else():
     pipe = pipeline(Spilled())
     pipe.step(*data(1)[0])
-    for worker in pipe._engine.workers:
+    for worker in pipe.workers:
         slots = {slot.bytes.untyped_storage().data_ptr() for slot in worker.spilling.arena._slots["wgrad"]}
         assert set(worker.buckets) == set(worker.stages)
         for buckets in worker.buckets.values():

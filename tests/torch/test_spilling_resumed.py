@@ -131,7 +131,7 @@ def test_ten_steps_lie_between_commits_where_these_copy_the_hosts_memory_or_much
     def every(folder, **how):
         pipe = pipeline(tmp_path / folder, **how)
         pipe.close()
-        return pipe._engine.workers[0].spilling.commit_every
+        return pipe.workers[0].spilling.commit_every
 
     assert every("disk") == every("states", optim_slots=0) == 1
     assert every("split", host_memory=HALF) == 10
@@ -172,7 +172,7 @@ def test_a_disk_that_fills_while_states_are_set_aside_ends_the_run_with_one_mess
     monkeypatch.setattr(committed, "MOST_BYTES", 1000)
     pipe = pipeline(tmp_path / "tier", optim_slots=0)
     trained(pipe, 2)
-    pipe._engine.workers[0].spilling.settle()
+    pipe.workers[0].spilling.settle()
     with monkeypatch.context() as patch:
         patch.setattr(tensors.os, "fsync", _full)
         with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
@@ -369,7 +369,7 @@ def test_a_reason_that_a_step_cannot_be_gone_on_from_is_told(tmp_path, monkeypat
 def test_a_record_that_was_not_kept_is_found(tmp_path):
     pipe = pipeline(tmp_path / "tier")
     trained(pipe, 3)
-    record = next(iter(pipe._engine.workers[0].spilling.tier._records.values()))
+    record = next(iter(pipe.workers[0].spilling.tier._records.values()))
     pipe.close()
     with (tmp_path / "tier" / "rank-0.tier").open("r+b") as file:
         for copy in (0, 1):
@@ -401,7 +401,7 @@ def _killed_at(call, folder, how):
 
     pipe = pipeline(folder, **how)
     trained(pipe, 2)
-    pipe._engine.workers[0].spilling.settle()
+    pipe.workers[0].spilling.settle()
     for name in ("pwritev", "fdatasync", "fsync", "replace"):
         setattr(os, name, dying(getattr(os, name), name == "pwritev"))
     trained(pipe, 5)

@@ -52,9 +52,9 @@ def test_the_states_of_stages_that_step_on_the_host_lie_there_and_take_no_room_o
     here, there = spilled(adamw, step_on="device"), spilled(adamw, step_on="host")
     for pipe in (here, there):
         pipe.step(*data(1)[0])
-    arenas = [pipe._engine.workers[0].spilling.arena.num_bytes for pipe in (here, there)]
+    arenas = [pipe.workers[0].spilling.arena.num_bytes for pipe in (here, there)]
     assert arenas[1] < arenas[0]
-    worker = there._engine.workers[0]
+    worker = there.workers[0]
     buffer = worker.spilling.tier._buffers[0]
     first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
     kept = [
@@ -155,7 +155,7 @@ def test_a_plan_that_steps_on_the_host_is_followed(tmp_path):
     for _ in range(3):
         assert one.step(x, y) == other.step(x, y)
     assert same(one.state_dict(), other.state_dict())
-    assert other._engine.workers[0].spilling.arena.num_bytes < told.peak_bytes <= 700 * 1024
+    assert other.workers[0].spilling.arena.num_bytes < told.peak_bytes <= 700 * 1024
     other.close()
 
 

@@ -102,7 +102,7 @@ def make_folder(place: Path) -> None:
 def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
     """Writes the files of this process's ranks; what the manifest must know of them."""
     files, optimization, aliases = [], [], {}
-    for worker in pipeline._engine.workers:
+    for worker in pipeline.workers:
         tensors, known = tensors_of(pipeline, worker)
         if not worker.mesh.is_first:
             continue
@@ -131,7 +131,7 @@ def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], e
         "aliases": {name: saved for report in reports for name, saved in report["aliases"].items()},
         "optimization": [record for report in reports for record in report["optimization"]],
         "extra": extra,
-        "loss_scale": scale.state() if (scale := pipeline._engine.workers[0].scale) else None,
+        "loss_scale": scale.state() if (scale := pipeline.workers[0].scale) else None,
     }
     place = temporary.parent
     try:

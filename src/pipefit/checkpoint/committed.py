@@ -78,7 +78,7 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
         extra: the caller's data.
         now: whether or not it is due; a step that is committed already is not again.
     """
-    spillings = [(worker, worker.spilling) for worker in pipeline._engine.workers if worker.spilling is not None]
+    spillings = [(worker, worker.spilling) for worker in pipeline.workers if worker.spilling is not None]
     for worker, spilling in spillings:
         if not (now and spilling.commit_every) and not spilling.is_due(pipeline.num_updates):
             spilling.passes()
@@ -198,7 +198,7 @@ def take_over(pipeline: Trained) -> dict[str, Any]:
     try:
         found: dict[str, Any] = agree(pipeline._session, attempt(lambda: _taken(pipeline)), TierError)[0]
     except TierError:
-        for worker in pipeline._engine.workers:
+        for worker in pipeline.workers:
             if worker.spilling is not None:
                 worker.spilling.close()
         raise
@@ -208,7 +208,7 @@ def take_over(pipeline: Trained) -> dict[str, Any]:
 @torch.no_grad()
 def _taken(pipeline: Trained) -> dict[str, Any]:
     extra: dict[str, Any] = {}
-    for worker in pipeline._engine.workers:
+    for worker in pipeline.workers:
         assert worker.spilling is not None and worker.spilling.resumed is not None
         committed = worker.spilling.resumed
         standing = standing_of(committed.state)

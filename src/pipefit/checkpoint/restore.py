@@ -72,7 +72,7 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     if not weights_only:
         pipeline.num_updates = manifest.step
         pipeline._next_ordinal = manifest.ordinal
-        for worker in pipeline._engine.workers:
+        for worker in pipeline.workers:
             if worker.scale is not None and manifest.loss_scale is not None:
                 worker.scale.load(manifest.loss_scale)
         if manifest.seed != pipeline._training.seed:
@@ -164,7 +164,7 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
         if owner in weights:
             weights[alias] = weights[owner]
     _compare(pipeline, weights, weights_only)
-    mesh = pipeline._engine.mesh
+    mesh = pipeline.workers[0].mesh
     states: dict[str, dict[str, Callable[[], Tensor]]] = {}
     for name, entry in saved.items():
         if name.startswith(OPTIM):
@@ -172,7 +172,7 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
             divided = parameter in weights and entry.shape == weights[parameter].shape
             states.setdefault(parameter, {})[key] = _reader(mesh, parameter, entry) if divided else entry.read
     takers: list[Callable[[], None]] = []
-    for worker in pipeline._engine.workers:
+    for worker in pipeline.workers:
         for stage in worker.stages:
             known = aliases_of(worker.stages[stage].layers)
             if worker.spilling:
@@ -224,7 +224,7 @@ def _compare(pipeline: Trained, weights: dict[str, _Saved], weights_only: bool) 
         for name, value in layer.module.state_dict(prefix=f"{layer.prefix}.").items()
         if isinstance(value, Tensor)
     }
-    whole_shape = pipeline._engine.mesh.whole_shape
+    whole_shape = pipeline.workers[0].mesh.whole_shape
     if missing := [name for name in wanted if name not in weights]:
         raise ModelError(_other_model("the model has", missing, "that the checkpoint lacks", weights))
     if unknown := [name for name in weights if name not in wanted]:

@@ -35,7 +35,7 @@ def whole_for_writing(pipeline: Trained) -> Iterator[None]:
     swapped: list[tuple[Worker, int, Optimizer]] = []
     try:
         for stage, ranks in enumerate(pipeline.plan.placement.ranks):
-            holders = {w.rank: w for w in pipeline._engine.workers if _is_sharded(w, stage)}
+            holders = {w.rank: w for w in pipeline.workers if _is_sharded(w, stage)}
             parts = _collected(pipeline, stage, ranks, holders)
             if ranks[0] in holders:
                 worker = holders[ranks[0]]
@@ -52,7 +52,7 @@ def whole_for_reading(pipeline: Trained) -> Iterator[None]:
     """Inside, sharded stages have whole optimizers to be filled; of what they hold then each replica keeps its part."""
     swapped: list[tuple[Worker, int, Optimizer]] = []
     try:
-        for worker in pipeline._engine.workers:
+        for worker in pipeline.workers:
             for stage in worker.stages:
                 if _is_sharded(worker, stage):
                     swapped.append((worker, stage, worker.optimizers[stage]))
@@ -73,7 +73,7 @@ def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dic
     """The parts of all replicas, for the first; nothing for the others."""
     if not holders:
         return []
-    session, mesh = pipeline._session, pipeline._engine.workers[0].mesh
+    session, mesh = pipeline._session, pipeline.workers[0].mesh
     if not session.is_distributed:
         return [_parts(worker, stage) for worker in holders.values()]
     ((rank, worker),) = holders.items()

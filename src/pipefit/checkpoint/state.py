@@ -10,7 +10,6 @@ from torch import Tensor
 from pipefit.checkpoint.optim import OPTIM, optimizer_tensors
 from pipefit.checkpoint.spilled import StagedTensors
 from pipefit.errors import ModelError
-from pipefit.runtime.engine import Engine
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Training, Worker
 from pipefit.spec import Plan
@@ -25,10 +24,13 @@ class Trained(Protocol):
     layers: list[NamedLayer]
     plan: Plan
     num_updates: int
-    _engine: Engine
     _session: Session
     _training: Training
     _next_ordinal: int
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The ranks that this process runs."""
 
 
 def aliases_of(layers: Sequence[NamedLayer]) -> dict[str, str]:

@@ -41,7 +41,7 @@ def export(pipeline: Trained, path: str | Path) -> Path:
     with session.busy():
         held: list[dict[str, Tensor]] = []
         aliases: dict[str, str] = {}
-        for worker in pipeline._engine.workers:
+        for worker in pipeline.workers:
             tensors, known = tensors_of(pipeline, worker, optimizer=False)
             held.append(tensors)
             aliases.update(known)

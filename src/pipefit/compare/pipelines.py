@@ -67,7 +67,7 @@ class ScheduledPipeline:
     def state_bytes(self) -> float:
         """Of the stages of this rank."""
         tensors = []
-        for worker in self.pipe._engine.workers:
+        for worker in self.pipe.workers:
             for stage in worker.stages.values():
                 tensors += [tensor for layer in stage.layers for tensor in layer.module.state_dict().values()]
             tensors += [tensor for made in worker.optimizers.values() for tensor in optimizer_tensors(made)]

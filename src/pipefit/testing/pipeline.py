@@ -51,7 +51,7 @@ def run_pipeline(task: Task) -> Outcome:
     together.
     """
     pipe = make_pipeline(task)
-    workers = pipe._engine.workers
+    workers = pipe.workers
     gradients = {worker.rank: _recorded(worker) for worker in workers}
     losses = pipe.fit(task.batches, steps=len(task.batches))
     if task.tensor > 1:

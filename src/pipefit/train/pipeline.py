@@ -20,7 +20,7 @@ from pipefit.parallel import Region
 from pipefit.runtime.engine import PassResult
 from pipefit.runtime.session import current
 from pipefit.runtime.spilling import presence
-from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Training
+from pipefit.runtime.worker import MakeOptimizer, MakeScheduler, Training, Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.stage.precision import LossScale, first_scale, half_of
@@ -222,6 +222,11 @@ class Pipeline:
         return self._session.rank
 
     @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The ranks that this process runs, each with its stages, optimizers and tiers: for who measures or saves."""
+        return tuple(self._engine.workers)
+
+    @property
     def region(self) -> Region | None:
         """The processes that share this one's rank by tensor parallelism; None without it."""
         return self._divided.mesh.region
@@ -229,7 +234,7 @@ class Pipeline:
     @property
     def loss_scale(self) -> LossScale | None:
         """The scale of the loss and how many updates were skipped, the same on every rank; None: it is not scaled."""
-        return self._engine.workers[0].scale
+        return self.workers[0].scale
 
     def step(self, x: Any, y: Any) -> float:
         """Trains on one batch and gives its mean loss, the same number on every rank.
@@ -265,7 +270,7 @@ class Pipeline:
         return PendingLosses(self._engine, result, self.plan.num_microbatches, 1, *told)
 
     def _run(self, program: Program, feed: Any) -> PassResult:
-        for worker in self._engine.workers:
+        for worker in self.workers:
             worker.train(True)
         watch = self._memory_watch()
         result = self._engine.run(program, feed, look=watch.look if watch else None)
@@ -276,7 +281,7 @@ class Pipeline:
 
     def _memory_watch(self) -> HeldMemory | None:
         """Looks at the memory in one pass: the second of a synchronous schedule, when the optimizers have states."""
-        workers = self._engine.workers
+        workers = self.workers
         due = self.held_bytes is None and (self.num_updates > 0 or not self.schedule.is_synchronous)
         return HeldMemory.watching(workers[0]) if due and len(workers) == 1 else None
 
@@ -384,7 +389,7 @@ class Pipeline:
             ModelError: a name is missing or has another shape.
         """
         state = {name: self._divided.mesh.part(name, value) for name, value in state.items()}
-        for worker in self._engine.workers:
+        for worker in self.workers:
             for index, stage in worker.stages.items():
                 with presence(worker, index, change=True):
                     stage.load_state_dict(state)
@@ -443,7 +448,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
-        for worker in self._engine.workers:
+        for worker in self.workers:
             if worker.spilling:
                 worker.spilling.close()
             for stage in worker.stages.values():

@@ -168,7 +168,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         predict(measured.program, cost, measured.num_repeats),
         measured,
     )
-    let_go(pipe._engine.workers, pipe.num_updates >= config.steps)
+    let_go(pipe.workers, pipe.num_updates >= config.steps)
     return result
 
 

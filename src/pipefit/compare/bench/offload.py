@@ -200,7 +200,7 @@ def _spilled(config: OffloadConfig, tokens: int) -> OffloadRow:
     plan = pipe.plan
     if plan.spill is None or plan.prediction is None:
         raise PipefitError("the model fits the cap: there is nothing to spill")
-    spilling = pipe._engine.workers[0].spilling
+    spilling = pipe.workers[0].spilling
     assert spilling is not None
     seconds, loss = _timed(config, tokens, pipe.step, spilling.settle)
     header = pipe.program.header

@@ -129,7 +129,7 @@ def _train_large(folder: str, layers: int, hidden: int, tokens: int, steps: int,
     pipe = _pipeline(bundle, tokens, spill, example=next(batches))
     if pipe.plan.spill is None:
         raise PipefitError(f"a model of {bundle.num_parameters:,} parameters fits the cap: there is nothing to show")
-    spilling = pipe._engine.workers[0].spilling
+    spilling = pipe.workers[0].spilling
     assert spilling is not None and pipe.plan.prediction is not None
     setup_s = time.perf_counter() - began
     losses, seconds = [], []
@@ -305,7 +305,7 @@ def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats
 
 
 def _timed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> float:
-    spilling = pipe._engine.workers[0].spilling
+    spilling = pipe.workers[0].spilling
     began = time.perf_counter()
     for x, y in batches:
         pipe.step(x, y)
@@ -316,7 +316,7 @@ def _timed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> float:
 
 def _traffic(pipe: Pipeline) -> tuple[float, float]:
     """Bytes that a step reads and writes, once another has gone before."""
-    spilling = pipe._engine.workers[0].spilling
+    spilling = pipe.workers[0].spilling
     assert spilling is not None
     sizes = {key: size for store in spilling.stores.values() for key, size in store.sizes().items()}
     kept = kept_fetches(pipe.program, 0, later=True)
