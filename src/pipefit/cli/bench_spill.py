@@ -93,17 +93,17 @@ def _large(found: LargeResult) -> list[str]:
 
 _HEAD = (
     "seconds per step: resident; spilled to disk, loads waited for; double-buffered; that with replays; spilled to the "
-    "host's memory\n"
-    f"{'tokens':>6} {'resident':>9} {'synchr.':>9} {'buffered':>9} {'replaying':>9} {'host':>9}  {'of resident':>11} "
-    f"{'host':>5} {'of limit':>9}  binds"
+    "host's memory; to disk, as planned for half the memory\n"
+    f"{'tokens':>6} {'resident':>9} {'synchr.':>9} {'buffered':>9} {'replaying':>9} {'host':>9} {'half':>9}  "
+    f"{'of resident':>11} {'host':>5} {'half':>5} {'of limit':>9}  binds"
 )
 
 
 def _row(row: SpeedRow) -> str:
     return (
         f"{row.tokens:>6} {row.resident_s:>9.3f} {row.synchronous_s:>9.3f} {row.buffered_s:>9.3f} "
-        f"{row.replaying_s:>9.3f} {row.host_s:>9.3f}  {row.of_resident:>11.0%} {row.host_of_resident:>5.0%} "
-        f"{row.of_limit:>9.0%}  {row.binds}"
+        f"{row.replaying_s:>9.3f} {row.host_s:>9.3f} {row.half_s:>9.3f}  {row.of_resident:>11.0%} "
+        f"{row.host_of_resident:>5.0%} {row.half_of_resident:>5.0%} {row.of_limit:>9.0%}  {row.binds}"
     )
 
 
@@ -114,6 +114,7 @@ def _derived(row: SpeedRow) -> dict[str, Any]:
         "of_limit": row.of_limit,
         "of_resident": row.of_resident,
         "host_of_resident": row.host_of_resident,
+        "half_of_resident": row.half_of_resident,
     }
 
 

@@ -2,7 +2,8 @@
 
 Two parts. `large` trains a GPT of about a billion parameters with Adam in a process of its own, whose highest resident
 memory is read from the kernel and held against a cap. `speed` trains a smaller one that also fits: resident, spilled to
-disk with synchronous loads, with double buffering, with that and replays, and spilled to the host's memory, in turns.
+disk with synchronous loads, with double buffering, with that and replays, spilled to the host's memory, and spilled to
+disk as the planner chooses for half of what the resident one takes, in turns.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _train_large(folder: str, layers: int, hidden: int, tokens: int, steps: int,
     spilled_as = pipe.plan.spill
     result = LargeResult(
         bundle.num_parameters,
-        4.0 * sum(p.nbytes for p in bundle.layers.parameters()),
+        _state_bytes(bundle),
         cap_bytes,
         _resident_bytes(),
         base,
@@ -194,6 +195,7 @@ class SpeedRow:
         buffered_s: spilled to disk, loaded while another computes.
         replaying_s: the same, but forwards are replayed; the others keep their activations.
         host_s: spilled to the host's memory, loaded while another computes.
+        half_s: spilled to disk as planned for half the bytes of weights, gradients and states.
         read_s, write_s: the bytes of a step at the disk's own rates.
         one_channel: whether the disk reads and writes in turns.
     """
@@ -204,6 +206,7 @@ class SpeedRow:
     buffered_s: float
     replaying_s: float
     host_s: float
+    half_s: float
     read_s: float
     write_s: float
     one_channel: bool
@@ -240,6 +243,11 @@ class SpeedRow:
         """The speed of the run spilled to the host's memory over that of the resident run."""
         return self.resident_s / self.host_s
 
+    @property
+    def half_of_resident(self) -> float:
+        """The speed of the run in half the memory over that of the resident run."""
+        return self.resident_s / self.half_s
+
 
 def speed(
     folder: Path | None = None,
@@ -248,10 +256,10 @@ def speed(
     hidden: int = 1024,
     tokens: tuple[int, ...] = (32, 64, 128, 256, 512, 1024),
     repeats: int = 3,
-    steps: int = 2,
+    steps: int = 4,
     on_row: Callable[[SpeedRow], None] | None = None,
 ) -> tuple[Tier, list[SpeedRow]]:
-    """Trains one model in five ways, in turns, for several numbers of tokens per step.
+    """Trains one model in six ways, in turns, for several numbers of tokens per step.
 
     Args:
         folder: on the disk to use; None: a temporary one.
@@ -283,12 +291,14 @@ def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats
     def spilled(**how: Any) -> Pipeline:
         return _pipeline(_gpt(layers, hidden), tokens, Spilled(optim_slots=2, **how), stages=cut, chunks=len(cut))
 
+    half = _gpt(layers, hidden)
     pipes = {
         "resident": _pipeline(_gpt(layers, hidden), tokens, None, stages=1),
         "synchronous": spilled(disk=place / "synchronous", keep="all", prefetch=0),
         "buffered": spilled(disk=place / "buffered", keep="all"),
         "replaying": spilled(disk=place / "replaying"),
         "host": spilled(keep="all"),
+        "half": _pipeline(half, tokens, Spilled(_state_bytes(half) / 2, disk=place / "half"), example=next(batches)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
     for turn in range(repeats + 1):
@@ -331,6 +341,11 @@ def _traffic(pipe: Pipeline) -> tuple[float, float]:
 def _gpt(layers: int, hidden: int) -> ModelBundle:
     with torch.device("meta"):
         return build("gpt", layers=layers, hidden=hidden, heads=hidden // 64, context=_CONTEXT, tied=False)
+
+
+def _state_bytes(bundle: ModelBundle) -> float:
+    """Bytes of weights, gradients, and Adam's two states."""
+    return 4.0 * sum(p.nbytes for p in bundle.layers.parameters())
 
 
 def _batches(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
