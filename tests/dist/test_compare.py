@@ -92,7 +92,6 @@ def test_the_verb_answers_json_and_leaves_figures_and_a_chart(tmp_path, capsys):
         ("-m 64 --batch 8", "cannot be cut"),
         ("--model gpd", "did you mean gpt"),
         ("--microbatches 1,x", "--microbatches"),
-        ("--model mlp --option layers=1 --ranks 3", "3 stages need"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_message(words, told, capsys):

@@ -144,18 +144,3 @@ def _wait_until(condition, seconds):
     while not condition():
         assert time.monotonic() < deadline, f"not so after {seconds} s"
         time.sleep(0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_torchrun_trains_the_same_script(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run(
-        [*command, str(script), str(tmp_path / "loss")], env=environment, capture_output=True, text=True, timeout=150
-    )
-    assert result.returncode == 0, result.stderr
-    losses = [(tmp_path / f"loss-{rank}").read_text() for rank in range(2)]
-    assert losses[0] == losses[1] and float(losses[0]) > 0
