@@ -4,48 +4,47 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
+from tests.processes import ended
 
 from pipefit.cli import main
+from pipefit.memory.tierfile import TierFile
+from pipefit.train import run
 
 WORDS = (
     "train --model gpt --option layers=3,hidden=32,context=16,tied=false,dropout=0.1 --batch 4 --microbatches 2 "
     "--steps 8 --optimizer adam --data {data} --ranks 1 --schedule spilled --chunks 2 --json"
 ).split()
 
-# The process dies in the middle of a write of its fifth step.
-_DYING = """
-import os, signal, sys
-from pipefit.memory import tierfile
-from pipefit.cli import main
-true, commits = tierfile.TierFile.commit, []
-write = os.pwritev
-def commit(*args):
-    true(*args)
-    commits.append(args)
-def dying(handle, pieces, position):
-    if len(commits) == 4:
-        write(handle, [pieces[0][:4096]], position)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return write(handle, pieces, position)
-tierfile.TierFile.commit, os.pwritev = commit, dying
-main(sys.argv[1:])
-"""
 
-# It dies when all steps are done, while it leaves what it has to leave.
-_DYING_LATE = """
-import os, signal, sys
-from pipefit.cli import main
-from pipefit.train import run
-def dying(pipe, *_):
-    pipe.workers[0].spilling.settle()
-    os.kill(os.getpid(), signal.SIGKILL)
-run._leave = dying
-main(sys.argv[1:])
-"""
+def dies_in_a_write(num_commits, arguments):
+    """Trains; after some steps it dies in the middle of the next one's first write."""
+    commit, write, commits = TierFile.commit, os.pwritev, []
+
+    def counted(*args):
+        commit(*args)
+        commits.append(args)
+
+    def dying(handle, pieces, position):
+        if len(commits) == num_commits:
+            write(handle, [pieces[0][:4096]], position)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(handle, pieces, position)
+
+    TierFile.commit, os.pwritev = counted, dying
+    main(arguments)
+
+
+def dies_at_its_end(arguments):
+    """Trains; it dies when all steps are done, while it leaves what it has to leave."""
+
+    def dying(pipe, *_):
+        pipe.workers[0].spilling.settle()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    run._leave = dying
+    main(arguments)
 
 
 def words(folder, data="text", cap=False, more=()):
@@ -58,11 +57,8 @@ def losses_of(capsys, *arguments):
     return json.loads(capsys.readouterr().out)["losses"]
 
 
-def killed(arguments, script=_DYING):
-    found = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert found.returncode == -signal.SIGKILL, found.stderr
+def killed(arguments, after=4):
+    assert ended(dies_in_a_write, after, arguments) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("data", ["text", "synthetic"])
@@ -86,7 +82,7 @@ def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path,
     losses = losses_of(capsys, *words(tmp_path / "whole"))
     tier = tmp_path / "tier"
     split = ["--host-memory", "100 KiB", "--commit-every", "2"]
-    killed(words(tier, more=split), _DYING.replace("== 4", "== 2"))
+    killed(words(tier, more=split), after=2)
     # What lies in the host's memory, and how often it is committed, may be another.
     for later in (split, ["--host-memory", "1 MiB"]):
         copy = tmp_path / later[1]
@@ -114,6 +110,6 @@ def test_records_are_gone_on_from_in_their_place(tmp_path, capsys):
 def test_a_run_that_is_cut_off_after_its_last_step_does_that_again(tmp_path, capsys):
     losses = losses_of(capsys, *words(tmp_path / "whole"))
     tier = tmp_path / "tier"
-    killed(words(tier), _DYING_LATE)
+    assert ended(dies_at_its_end, words(tier)) == -signal.SIGKILL
     assert losses_of(capsys, *words(tier, more=["--resume", str(tier)])) == losses[-1:]
     assert not list(tier.iterdir())

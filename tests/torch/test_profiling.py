@@ -4,11 +4,7 @@ import math
 import os
 import random
 import resource
-import subprocess
-import sys
-import textwrap
 import threading
-from pathlib import Path
 from queue import Queue
 
 import numpy as np
@@ -26,11 +22,15 @@ from pipefit.profiling import (
     as_chain,
     fit_link,
     layer_flops,
+    links,
     measure_device,
+    measure_links,
     profile_layers,
     profile_sizes,
 )
 from pipefit.profiling.links import ping_pong, topology_of
+from pipefit.runtime.launch import launch
+from pipefit.runtime.session import current
 from pipefit.spec.profile import Profile
 from pipefit.spec.topology import Device, Topology
 
@@ -509,11 +509,8 @@ def test_ping_and_pong_alternate():
     assert all(time > 0 for time in seconds)
 
 
-RANK = """
-    import sys
-    import torch.distributed as dist
-    from pipefit.profiling import links, measure_links
-
+def links_by_rule() -> Topology:
+    """The messages are real, the times are not: on a busy machine they may say anything."""
     real = links.ping_pong
 
     def timed_by_rule(send, receive, starts, sizes, repeats):
@@ -521,27 +518,15 @@ RANK = """
         return [1e-5 + size / 1e9 for size in sizes]
 
     links.ping_pong = timed_by_rule
-    rank, world, store, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    measure_links(sizes=(1024, 1 << 20), repeats=4).save(f"{out}/{rank}.toml")
-    dist.destroy_process_group()
-"""
+    current()
+    return measure_links(sizes=(1024, 1 << 20), repeats=4)
 
 
-# The messages are real, the times are not: on a busy machine they may say anything.
 @pytest.mark.dist
-def test_every_rank_learns_the_same_links(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(RANK), str(rank), "2", str(tmp_path / "store"), str(tmp_path)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=100) for process in ranks] == [0, 0]
-    texts = [Path(tmp_path / f"{rank}.toml").read_text() for rank in range(2)]
-    assert texts[0] == texts[1]
-    (level,) = Topology.parse(texts[0]).levels
+def test_every_rank_learns_the_same_links():
+    first, second = launch(links_by_rule, 2, threads=1, quiet=True)
+    assert first == second
+    (level,) = first.levels
     assert level.width == 2
     assert level.cores == len(os.sched_getaffinity(0))
     assert level.latency_s == pytest.approx(1e-5)

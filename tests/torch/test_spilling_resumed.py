@@ -4,12 +4,11 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import ended
 from torch import nn
 
 from pipefit import Pipeline
@@ -429,7 +428,11 @@ def _gone_on(folder, result, how):
 
 
 def _every_call(place, stride, how):
-    """Kills a run at every call of a commit, and of what goes before and after, each time another, and goes on."""
+    """Kills a run at every call of a commit, and of what goes before and after, each time another, and goes on.
+
+    In a process of its own, without the threads of others, which forks do not survive.
+    """
+    committed.MOST_BYTES = 1000
     results = []
     for call in range(1, 28, stride):
         folder, result = place / f"tier-{call}", place / f"{call}.json"
@@ -439,7 +442,7 @@ def _every_call(place, stride, how):
         assert ended == -signal.SIGKILL, call
         assert _in_a_fork(_gone_on, folder, result, how) == 0, call
         results.append(json.loads(result.read_text()))
-    print(json.dumps(results))
+    (place / "results.json").write_text(json.dumps(results))
 
 
 @pytest.mark.parametrize(
@@ -454,21 +457,8 @@ def _every_call(place, stride, how):
 )
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_run_that_is_killed_at_any_call_of_the_file_system_goes_on_to_the_bit(tmp_path, stride, how, steps):
-    words = [str(tmp_path), str(stride), json.dumps(how)]
-    found = subprocess.run(
-        [sys.executable, __file__, *words], capture_output=True, text=True, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
+    assert ended(_every_call, tmp_path, stride, how) == 0
     losses = [loss.hex() for loss in whole(**{key: how[key] for key in how if key == "optim_slots"})[0]]
-    results = json.loads(found.stdout)
+    results = json.loads((tmp_path / "results.json").read_text())
     assert {at for at, _ in results} == steps
     assert all(rest == losses[at:] for at, rest in results)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    # The first optimizer imports torch's compiler, which takes seconds: not in every fork.
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
-    committed.MOST_BYTES = 1000
-    _every_call(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
