@@ -39,6 +39,11 @@ SHAPES = {
     "pipedream-2-1": ("pipedream", Shape(depth=2, num_microbatches=1, num_steps=4, replicas=(2, 1))),
     "pipedream-vertical-sync": ("pipedream-vertical-sync", Shape(depth=2, num_microbatches=1, num_steps=4)),
     "pipedream-2bw": ("pipedream-2bw", Shape(depth=2, num_microbatches=2, num_steps=3)),
+    "zb-h1": ("zb-h1", Shape(depth=3, num_microbatches=4)),
+    "zb-h1-recompute": ("zb-h1", Shape(depth=2, num_microbatches=3, recompute=None, clip=True)),
+    "zb-h2": ("zb-h2", Shape(depth=2, num_microbatches=4, num_steps=2)),
+    "zb-v": ("zb-v", Shape(depth=2, num_microbatches=3, num_chunks=2)),
+    "zb-v-replicated": ("zb-v", Shape(depth=2, num_microbatches=4, num_chunks=2, replicas=(2,))),
     "spilled": ("spilled", Shape(depth=3, num_microbatches=2)),
     "spilled-tied-clipped": ("spilled", Shape(depth=3, num_microbatches=1, num_steps=2, ties=((0, 2),), clip=True)),
     "breadth-first-spilled": (

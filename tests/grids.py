@@ -27,7 +27,9 @@ def columns(program: Program) -> list[list[str]]:
 def _start(i, last, ends):
     if i.op is Op.FWD:
         return 0 if i.stage == 0 else ends.get((Op.FWD, i.stage - 1, i.mb))
-    return ends.get((Op.FWD, i.stage, i.mb) if i.stage == last else (Op.BWD, i.stage + 1, i.mb))
+    if i.op is Op.BWD_WEIGHT:
+        return ends.get((Op.BWD_INPUT, i.stage, i.mb))
+    return ends.get((Op.FWD, i.stage, i.mb) if i.stage == last else (i.op, i.stage + 1, i.mb))
 
 
 def _cell(i, num_chunks):

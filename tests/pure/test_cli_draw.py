@@ -103,7 +103,7 @@ def test_an_option_may_be_named_directly(capsys):
 
 @pytest.mark.parametrize("schedule", names())
 def test_every_schedule_prints_a_grid_with_a_line_for_each_rank(schedule, capsys):
-    assert main(["draw", schedule, "-p", "4", "-m", "8"]) == 0
+    assert main(["draw", schedule, "-p", "4", "-m", "8", "-v", "2" if schedule == "zb-v" else "1"]) == 0
     out = capsys.readouterr().out
     assert all(f"rank {rank} " in out for rank in range(1 if schedule == "spilled" else 4))
 

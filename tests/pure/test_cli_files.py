@@ -42,7 +42,7 @@ def refused(capsys, *arguments: str) -> str:
 @pytest.mark.parametrize("schedule", names())
 def test_every_drawn_program_verifies(schedule, tmp_path, capsys):
     path = str(tmp_path / "a.pipe")
-    assert main(["draw", schedule, "-p", "3", "-m", "6", "-o", path]) == 0
+    assert main(["draw", schedule, "-p", "3", "-m", "6", "-v", "2" if schedule == "zb-v" else "1", "-o", path]) == 0
     assert answered(capsys, 0, "verify", path)["violations"] == []
 
 

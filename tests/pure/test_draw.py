@@ -426,9 +426,8 @@ def test_a_page_offers_the_other_schedules_in_its_shape_and_its_own_in_other_sha
     shapes = [(entry["name"], entry["p"], entry["m"], entry["v"]) for entry in data]
     assert len(set(shapes)) == len(shapes)
     assert shapes[0] == ("1F1B", p, m, 1)
-    assert {TITLES[name] for name in names() if name in TITLES and not find(name).spills} <= {
-        name for name, *shape in shapes if shape[:2] == [p, m]
-    }
+    over_ranks = {name for name in names() if name in TITLES and not find(name).spills and name != "zb-v"}
+    assert {TITLES[name] for name in over_ranks} <= {name for name, *shape in shapes if shape[:2] == [p, m]}
     assert {("1F1B", stages, count, 1) for stages in (2, 4, 8) for count in (4, 8)} <= set(shapes)
     # A forward takes one, and a message its latency: so the second rank begins.
     (begin,) = {entry["ranks"][1][4] * entry["tick"] for entry in data if entry["name"] == "1F1B"}

@@ -76,6 +76,29 @@ GRIDS = {
         .    F1.0 F1.1 F1.2 F1.3 F3.0 F3.1 F3.2 F3.3 B3.0 B3.1 B3.2 B3.3 B1.0 B1.1 B1.2 B1.3 .
         """,
     ),
+    "zb-h1": (
+        Shape(3, 4),
+        """
+        F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+        .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+        """,
+    ),
+    "zb-h2": (
+        Shape(3, 5),
+        """
+        F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .
+        .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
+        .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
+        """,
+    ),
+    "zb-v": (
+        Shape(2, 3, num_chunks=2),
+        """
+        F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 I0.1 W0.1 I0.2 W0.2 W3.2 .
+        .    F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 I1.1 I2.2 I1.2 W1.1 W1.2 W2.1 W2.2
+        """,
+    ),
 }
 
 
@@ -95,7 +118,7 @@ def test_the_docstring_draws_the_same_grid(name):
 
 
 def test_every_schedule_of_the_house_is_drawn_and_has_a_golden_program():
-    assert set(names()[:10]) == {*GRIDS, "spilled"} == {schedule for schedule, _ in SHAPES.values()}
+    assert set(names()[:13]) == {*GRIDS, "spilled"} == {schedule for schedule, _ in SHAPES.values()}
 
 
 def test_the_docstring_of_spilled_draws_its_work_and_its_lanes_of_copies():
@@ -135,6 +158,9 @@ def test_activations_in_flight_follow_the_laws(p, m):
     twice = generate("1f1b", Shape(p, m, options={"warmup": 2}))
     assert inflight(twice) == [min(2 * (p - r) - 1, m) for r in ranks]
     assert inflight(generate("breadth-first", Shape(p, m, num_chunks=2))) == [m] * p
+    assert inflight(generate("zb-h1", Shape(p, m))) == [min(p, m)] * p
+    assert inflight(generate("zb-h2", Shape(p, m))) == [min(2 * p - 1, m)] * p
+    assert inflight(generate("zb-v", Shape(p, m, num_chunks=2))) == [min(p, m)] * p
 
 
 @pytest.mark.parametrize(("p", "v", "laps"), [*product((2, 3, 4), (2, 3), (2, 3))])

@@ -72,6 +72,39 @@ def test_breadth_first_divides_the_bubble_by_v_from_p_microbatches_on(p, more, v
     assert run("breadth-first", p, m, f, b, v=v).makespan_s == (m + Fraction(p - 1, v)) * (f + b)
 
 
+def halved(name, p, m, f, i, w, *, v=1, repeats=1):
+    program = generate(name, Shape(p, m, num_chunks=v))
+    cost = CostModel.unit(program.header, f, input=i, weight=w)
+    return simulate(program, cost, repeats=repeats, rendezvous=False)
+
+
+@given(depths, st.integers(0, 9), times, times, times)
+def test_zb_h1_leaves_of_the_bubble_what_weight_gradients_cannot_fill(p, more, f, i, w):
+    m = p + more
+    bubble = (p - 1) * max(f, i, f + i - w)
+    assert halved("zb-h1", p, m, f, i, w).makespan_s == m * (f + i + w) + bubble
+
+
+@given(st.integers(1, 4), st.integers(0, 5), times, times, times)
+def test_zb_h2_goes_from_update_to_update_without_a_bubble_where_the_halves_are_even(p, more, f, i, w):
+    m = 2 * p - 1 + more
+    bubble = (p - 1) * max(0, f + i - 2 * w, i - f)
+    assert halved("zb-h2", p, m, f, i, w, repeats=4).period_s == m * (f + i + w) + bubble
+
+
+@given(st.integers(1, 9), st.integers(0, 9), times)
+def test_zb_v_waits_only_for_the_first_microbatch_to_come_down(p, more, f):
+    m = 2 * p - 1 + more
+    assert halved("zb-v", p, m, f, f, f, v=2).makespan_s == 3 * m * f + (p - 1) * f / 2
+
+
+@given(st.integers(1, 6), st.integers(0, 5), times)
+def test_zb_v_goes_from_update_to_update_without_a_bubble_on_few_ranks(p, more, f):
+    m = 2 * p - 1 + more
+    chunk = f / 2 if p > 4 else 0
+    assert halved("zb-v", p, m, f, f, f, v=2, repeats=4).period_s == 3 * m * f + chunk
+
+
 @given(st.integers(1, 5), st.integers(1, 4), times, times)
 def test_data_parallel_has_no_bubble_when_the_ranks_share_evenly(p, each, f, b):
     timeline = run("data-parallel", p, p * each, f, b)

@@ -11,12 +11,13 @@ from pipefit.errors import ScheduleError
 from pipefit.schedules import Shape, generate, names
 from pipefit.verify import verify
 
-CHUNKED = ("interleaved", "breadth-first")
+CHUNKED = ("interleaved", "breadth-first", "zb-v")
+OVER_RANKS = tuple(name for name in names()[:13] if name != "spilled")
 
 
 @st.composite
 def requests(draw):
-    name = draw(st.sampled_from(names()[:9]))
+    name = draw(st.sampled_from(OVER_RANKS))
     depth = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3)) if name in CHUNKED else 1
     stages = 1 if name == "data-parallel" else depth * chunks
@@ -52,7 +53,7 @@ def test_a_generated_program_verifies_clean_or_is_refused(request_):
     assert str(verify(p)).endswith("no violations")
 
 
-@pytest.mark.parametrize("name", names()[:9])
+@pytest.mark.parametrize("name", OVER_RANKS)
 def test_every_small_shape_without_replicas_verifies_clean(name):
     refused = 0
     for depth, m, v, steps, ahead in product((1, 2, 3, 4), (1, 2, 3, 5, 8), (1, 2, 3), (1, 2), (0, 1)):
@@ -64,7 +65,11 @@ def test_every_small_shape_without_replicas_verifies_clean(name):
             refused += 1
             continue
         assert verify(p).ok, verify(p)
-    may_refuse = {"data-parallel": "fewer micro-batches than ranks", "pipedream-2bw": "m < p - 1"}
+    may_refuse = {
+        "data-parallel": "fewer micro-batches than ranks",
+        "pipedream-2bw": "m < p - 1",
+        "zb-v": "chunks other than two",
+    }
     assert bool(refused) == (name in may_refuse)
 
 
@@ -77,7 +82,9 @@ def test_interleaved_takes_counts_that_the_ranks_do_not_divide(m):
 def test_all_synchronous_schedules_of_one_shape_train_the_same_model():
     results = [
         outcome(generate(name, Shape(3, 3, num_steps=2, recompute=recompute)))
-        for name, recompute in product(("naive", "gpipe", "1f1b", "interleaved", "breadth-first"), ((), None))
+        for name, recompute in product(
+            ("naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2"), ((), None)
+        )
     ]
     assert all(result == results[0] for result in results)
 
@@ -119,6 +126,9 @@ def test_a_gradient_sum_of_a_tie_does_not_make_a_rank_wait_that_others_need():
         ("pipedream", Shape(2, 1, num_steps=4, replicas=(2, 1), ties=((0, 1),)), "a tied weight"),
         ("pipedream-vertical-sync", Shape(2, 1, num_steps=4, replicas=(2, 1)), "as many replicas"),
         ("interleaved", Shape(2, 4, num_chunks=2, replicas=(2, 1)), "as many replicas"),
+        ("zb-v", Shape(2, 4), "use 2 chunks"),
+        ("zb-v", Shape(2, 4, num_chunks=2, replicas=(2, 1)), "as many replicas"),
+        ("zb-v", Shape(2, 4, num_chunks=2, placement=((0,), (1,), (0,), (1,))), "stages s and 3 − s"),
         ("gpipe", Shape(2, 1, replicas=(2, 2)), "use at least 2"),
         ("gpipe", Shape(2, 4, num_chunks=2), "one stage per rank"),
         ("gpipe", Shape(2, 4, placement=((0,), (0,))), "one stage on every rank"),

@@ -1,6 +1,8 @@
-"""Backwards in two halves compute what whole ones do: programs written by hand, zero-bubble style."""
+"""Backwards in two halves compute what whole ones do: zero-bubble schedules, and programs written by hand."""
 
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.torch.equality_models import MODELS, make
@@ -12,47 +14,74 @@ from pipefit.schedules.registry import REGISTRY
 from pipefit.schedules.shape import Shape
 from pipefit.testing import check
 
-#   F0 F1 F2 I0 .. F3 I1 W0 I2 W1 I3 W2 W3      rank 0 of 3: weight halves `late` input halves later
-#   .. F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3      rank 1
+CHUNKS = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2}
 
 
-def split_backwards(late: int):
+def assert_equal(model_name: str, name: str, num_ranks: int, m: int, **options: Any) -> None:
+    model, example = make(model_name)
+    sizes = {"num_ranks": num_ranks, "num_microbatches": m, "num_chunks": CHUNKS.get(name, 1)}
+    result = check(model, example=example, schedule=name, **sizes, **{"steps": 3, **options})
+    assert result.equal, result
+
+
+SHAPES = itertools.cycle([(3, 4), (4, 3), (2, 5), (4, 2), (3, 1)])
+CASES = [(*case, *next(SHAPES), index % 2 == 0) for index, case in enumerate(itertools.product(CHUNKS, MODELS))]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "num_ranks", "m", "recompute"),
+    CASES,
+    ids=[f"{s}-{model}-p{p}m{m}{'-recomputed' * r}".replace(" ", "_") for s, model, p, m, r in CASES],
+)
+def test_zero_bubble_schedules_are_exact_for_every_kind_of_model(
+    name: str, model: str, num_ranks: int, m: int, recompute: bool
+) -> None:
+    assert_equal(model, name, num_ranks, m, recompute=recompute)
+
+
+@pytest.mark.parametrize(("num_ranks", "m"), [(1, 1), (1, 3), (2, 2), (3, 7), (4, 8)])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_zero_bubble_schedules_are_exact_for_any_ranks_and_microbatches(name: str, num_ranks: int, m: int) -> None:
+    assert_equal("plain", name, num_ranks, m)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_zero_bubble_schedules_are_exact_under_clipping_and_with_a_ragged_last_batch(name: str) -> None:
+    assert_equal("tied ends", name, 3, 4, clip_norm=0.05)
+    assert_equal("dropout", name, 3, 4, batch_size=[9, 9, 5])
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas", "num_ranks", "m"),
+    [("zb-h1", (2,), 4, 5), ("zb-h1", (1, 2, 1), 4, 3), ("zb-h2", (2, 1), 3, 4), ("zb-v", (2,), 4, 5)],
+)
+@pytest.mark.parametrize("model", ["plain", "batch norm", "tied neighbours"])
+def test_replicas_of_zero_bubble_stages_are_exact(
+    model: str, name: str, replicas: tuple[int, ...], num_ranks: int, m: int
+) -> None:
+    assert_equal(model, name, num_ranks, m, replicas=replicas)
+
+
+@pytest.fixture
+def all_at_the_end() -> Iterator[str]:
     def order(task: Task) -> Iterator[list[Instruction]]:
-        """1F1B, each backward's weight half postponed."""
+        """GPipe, and after it all weight halves, the last micro-batch first."""
         for rank in range(task.num_ranks):
             (stage,) = task.stages_of(rank)
             mbs = task.microbatches_of(stage, rank)
-            warmup = min(task.num_ranks - 1 - rank, len(mbs))
-            listed = [fwd(stage, mb) for mb in mbs[:warmup]]
-            for done, mb in enumerate(mbs):
-                if warmup + done < len(mbs):
-                    listed.append(fwd(stage, mbs[warmup + done]))
-                listed.append(bwd_input(stage, mb))
-                if done >= late:
-                    listed.append(bwd_weight(stage, mbs[done - late]))
-            yield listed + [bwd_weight(stage, mb) for mb in mbs[max(len(mbs) - late, 0) :]]
+            yield [op(stage, mb) for op in (fwd, bwd_input) for mb in mbs] + [bwd_weight(stage, mb) for mb in mbs[::-1]]
 
-    return order
+    schedule(name="split-by-hand")(order)
+    yield "split-by-hand"
+    del REGISTRY["split-by-hand"]
 
 
-@pytest.fixture(params=[0, 1, 99], ids=["at once", "one late", "all at the end"])
-def split_schedule(request: pytest.FixtureRequest) -> Iterator[str]:
-    name = f"split-by-hand-{request.param}"
-    schedule(name=name)(split_backwards(request.param))
-    yield name
-    del REGISTRY[name]
+def test_a_split_program_has_halves_and_no_whole_backward(all_at_the_end: str) -> None:
+    for name in (all_at_the_end, "zb-h1"):
+        ops = [i.op for _, _, i in generate(name, Shape(3, 4))]
+        assert ops.count(Op.BWD_INPUT) == ops.count(Op.BWD_WEIGHT) == 12 and Op.BWD not in ops
 
 
-def test_a_split_program_has_halves_and_no_whole_backward(split_schedule: str) -> None:
-    ops = [i.op for _, _, i in generate(split_schedule, Shape(3, 4))]
-    assert ops.count(Op.BWD_INPUT) == ops.count(Op.BWD_WEIGHT) == 12 and Op.BWD not in ops
-
-
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("name", MODELS)
-def test_split_backwards_are_exact(split_schedule: str, name: str, recompute: bool) -> None:
-    model, example = make(name)
-    result = check(
-        model, example=example, num_ranks=3, schedule=split_schedule, recompute=recompute, num_microbatches=4, steps=2
-    )
-    assert result.equal, result
+@pytest.mark.parametrize("model", MODELS)
+def test_weight_halves_in_another_order_are_exact(all_at_the_end: str, model: str) -> None:
+    assert_equal(model, all_at_the_end, 3, 4, steps=2)

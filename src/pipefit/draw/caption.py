@@ -19,6 +19,9 @@ TITLES = {
     "pipedream": "PipeDream",
     "pipedream-vertical-sync": "PipeDream, vertical sync",
     "pipedream-2bw": "PipeDream-2BW",
+    "zb-h1": "Zero-bubble H1",
+    "zb-h2": "Zero-bubble H2",
+    "zb-v": "Zero-bubble V",
     "spilled": "Spilled execution (Hydra)",
 }
 

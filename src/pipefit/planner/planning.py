@@ -24,7 +24,7 @@ __all__ = ["METHODS", "ground_of", "is_local", "plan", "sizes_of", "space_of"]
 METHODS = ("auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform")
 
 # What the flush does not need: schedules for lectures, and those whose gradients are late.
-_NOT_AUTOMATIC = ("naive", "data-parallel")
+_NOT_AUTOMATIC = ("naive", "data-parallel", "zb-h1", "zb-h2", "zb-v")
 
 
 def plan(

@@ -6,13 +6,13 @@ from importlib.metadata import entry_points
 
 from pipefit.errors import ScheduleError, nearest
 from pipefit.ir.program import Program
-from pipefit.schedules import gpipe, looped, one_f_one_b, spilled
+from pipefit.schedules import gpipe, looped, one_f_one_b, spilled, zero_bubble
 from pipefit.schedules.registry import REGISTRY, Schedule
 from pipefit.schedules.shape import Shape
 
 __all__ = ["HOUSE", "find", "generate", "names"]
 
-HOUSE = (gpipe, one_f_one_b, looped, spilled)
+HOUSE = (gpipe, one_f_one_b, looped, zero_bubble, spilled)
 """The families of the house, one file each; importing a family registers its schedules."""
 
 

@@ -116,7 +116,7 @@ def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunk
 )
 def test_whether_a_schedule_holds_every_microbatch_is_the_same_on_two_ranks_as_on_four(name):
     made = find(name)
-    for chunks in (1, 2, 3) if made.chunks else (1,):
+    for chunks in (2,) if name == "zb-v" else (1, 2, 3) if made.chunks else (1,):
         few, many = (
             peak_inflight(generate(name, Shape(4, count, chunks, num_steps=1 if made.is_synchronous else 3)), 0)
             for count in (12, 16)

@@ -1,0 +1,157 @@
+"""Zero-bubble schedules: backwards in two halves, of which the one that makes weight gradients fills the gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import count
+
+from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Instruction, bwd_input, bwd_weight, fwd
+from pipefit.ir.op import Op
+from pipefit.schedules.one_f_one_b import num_warmup
+from pipefit.schedules.registry import Task, schedule
+from pipefit.schedules.shape import Shape
+
+__all__: list[str] = []
+
+
+def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
+    """1F1B with `depth` times its warm-up; weight halves come so much later that all stages hold as much as the first.
+
+    What a stage further down would have in flight less than the first one, it has in weight halves still to do.
+    """
+    most = depth * num_warmup(task.header, 0)
+    for rank in range(task.num_ranks):
+        (stage,) = task.stages_of(rank)
+        mbs = task.microbatches_of(stage, rank)
+        warmup = min(depth * num_warmup(task.header, stage), len(mbs))
+        late = min(most - depth * num_warmup(task.header, stage), len(mbs))
+        order = [fwd(stage, mb) for mb in mbs[:warmup]]
+        for done, mb in enumerate(mbs):
+            order += [fwd(stage, ahead) for ahead in mbs[warmup + done : warmup + done + 1]]
+            order.append(bwd_input(stage, mb))
+            order += [bwd_weight(stage, mbs[done - late])] if done >= late else []
+        yield order + [bwd_weight(stage, mb) for mb in mbs[len(mbs) - late :]]
+
+
+@schedule(name="zb-h1")
+def _h1(task: Task) -> Iterator[list[Instruction]]:
+    """Zero-bubble H1: 1F1B whose weight gradients fill gaps; no rank holds more activations than 1F1B's first.
+
+        F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3   rank 0
+        .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3   rank 1
+        .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3   rank 2
+
+    F forward, I and W the halves of a backward for inputs and for weights, digits micro-batches; drawn for f = i = w.
+    Time m(f+i+w) + (p−1)·max(f, i, f+i−w) for m ≥ p, where 1F1B takes (m+p−1)(f+i+w); min(p, m) micro-batches of
+    activations on every rank, and beside them what the first half of a backward keeps for the second.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2.1.
+    """
+    return _late_weights(task, 1)
+
+
+@schedule(name="zb-h2")
+def _h2(task: Task) -> Iterator[list[Instruction]]:
+    """Zero-bubble H2: H1 with twice the warm-up; ranks stand idle only before the first update and after the last.
+
+        F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .    rank 0
+        .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .    rank 1
+        .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4   rank 2
+
+    F forward, I and W the halves of a backward for inputs and for weights, digits micro-batches; drawn for f = i = w.
+    Time from update to update m(f+i+w) + (p−1)·max(0, f+i−2w, i−f) for m ≥ 2p−1: a rank begins the next update when its
+    own weights have stepped. Where all wait for each other at every step (for the norm to clip by), little is left of
+    what it gains on H1. 2p−1 micro-batches of activations on every rank.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2.2.
+    """
+    return _late_weights(task, 2)
+
+
+def _two_chunks(shape: Shape) -> None:
+    if shape.num_chunks != 2:
+        raise ScheduleError(f"zb-v has two stages per rank, got {shape.num_chunks}; use 2 chunks")
+    if len(set(shape.replicas)) > 1:
+        raise ScheduleError(
+            f"zb-v: all stages need as many replicas (each rank holds two stages), got {list(shape.replicas)}"
+        )
+
+
+@schedule(name="zb-v", layout="wave", chunks=True, check=_two_chunks)
+def _v(task: Task) -> Iterator[list[Instruction]]:
+    """Zero-bubble V: stages go down the ranks and up again, so that each rank holds as much and none stands idle.
+
+        F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 I0.1 W0.1 I0.2 W0.2 W3.2 .      rank 0
+        .    F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 I1.1 I2.2 I1.2 W1.1 W1.2 W2.1 W2.2   rank 1
+
+    F forward, I and W the halves of a backward for inputs and for weights, their stage and micro-batch; rank 0 holds
+    stages 0 and 3, rank 1 stages 1 and 2; drawn for f = i = w.
+    Time 3mf + (p−1)f/2 for f = i = w and m ≥ 2p−1, and 3mf from update to update (from five ranks on a little more); p
+    micro-batches of activations on every rank, as 1F1B on its first.
+    The order is that in which ranks find work when every chunk's F, I and W take one unit of time: first a forward, or,
+    where 2p chunks of activations are held, a weight half that makes room for it; then an input half; then a weight
+    half; of several the one that is further on its way.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §6, for placement and bound; the order is our own.
+    """
+    last = task.num_stages - 1
+    instructions = {Op.FWD: fwd, Op.BWD_INPUT: bwd_input, Op.BWD_WEIGHT: bwd_weight}
+    for rank in range(task.num_ranks):
+        stages = task.stages_of(rank)
+        if len(stages) != 2 or sum(stages) != last:
+            raise ScheduleError(
+                f"zb-v: placement: expected stages s and {last} − s on each rank, rank {rank} has {list(stages)}"
+            )
+        mbs = task.microbatches_of(stages[0], rank)
+        found = _found_work(task.depth, len(mbs))[stages[0]]
+        yield [instructions[op](stage, mbs[index]) for op, stage, index in found]
+
+
+@cache
+def _found_work(depth: int, num_microbatches: int) -> list[list[tuple[Op, int, int]]]:
+    """For each rank of a V: operation, stage and number of micro-batch of what it does, in order."""
+    work = _Work(depth, num_microbatches)
+    orders: list[list[tuple[Op, int, int]]] = [[] for _ in range(depth)]
+    for now in count():
+        if all(len(order) == 6 * num_microbatches for order in orders):
+            break
+        for position, order in enumerate(orders):
+            if (found := work.next_of(position, now)) is not None:
+                op, stage = found
+                order.append((op, stage, len(work.ended[op][stage])))
+                work.ended[op][stage].append(now + 1)
+    return orders
+
+
+class _Work:
+    """What has been done so far: when each operation of each stage ended, by micro-batch."""
+
+    def __init__(self, depth: int, num_microbatches: int) -> None:
+        self.depth, self.num_microbatches = depth, num_microbatches
+        self.ended: dict[Op, list[list[int]]] = {
+            op: [[] for _ in range(2 * depth)] for op in (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
+        }
+
+    def next_of(self, position: int, now: int) -> tuple[Op, int] | None:
+        """What a rank does now; None: it has to wait."""
+        forwards, inputs, weights = self.ended.values()
+        last = 2 * self.depth - 1
+        stages = (position, last - position)
+        weight = next(((Op.BWD_WEIGHT, s) for s in stages if len(weights[s]) < len(inputs[s])), None)
+        for stage in reversed(stages):
+            index = len(forwards[stage])
+            if index < self.num_microbatches and (stage == 0 or _is_there(forwards[stage - 1], index, now)):
+                held = sum(len(forwards[s]) - len(weights[s]) for s in stages)
+                if held < 2 * self.depth:
+                    return Op.FWD, stage
+                if weight:
+                    return weight
+        for stage in stages:
+            before = forwards[last] if stage == last else inputs[stage + 1]
+            index = len(inputs[stage])
+            if index < len(forwards[stage]) and _is_there(before, index, now):
+                return Op.BWD_INPUT, stage
+        return weight
+
+
+def _is_there(ended: list[int], index: int, now: int) -> bool:
+    return index < len(ended) and ended[index] <= now
