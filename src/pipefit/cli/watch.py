@@ -46,7 +46,7 @@ class Watcher:
         )
         self._print(plan_table(plan, profile))
         if plan.spill is not None:
-            from pipefit.planner.spilling import spill_lines
+            from pipefit.planner.explain import spill_lines
 
             self._print("\n".join(spill_lines(plan)))
 

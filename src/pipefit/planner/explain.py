@@ -5,11 +5,10 @@ from __future__ import annotations
 from pipefit.planner.estimate import Gpt, mfu, num_parameters, training_days
 from pipefit.planner.gpt import gpt_settings
 from pipefit.planner.held import small_program
-from pipefit.planner.spilling import spill_lines
-from pipefit.spec import Plan, Profile, StageSpec, Topology
+from pipefit.spec import Plan, Profile, SpillSpec, StageSpec, Topology
 from pipefit.units import counted, format_bytes, format_seconds
 
-__all__ = ["explain", "training"]
+__all__ = ["explain", "spill_lines", "training"]
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> str:
@@ -137,3 +136,51 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def _table(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def spill_lines(plan: Plan) -> list[str]:
+    """What a plan spills, in words; nothing for a plan that does not."""
+    told = plan.spill
+    if told is None:
+        return []
+    stay = "" if told.on_host else "; the optimizer's states stay on the device"
+    states = f", {told.optim_slots} for states" if told.optim_slots else stay
+    each = f", on each of {plan.placement.num_ranks} ranks" if plan.placement.num_ranks > 1 else ""
+    lines = [
+        f"spilled to the {told.tier}: {len(told.stages) or len(plan.partition.stages)} stages through "
+        f"{told.weights_slots} slots for weights{states}{each}",
+    ]
+    lines.append(f"steps: {_steps_words(told, len(plan.partition.stages))}")
+    if told.keeps:
+        num_stages = len(plan.partition.stages)
+        rest = "" if len(told.keeps) == num_stages else "; the others replay their forwards"
+        lines.append(f"activations: {len(told.keeps)} of {num_stages} stages keep theirs{rest}")
+    if told.activations:
+        lines.append("activations: what enters a stage waits on the tier until its replay")
+    if told.peak_bytes:
+        share = told.peak_bytes / told.device_bytes
+        lines.append(
+            f"device memory: {format_bytes(told.peak_bytes)} of {format_bytes(told.device_bytes)} ({share:.0%})"
+            f"{', the fullest' if each else ''}"
+        )
+    if told.limit_s and plan.prediction is not None:
+        reached = told.limit_s / plan.prediction.period_s
+        lines.append(
+            f"limit: {format_seconds(told.limit_s)} per update, {told.binds} binds; {reached:.0%} of it reached"
+        )
+    if told.resident_s and plan.prediction is not None:
+        pace = told.resident_s / plan.prediction.period_s
+        whole = "devices which hold the whole model between them" if each else "a device which holds the whole model"
+        lines.append(f"speed: {pace:.0%} of that of {whole}")
+    return lines
+
+
+def _steps_words(told: SpillSpec, num_stages: int) -> str:
+    if told.tier != "host":
+        return "on the device, for a step on the host would have to read from the disk just the same"
+    if not told.on_host:
+        return "on the device"
+    if len(told.on_host) == num_stages:
+        return "on the host, where the optimizer's states stay"
+    stages = ", ".join(map(str, told.on_host))
+    return f"of stages {stages} on the host, where the optimizer's states stay, of the others on the device"

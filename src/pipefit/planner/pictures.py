@@ -9,9 +9,9 @@ from html import escape
 
 from pipefit.draw import chart
 from pipefit.errors import PipefitError
+from pipefit.planner.asked import ground_of, is_local, sizes_of, space_of
 from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.judge import Judged, judge
-from pipefit.planner.planning import ground_of, is_local, sizes_of, space_of
 from pipefit.planner.rehearse import rehearse
 from pipefit.planner.space import Ground, configs
 from pipefit.spec import Plan, Profile, Topology

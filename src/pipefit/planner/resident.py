@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import msgspec
 
 from pipefit.partition.balance import minmax
-from pipefit.planner.shards import Task, peaks_of
+from pipefit.planner.shards import peaks_of
+from pipefit.planner.task import Task
 from pipefit.schedules import Shape, find, generate
 from pipefit.simulate import simulate
 from pipefit.spec import Partition, Placement, Plan, Prediction

@@ -15,7 +15,9 @@ from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.gpt import usual_state
 from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.planner.resident import resident
-from pipefit.planner.shards import Choice, Task, cuts_of, finest, fitting, peaks_of
+from pipefit.planner.shard_cuts import cuts_of, finest
+from pipefit.planner.shards import Choice, fitting, peaks_of
+from pipefit.planner.task import Task
 from pipefit.schedules import find
 from pipefit.schedules.registry import Schedule
 from pipefit.simulate import simulate
@@ -23,7 +25,7 @@ from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Prof
 from pipefit.spec.topology import Tier
 from pipefit.units import format_bytes, format_seconds
 
-__all__ = ["NOT_FROM_DISK", "STEP_ON", "plan_spilling", "spill_lines"]
+__all__ = ["NOT_FROM_DISK", "STEP_ON", "plan_spilling"]
 
 STEP_ON = ("auto", "device", "host")
 """Where the stages of a plan may be told to step."""
@@ -294,51 +296,3 @@ def _candidate(other: Choice, chosen: Limit, samples: int) -> Candidate:
     why = f"limit {format_seconds(limit.limit_s)} per update ({limit.binds} binds)"
     why += f", {gain:.2f} × as fast at best, but slower once simulated" if gain > 1 else ", no better"
     return Candidate(where[other.steps], "spilled", limit.limit_s, samples / limit.limit_s, other.peak_bytes, why)
-
-
-def spill_lines(plan: Plan) -> list[str]:
-    """What a plan spills, in words; nothing for a plan that does not."""
-    told = plan.spill
-    if told is None:
-        return []
-    stay = "" if told.on_host else "; the optimizer's states stay on the device"
-    states = f", {told.optim_slots} for states" if told.optim_slots else stay
-    each = f", on each of {plan.placement.num_ranks} ranks" if plan.placement.num_ranks > 1 else ""
-    lines = [
-        f"spilled to the {told.tier}: {len(told.stages) or len(plan.partition.stages)} stages through "
-        f"{told.weights_slots} slots for weights{states}{each}",
-    ]
-    lines.append(f"steps: {_steps_words(told, len(plan.partition.stages))}")
-    if told.keeps:
-        num_stages = len(plan.partition.stages)
-        rest = "" if len(told.keeps) == num_stages else "; the others replay their forwards"
-        lines.append(f"activations: {len(told.keeps)} of {num_stages} stages keep theirs{rest}")
-    if told.activations:
-        lines.append("activations: what enters a stage waits on the tier until its replay")
-    if told.peak_bytes:
-        share = told.peak_bytes / told.device_bytes
-        lines.append(
-            f"device memory: {format_bytes(told.peak_bytes)} of {format_bytes(told.device_bytes)} ({share:.0%})"
-            f"{', the fullest' if each else ''}"
-        )
-    if told.limit_s and plan.prediction is not None:
-        reached = told.limit_s / plan.prediction.period_s
-        lines.append(
-            f"limit: {format_seconds(told.limit_s)} per update, {told.binds} binds; {reached:.0%} of it reached"
-        )
-    if told.resident_s and plan.prediction is not None:
-        pace = told.resident_s / plan.prediction.period_s
-        whole = "devices which hold the whole model between them" if each else "a device which holds the whole model"
-        lines.append(f"speed: {pace:.0%} of that of {whole}")
-    return lines
-
-
-def _steps_words(told: SpillSpec, num_stages: int) -> str:
-    if told.tier != "host":
-        return "on the device, for a step on the host would have to read from the disk just the same"
-    if not told.on_host:
-        return "on the device"
-    if len(told.on_host) == num_stages:
-        return "on the host, where the optimizer's states stay"
-    stages = ", ".join(map(str, told.on_host))
-    return f"of stages {stages} on the host, where the optimizer's states stay, of the others on the device"

@@ -9,9 +9,9 @@ from tests.pure.planner.cases import model
 from pipefit.errors import InfeasibleError, PlanError, ProfileError, TopologyError
 from pipefit.ir.liveness import lifetimes, peak, peak_inflight
 from pipefit.planner import gpt_profile, plan
+from pipefit.planner.asked import ground_of, space_of
 from pipefit.planner.held import holds_all
 from pipefit.planner.judge import costs_of, judge
-from pipefit.planner.planning import ground_of, space_of
 from pipefit.planner.rehearse import plan_of, rehearse
 from pipefit.planner.space import Config, configs
 from pipefit.schedules import Shape, find, generate, names, program_of

@@ -13,10 +13,9 @@ from pipefit.errors import InfeasibleError, PipefitError, PlanError
 from pipefit.ir import Spill
 from pipefit.ir.liveness import device_peak_bytes
 from pipefit.planner import plan_spilling
-from pipefit.planner.explain import explain
+from pipefit.planner.explain import explain, spill_lines
 from pipefit.planner.limits import limit_of, traffic
-from pipefit.planner.shards import _even
-from pipefit.planner.spilling import spill_lines
+from pipefit.planner.shard_cuts import _even
 from pipefit.schedules import Shape, generate
 from pipefit.schedules.planned import program_of, shape_of
 from pipefit.simulate import simulate

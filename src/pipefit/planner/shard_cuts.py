@@ -1,0 +1,96 @@
+"""Where a model may be cut into shards that come and go: as many for each rank, even by weights, or as Hydra cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from pipefit.errors import InfeasibleError
+from pipefit.partition.balance import minmax
+from pipefit.partition.capacity import hydra
+from pipefit.planner.task import Task
+from pipefit.spec import Partition
+
+__all__ = ["cuts_of", "finest"]
+
+_NUM_CUTS = 12
+
+
+def cuts_of(task: Task) -> Iterator[Partition]:
+    """Cuts worth a try, the coarsest first, each once."""
+    weights = [layer.weight_bytes for layer in task.profile.layers]
+    num_layers = len(weights)
+    counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}
+    if task.num_chunks:
+        counts = {task.depth * task.num_chunks}
+    found = {_dealt(_even(weights, count), weights, task.depth) for count in counts}
+    if task.depth > 1:
+        # Stages work side by side: those that take as long.
+        for count in {len(layers) for layers in found}:
+            found.add(_layers_of(minmax(task.profile, count)))
+    for share in (0.25, 0.5, 0.75, 1.0):
+        for double in (False, True):
+            with suppress(InfeasibleError):
+                cut = hydra(task.profile, share * task.device_bytes, task.state, double)
+                found.add(_dealt(_layers_of(cut), weights, task.depth))
+    if task.num_chunks:
+        found = {layers for layers in found if len(layers) == task.depth * task.num_chunks}
+    for layers in sorted(found, key=lambda layers: (len(layers), layers)):
+        yield Partition.from_counts(layers, num_layers)
+
+
+def finest(task: Task) -> Partition:
+    """The cut with the smallest stages."""
+    weights = [layer.weight_bytes for layer in task.profile.layers]
+    if task.num_chunks:
+        return minmax(task.profile, task.depth * task.num_chunks, weights)
+    return Partition.from_counts(_dealt([1] * len(weights), weights, task.depth), len(weights))
+
+
+def _layers_of(partition: Partition) -> tuple[int, ...]:
+    return tuple(len(stage.layers) for stage in partition.stages)
+
+
+def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> tuple[int, ...]:
+    """As many shards for each rank: the heaviest are halved, or, where that cannot be, the lightest joined.
+
+    >>> _dealt([3, 1], [1, 1, 1, 1], 4), _dealt([1, 1, 1], [2, 1, 1], 2)
+    ((1, 1, 1, 1), (1, 2))
+    """
+    found = list(counts)
+    while len(found) % num_ranks and len(weights) // num_ranks * num_ranks > len(found):
+        starts = [sum(found[:index]) for index in range(len(found))]
+        several = [index for index, count in enumerate(found) if count > 1]
+        heaviest = max(several, key=lambda index: sum(weights[starts[index] : starts[index] + found[index]]))
+        half = found[heaviest] // 2
+        found[heaviest : heaviest + 1] = [half, found[heaviest] - half]
+    while len(found) % num_ranks:
+        ends = [sum(found[: index + 1]) for index in range(len(found))]
+        joined = [sum(weights[end - found[index] : end + found[index + 1]]) for index, end in enumerate(ends[:-1])]
+        lightest = joined.index(min(joined))
+        found[lightest : lightest + 2] = [found[lightest] + found[lightest + 1]]
+    return tuple(found)
+
+
+def _even(weights: Sequence[float], count: int) -> list[int]:
+    """Layer counts of at most `count` shards whose largest is as small as it can be.
+
+    >>> _even([3, 1, 1, 1, 4], 3)
+    [2, 2, 1]
+    """
+    low, high = max(weights), sum(weights)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(weights, middle)) <= count else (middle, high)
+    return _filled(weights, high * (1 + 1e-9))
+
+
+def _filled(weights: Sequence[float], limit: float) -> list[int]:
+    counts, held = [0], 0.0
+    for weight in weights:
+        if counts[-1] and held + weight > limit:
+            counts.append(0)
+            held = 0.0
+        counts[-1] += 1
+        held += weight
+    return counts
