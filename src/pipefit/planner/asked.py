@@ -13,7 +13,7 @@ from pipefit.spec import Profile, Topology
 
 __all__ = ["ground_of", "is_local", "sizes_of", "space_of"]
 
-# For lectures; what every schedule is with a single stage; and those in halves, whose gain a profile does not show.
+# For lectures; what every schedule is with a single stage; and those that split backwards, which must be asked for.
 _NOT_AUTOMATIC = ("naive", "data-parallel", "zb-h1", "zb-h2", "zb-v")
 
 
