@@ -98,6 +98,20 @@ def test_a_disk_that_is_no_folder_is_refused_in_one_message(cap, capsys):
     assert "/dev/null/x: cannot keep spilled records there" in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--keep all --step-on host", "--step-on and --keep: nothing is spilled; give --device-memory"),
+        ("--host-memory 1GiB --commit-every 2", "only what lies on a disk outlasts the run; give --disk as well"),
+        ("--disk x --step-on host", "from a disk they would all have to be read"),
+    ],
+)
+def test_words_on_spilling_that_mean_nothing_are_refused_before_anything_is_measured(words, told, capsys, monkeypatch):
+    monkeypatch.setattr("pipefit.train.run.agreed_profile", None)
+    assert main(["train", "--model", "mlp", "--ranks", "1", *words.split()]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_pipeline_whose_chunks_live_on_disk_has_the_losses_of_one_that_holds_them(tmp_path, capsys):
     words = ["--model", "gpt", "--option", "layers=4,hidden=32,context=16,dropout=0.1", "--steps", "3", "--batch", "8"]
     words += ["--schedule", "interleaved", "--chunks", "2", "--stages", "2,1,1,2", "--data", "synthetic", "--json"]

@@ -198,7 +198,7 @@ def test_two_runs_cannot_use_one_file(tmp_path):
 
 
 def test_a_folder_whose_parent_is_missing_is_refused(tmp_path):
-    with pytest.raises(TierError, match="cannot keep spilled records there: No such file or directory"):
+    with pytest.raises(TierError, match=r"cannot keep spilled records there: .*/no is not there"):
         DiskTier(tmp_path / "no" / "such")
 
 

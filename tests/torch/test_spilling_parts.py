@@ -1,6 +1,7 @@
 """The parts of spilling: optimizer states found out beforehand, weights drawn layer by layer, rates, the benchmark."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,14 @@ def test_a_tier_is_measured_with_the_copies_of_spilling(tmp_path):
         # Whoever computes takes the checksums of a disk, and none of memory.
         assert tier.check_bytes_per_s > 1e6 if folder else tier.check_bytes_per_s == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_has_little_room_is_measured_with_less(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(tiers.shutil, "disk_usage", lambda _: SimpleNamespace(free=3 << 20))
+    monkeypatch.setattr(tiers, "_turn", lambda tier, *_: asked.append(tier.num_bytes) or (1.0, 1.0, 1.0))
+    measure_tier(tmp_path, repeats=2)
+    assert 1 << 20 < asked[0] < 2 << 20
 
 
 @pytest.mark.parametrize(("both_s", "one_channel"), [(1.9, True), (1.1, False)])

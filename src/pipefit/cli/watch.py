@@ -97,7 +97,8 @@ def _live(live: Any) -> list[str]:
 
 def plan_table(plan: Any, profile: Any) -> str:
     """The stages of a plan with their layers, ranks, weights and times."""
-    head = f"{plan.schedule}, {plan.num_microbatches} micro-batches per update, {plan.placement.num_ranks} ranks"
+    ranks = f"{plan.placement.num_ranks} rank{'s' * (plan.placement.num_ranks > 1)}"
+    head = f"{plan.schedule}, {plan.num_microbatches} micro-batches per update, {ranks}"
     if plan.tensor > 1:
         head += f" of {plan.tensor} processes" + (" that also divide the sequence" if plan.sequence_parallel else "")
     rows = [("stage", "ranks", "layers", "weights", "forward", "backward", "memory")]
@@ -146,7 +147,9 @@ def report(result: Any) -> str:
     if result.held_bytes:
         lines += ["tensors " + "  ".join(_held(result))]
     sent, inside = result.traffic
-    lines += ["sent    " + "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(sent)) + " in a pass"]
+    if any(sent):
+        every = "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(sent))
+        lines += [f"sent    {every} in a pass"]
     if any(inside):
         lines += ["inside  " + "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(inside))]
     if result.text:

@@ -80,7 +80,9 @@ class TierFile:
             folder.mkdir(exist_ok=True)
             self._fd, self.is_direct = _open(self.path, direct)
         except OSError as problem:
-            raise TierError(f"{folder}: cannot keep spilled records there: {problem.strerror}") from None
+            told = {errno.ENOENT: f"{folder.parent} is not there", errno.EEXIST: "it is a file, not a folder"}
+            why = told.get(problem.errno or 0, problem.strerror)
+            raise TierError(f"{folder}: cannot keep spilled records there: {why}") from None
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

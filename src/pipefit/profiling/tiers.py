@@ -18,7 +18,7 @@ from pipefit.memory.disk import DiskTier
 from pipefit.memory.host import HostTier
 from pipefit.memory.lanes import Lanes
 from pipefit.memory.records import chunk_sum
-from pipefit.memory.tiers import Key, TierStore
+from pipefit.memory.tiers import ALIGNMENT, Key, TierStore
 from pipefit.profiling.clock import median_of
 from pipefit.spec.topology import Tier
 
@@ -46,7 +46,7 @@ def measure_tier(
         folder: on the disk; None: the host's memory.
         device: at the other end of the copies.
         capacity_bytes: that it may take; None: what is free.
-        num_bytes: of each of two records that are copied.
+        num_bytes: of each of two records that are copied; fewer on a disk that has little room.
         repeats: of which the medians count; the first is a rehearsal.
 
     Raises:
@@ -95,6 +95,9 @@ def _measured(folder: str | Path | None, place: torch.device, num_bytes: int, re
     lanes = Lanes(place)
     name = f"probe-{os.getpid()}"
     tier: TierStore = HostTier(None, lanes, place) if folder is None else DiskTier(folder, name, lanes, device=place)
+    if folder is not None:  # two records, twice: half of what is free, where that is little
+        most = shutil.disk_usage(folder).free // 8
+        num_bytes = min(num_bytes, max(most // ALIGNMENT, 1) * ALIGNMENT)
     keys = Key(0, "weights"), Key(1, "weights")
     slots = [aligned(num_bytes, place).fill_(1) for _ in keys]
     turns = []

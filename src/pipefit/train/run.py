@@ -97,6 +97,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     """
     session = current()
     config, resumed = going_on(config, session.rank)
+    spill = tiers_of(config, resumed is not None)
     torch.manual_seed(config.seed)
     options = parse_options(config.options, config.model)
     bundle = bundle_of(config.model, options, config.seed, bool(config.device_memory))
@@ -135,7 +136,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         loss_scale=config.loss_scale or None,
         seed=config.seed,
         device=config.device or None,
-        spill=tiers_of(config, resumed is not None),
+        spill=spill,
     )
     cost = cost_of(
         parts, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session, topology, plan.schedule)

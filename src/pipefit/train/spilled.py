@@ -158,6 +158,10 @@ def spilled_shape(shape: Shape, spill: Spilled | None) -> Shape:
     return msgspec.structs.replace(shape, spill=spill.of(num_stages, shape.ties), prefetch=spill.prefetch)
 
 
+_OF_SPILLED = ("commit_every", "activations", "step_on", "keep")
+"""What a run says of stages that are spilled."""
+
+
 def tiers_of(config: RunConfig, resume: bool = False) -> Spilled | None:
     """Where the stages of a run live, if it asks for a tier.
 
@@ -165,7 +169,20 @@ def tiers_of(config: RunConfig, resume: bool = False) -> Spilled | None:
         config: of the run.
         resume: it goes on from the records there. It must still have a step to do, so that it can be measured: a run
             that was cut off after its last one does that again.
+
+    Raises:
+        PlanError: it says something of spilled stages that means nothing here.
     """
+    usual = RunConfig()
+    told = [f"--{name.replace('_', '-')}" for name in _OF_SPILLED if getattr(config, name) != getattr(usual, name)]
+    if told and not config.spills and not config.plan:
+        raise PlanError(
+            f"{' and '.join(told)}: nothing is spilled; give --device-memory, --disk or --host-memory as well"
+        )
+    if config.commit_every is not None and not config.disk:
+        raise PlanError("--commit-every: only what lies on a disk outlasts the run; give --disk as well")
+    if config.step_on == "host" and config.disk:
+        raise PlanError(NOT_FROM_DISK)
     if not config.spills:
         return None
     latest = config.steps - 1 if resume else False
