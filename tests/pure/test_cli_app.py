@@ -102,6 +102,12 @@ def test_what_a_run_finds_out_is_exit_1(a_verb_that, capsys, problem):
     assert str(problem) in capsys.readouterr().err
 
 
+def test_an_interrupt_that_says_how_to_go_on_is_heard(a_verb_that, capsys):
+    a_verb_that(raising(KeyboardInterrupt("step 7 is committed")))
+    assert main(["schedules"]) == 130
+    assert capsys.readouterr().err == "pipefit schedules: interrupted; step 7 is committed\n"
+
+
 def test_an_interrupt_is_exit_130(a_verb_that, capsys):
     a_verb_that(raising(KeyboardInterrupt()))
     assert main(["schedules"]) == 130

@@ -151,6 +151,15 @@ def test_a_file_gets_ten_lines_and_a_terminal_one_that_moves():
     assert "left" in moving.getvalue()
 
 
+def test_a_run_that_goes_on_counts_steps_from_where_it_stood_and_time_from_now():
+    plain = io.StringIO()
+    watcher = Watcher(100, 16, plain)
+    for step in range(61, 101):
+        watcher.stepped(step, 2.0, 0.5 * (step - 60))
+    lines = plain.getvalue().splitlines()
+    assert lines[0] == "step 70/100  loss 2.0000  32.0 samples/s  15 s left" and lines[-1].startswith("step 100/100")
+
+
 def test_a_reader_that_leaves_does_not_stop_the_training():
     class Gone(io.StringIO):
         def write(self, text: str) -> int:

@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(tmp_path, capsys
     losses = losses_of(capsys, *words(tmp_path / "whole", data))
     assert not list((tmp_path / "whole").iterdir())
     tier, out = tmp_path / "tier", tmp_path / "run"
-    killed(words(tier, data))
+    killed(words(tier, data, more=["-o", str(out)]))
     assert main(words(tier, data)) == 2
     told = capsys.readouterr().err
     assert f"{tier} holds step 4 of a run that was cut off: go on with --resume {tier}" in told
@@ -75,7 +75,9 @@ def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(tmp_path, capsys
     assert "--lr was 0.002, is 0.1; --seed was 0, is 1; ask for the same" in told and "Traceback" not in told
     assert losses_of(capsys, *words(tier, data, more=["--resume", str(tier), "-o", str(out)])) == losses[4:]
     assert not list(tier.iterdir())
-    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[0]) == {"step": 5, "loss": losses[4]}
+    told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    # A loss is read while the next step runs: that of the last step before the end may be missing.
+    assert told == [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1) if step != 4]
 
 
 def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path, capsys):

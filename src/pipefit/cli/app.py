@@ -75,8 +75,8 @@ def run(arguments: list[str] | None = None) -> int:
         # The reader (head, less) has gone: no complaint, now or when Python flushes at exit.
         _close_stdout()
         return 128 + 13
-    except KeyboardInterrupt:
-        return _complain(_verb(tokens), "interrupted", 130)
+    except KeyboardInterrupt as problem:  # who knows how to go on says so
+        return _complain(_verb(tokens), f"interrupted{'; ' * bool(str(problem))}{problem}", 130)
     except Exception as problem:  # what nobody foresaw: a mistake of pipefit, so say so and keep the evidence
         from pipefit.cli.crash import keep_evidence
 

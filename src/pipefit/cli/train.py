@@ -144,12 +144,23 @@ def command(
 
 
 def _run(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any:
-    result = _trained(settings, transport, threads, quiet)
+    try:
+        result = _trained(settings, transport, threads, quiet)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_how_to_go_on(settings.disk)) from None
     if settings.output and _is_first():
         from pipefit.report import write_report
 
         result.paths["report"] = str(write_report(settings.output))
     return result
+
+
+def _how_to_go_on(disk: str) -> str:
+    """With what a run that is cut off has committed, in words; nothing where that is nothing."""
+    from pipefit.train.resumed import committed_step
+
+    step = committed_step(disk) if disk else None
+    return f"step {step} is committed: go on with the same command and --resume {disk}" if step else ""
 
 
 def _trained(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any:

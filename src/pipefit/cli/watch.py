@@ -35,7 +35,7 @@ class Watcher:
 
     def __init__(self, num_steps: int, batch: int, stream: TextIO | None = None) -> None:
         self._num_steps, self._batch, self._stream = num_steps, batch, stream or sys.stdout
-        self._tokens, self._last_s, self._width = 0, 0.0, 0
+        self._tokens, self._last_s, self._width, self._first = 0, 0.0, 0, 0
         self._rated: Any = None
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
@@ -57,19 +57,21 @@ class Watcher:
             self._print(f"MFU: {rated.convention}")
 
     def stepped(self, step: int, loss: float, seconds: float, live: Any = None) -> None:
-        """Moves the line on, at most ten times a second; steps count from 1."""
+        """Moves the line on, at most ten times a second; steps count from 1, or from where an earlier run ended."""
+        self._first = self._first or step
         moving = self._stream.isatty()
         last = step >= self._num_steps
         due = seconds - self._last_s >= 0.1 if moving else step % max(self._num_steps // 10, 1) == 0
         if not (due or last):
             return
         self._last_s = seconds
-        rate = step * self._batch / seconds if seconds else 0.0
+        done = step - self._first + 1
+        rate = done * self._batch / seconds if seconds else 0.0
         parts = [f"step {step}/{self._num_steps}", f"loss {loss:.4f}", f"{rate:.1f} samples/s"]
         parts += [f"{format_count(rate * self._tokens)} tokens/s"] if self._tokens else []
         parts += _live(live)
         parts += [f"MFU {self._rated.mfu(rate):.0%}"] if self._rated is not None else []
-        parts += [] if last else [f"{format_seconds(seconds / step * (self._num_steps - step))} left"]
+        parts += [] if last else [f"{format_seconds(seconds / done * (self._num_steps - step))} left"]
         line = "  ".join(parts)
         if moving:
             self._write(f"\r{line:<{self._width}}" + ("\n" if last else ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -34,6 +34,7 @@ from pipefit.train.capped import AUTO, capped
 from pipefit.train.config import RunConfig
 from pipefit.train.live import Live, Rated, rated
 from pipefit.train.memory import held_memory_bytes, peak_memory_bytes
+from pipefit.train.metrics import METRICS, Metrics
 from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.train.parts import profile_of_parts
 from pipefit.train.pipeline import Pipeline
@@ -60,7 +61,10 @@ class Observer(Protocol):
         """The plan stands; training begins."""
 
     def stepped(self, step: int, loss: float, seconds: float, live: Live | None = None) -> None:
-        """A step's loss is known, `seconds` after training began; `live` tells of the ranks in its pass."""
+        """A step's loss is known, `seconds` after training began; `live` tells of the ranks in its pass.
+
+        Steps count from 1, over all runs that went on from each other.
+        """
 
     def rated(self, rated: Rated | None) -> None:
         """What the model needs and the devices can; None: it is not known."""
@@ -261,17 +265,19 @@ def _train(pipe: Pipeline, config: RunConfig, source: Source, observer: Observer
     batches = source.endless()
     size = config.checkpoint_every or config.steps
     done = pipe.num_updates
-    while done < config.steps:
-        count = min(size, config.steps - done)
-        before = len(losses)
+    folder = Path(config.output) if config.output and pipe.rank == 0 else None
+    with contextlib.closing(Metrics(folder, done)) as metrics:
+        while done < config.steps:
+            count = min(size, config.steps - done)
 
-        def shown(step: int, loss: float, before: int = before) -> None:
-            observer.stepped(before + step, loss, time.perf_counter() - began, pipe.live)
+            def shown(step: int, loss: float, before: int = done) -> None:
+                metrics.add(before + step, loss)
+                observer.stepped(before + step, loss, time.perf_counter() - began, pipe.live)
 
-        losses += pipe.fit(batches, steps=count, on_step=shown)
-        done += count
-        if config.checkpoint_every and config.output and done < config.steps:
-            pipe.save(_checkpoints(config), extra={"data": source.state()})
+            losses += pipe.fit(batches, steps=count, on_step=shown)
+            done += count
+            if config.checkpoint_every and config.output and done < config.steps:
+                pipe.save(_checkpoints(config), extra={"data": source.state()})
     return losses, time.perf_counter() - began
 
 
@@ -346,13 +352,10 @@ def _leave(
     plan.save(folder / "plan.json")
     profile.save(folder / "profile.json")
     program_text.save(pipe.program, folder / "program.pipe")
-    first = pipe.num_updates - len(result.losses) + 1
-    lines = (json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(result.losses, first))
-    write_atomically(folder / "metrics.jsonl", "\n".join(lines) + "\n")
     forecast.save_trace(folder / "predicted.trace.json")
     measured.save_trace(folder / "measured.trace.json")
     result.paths = _pictures(folder, forecast, measured)
-    result.paths |= {"checkpoint": _checkpoints(config), "metrics": str(folder / "metrics.jsonl")}
+    result.paths |= {"checkpoint": _checkpoints(config), "metrics": str(folder / METRICS)}
     write_json(folder / "run.json", {"format": "pipefit.run/1", "config": asdict(config), "result": _plain(result)})
 
 
