@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,7 +137,8 @@ def test_a_stage_costs_what_its_layers_cost():
         Profile("chain", 4, THREE), Partition.from_counts([2, 1]), SERVER,
         optimizer_bytes_per_weight_byte=2, step_s_per_weight_byte=0.5, loss_s=1,
     )  # fmt: skip
-    assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == ((5, 7), (7, 8), (9, 9))
+    # The first stage's input needs no gradient, so its second half is all of its backward.
+    assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == ((5, 7), (0, 8), (7 + 9, 9))
     assert (cost.saved_bytes, cost.weight_bytes, cost.optim_bytes) == ((300, 300), (3000, 3000), (6000, 6000))
     assert (cost.act_bytes, cost.grad_bytes, cost.step_s) == ((20, 30), (20, 30), (1500, 1500))
     assert cost.duration_s(Instruction(Op.LOSS, mb=0), 0) == 1
@@ -147,6 +149,13 @@ def test_what_crosses_a_cut_is_every_output_used_beyond_it_once():
     graph = Profile("skip", 1, THREE, edges=((0, 1), (1, 2), (0, 2)))
     cost = CostModel.from_profile(graph, Partition.from_counts([1, 1, 1]), Topology.local(3))
     assert cost.act_bytes == (*graph.cut_bytes, 30)
+
+
+def test_between_its_halves_a_backward_keeps_what_its_layers_keep_and_in_the_first_stage_its_gradient():
+    known = tuple(msgspec.structs.replace(layer, half_bytes=7) for layer in THREE)
+    for layers, kept in ((known, 14), (THREE, sum(max(x.output_bytes, x.saved_bytes) for x in THREE[1:]))):
+        cost = CostModel.from_profile(Profile("chain", 4, layers), Partition.from_counts([1, 2]), SERVER)
+        assert cost.half_bytes == (cost.grad_bytes[0], kept)
 
 
 def test_an_output_without_gradient_sends_none_back():

@@ -538,3 +538,16 @@ def test_a_device_is_measured_in_its_own_units():
     assert device.flops > 1e8
     assert device.memory_bandwidth_bytes_per_s > 1e7
     assert 0 < device.memory_bytes < 1e13
+
+
+def test_what_a_halved_backward_keeps_is_what_enters_norms_and_products():
+    bundle = build("gpt", hidden=16, layers=2, heads=2, context=8, vocab=11)
+    x, y = bundle.example(3, 0)
+    numbers = 3 * 8 * 16 * 4  # bytes of a micro-batch of vectors
+    measured = profile_layers(bundle.layers, x, bundle.loss, y, **QUICK)
+    computed = analytic_profile(bundle.layers, x, DEVICE, bundle.loss, y)
+    for profile in (measured, computed):
+        kept = [layer.half_bytes for layer in profile.layers]
+        assert kept[1:3] == [11 * numbers] * 2  # two norms, and products of width 3, 1, 4 and 1
+        assert kept[0] == numbers  # nothing learns before it: its second half is the whole backward
+        assert Profile.at(profile, 6).layers[1].half_bytes == 22 * numbers

@@ -149,17 +149,23 @@ def from_profile(
         )
 
     weights = total(lambda layer: layer.weight_bytes, weight_scale)
+    inputs_s = total(lambda layer: layer.backward_input_s, scale)
+    weights_s = total(lambda layer: layer.backward_weight_s, scale)
+    grads = _crossing(profile, partition, _grad_bytes, scale * data_scale)
+    halves = total(lambda layer: layer.kept_bytes, scale * data_scale)
     return CostModel(
         forward_s=total(lambda layer: layer.forward_s, scale),
-        backward_input_s=total(lambda layer: layer.backward_input_s, scale),
-        backward_weight_s=total(lambda layer: layer.backward_weight_s, scale),
+        # The model's input needs no gradient: all of the first stage's backward can wait for its second half.
+        backward_input_s=(0.0, *inputs_s[1:]),
+        backward_weight_s=(inputs_s[0] + weights_s[0], *weights_s[1:]),
         step_s=tuple(size * step_s_per_weight_byte for size in weights),
         host_step_s=tuple(size / rate for size in weights) if (rate := _host_rate(topology)) else (),
         loss_s=loss_s,
         load_s=load_s,
         act_bytes=_crossing(profile, partition, lambda layer: layer.output_bytes, scale * data_scale),
-        grad_bytes=_crossing(profile, partition, _grad_bytes, scale * data_scale),
+        grad_bytes=grads,
         saved_bytes=total(lambda layer: layer.saved_bytes, scale * data_scale),
+        half_bytes=(grads[0], *halves[1:]),
         weight_bytes=weights,
         optim_bytes=tuple(size * optimizer_bytes_per_weight_byte for size in weights),
         input_bytes=input_bytes,

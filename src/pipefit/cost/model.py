@@ -54,7 +54,7 @@ class CostModel:
         act_bytes: of a stage's output, as it travels to the next.
         grad_bytes: of the gradient of that output; (): those of the output.
         saved_bytes: kept from forward to backward.
-        half_bytes: kept from bwd_input to bwd_weight beside what is saved; (): the gradient of the output.
+        half_bytes: gradients kept from bwd_input to bwd_weight, beside what is saved; (): that of the output.
         weight_bytes: of one version of the weights, and of their gradients.
         optim_bytes: of the optimizer's state, there from beginning to end.
         input_bytes: of one micro-batch of inputs, at stage 0.

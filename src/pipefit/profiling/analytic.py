@@ -19,7 +19,7 @@ from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.layers import Chain, as_chain, call_layer
 from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, tensors_of
 from pipefit.profiling.roofline import Cost, Roofline, pretended
-from pipefit.profiling.survey import saved_storages, storage_key
+from pipefit.profiling.survey import half_bytes_of, saved_storages, storage_key
 from pipefit.profiling.untouched import random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
@@ -45,6 +45,7 @@ class LayerCost:
     grad_bytes: int | None
     saved_bytes: int
     weight_bytes: int
+    half_bytes: int | None
     input: Any
     output: Any
 
@@ -232,6 +233,7 @@ def _worked_through(name: str, layer: nn.Module, form: Any, device: Device, dtyp
         grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
         saved_bytes=sum(storage.nbytes() for storage in seen.values()),
         weight_bytes=num_bytes([state[key] for key, _ in layer.named_parameters()]),
+        half_bytes=half_bytes_of(inputs, [leaf for leaf in leaves if leaf.requires_grad]),
         input=form,
         output=map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), output),
     )
@@ -286,4 +288,5 @@ def _layer(name: str, cost: LayerCost) -> Layer:
         saved_bytes=cost.saved_bytes,
         weight_bytes=cost.weight_bytes,
         grad_bytes=cost.grad_bytes,
+        half_bytes=cost.half_bytes,
     )

@@ -192,6 +192,7 @@ def _layer(index: int, name: str, weights: Weights, samples: _Samples, step_s: f
         saved_bytes=weights.saved_bytes,
         weight_bytes=weights.weight_bytes,
         grad_bytes=weights.grad_bytes,
+        half_bytes=weights.half_bytes,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
         step_s=step_s,
     )

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
+from pipefit.errors import ModelError
 from pipefit.profiling.layers import Chain, call_layer
 from pipefit.profiling.payload import describe, num_bytes, tensors_of
+from pipefit.runtime.halves import Saved, input_half
 
-__all__ = ["Weights", "saved_storages", "storage_key", "survey", "weight_bytes_of"]
+__all__ = ["Weights", "half_bytes_of", "saved_storages", "storage_key", "survey", "weight_bytes_of"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Weights:
     grad_bytes: int | None
     saved_bytes: int
     weight_bytes: int
+    half_bytes: int | None
     gets_gradients: bool
     learns: bool
 
@@ -49,22 +53,38 @@ def survey(chain: Chain, payload: Any) -> tuple[list[Weights], Any]:
     found = []
     for name, layer in chain:
         before = len(seen)
-        gets_gradients = any(leaf.requires_grad for leaf in tensors_of(payload))
+        inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
         with saved_storages(seen, persistent):
             payload = call_layer(name, layer, payload, describe(payload))
         saved = sum(storage.nbytes() for storage in list(seen.values())[before:])
         leaves = tensors_of(payload)
         grad_bytes = num_bytes([leaf for leaf in leaves if leaf.requires_grad])
         output_bytes = num_bytes(leaves)
+        half_bytes = half_bytes_of(inputs, [leaf for leaf in leaves if leaf.requires_grad])
         learns = any(parameter.requires_grad for parameter in layer.parameters())
         partly = None if grad_bytes == output_bytes else grad_bytes
-        found.append(Weights(output_bytes, partly, saved, weight_bytes_of(layer), gets_gradients, learns))
+        sizes = output_bytes, partly, saved, weight_bytes_of(layer), half_bytes
+        found.append(Weights(*sizes, bool(inputs), learns))
     return found, payload
 
 
 def weight_bytes_of(layer: nn.Module) -> int:
     """Bytes of the parameters of a layer, frozen ones too; one that is tied inside the layer counts once."""
     return num_bytes(list(layer.parameters()))
+
+
+def half_bytes_of(inputs: list[Tensor], outputs: list[Tensor]) -> int | None:
+    """Bytes that a backward in two halves keeps from the first to the second; None: it cannot be halved.
+
+    The first half runs for it, on gradients of one; the graph is left as it is.
+    """
+    given = Saved(inputs, [get_gradient_edge(output) for output in outputs])
+    try:
+        _, runs = input_half(given, [torch.ones_like(output) for output in outputs])
+    except (ModelError, RuntimeError):
+        return None
+    kept = {storage_key(grad): grad.untyped_storage() for run in runs for grad in run.grads}
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class _Ways:
 
     def __init__(self, saved: Saved) -> None:
         leaves = {get_gradient_edge(leaf).node for leaf in saved.inputs}
-        self.children = _nodes_below(edge.node for edge in saved.edges)
+        self.children = _nodes_below((edge.node for edge in saved.edges), leaves)
         self.to_input: set[Node] = set()
         self.weights: dict[Node, frozenset[Any]] = {}
         self.branches: dict[Node, list[GradientEdge]] = {}
@@ -158,12 +158,20 @@ class _Ways:
 
     def is_behind(self, nodes: set[Node]) -> bool:
         """Whether a way leads from one of these nodes to another."""
-        below = _nodes_below((c for n in nodes for c, _ in self.children[n] if c in self.to_input), self.to_input)
-        return not nodes.isdisjoint(below)
+        seen: set[Node] = set()
+        stack = [child for node in nodes for child, _ in self.children[node]]
+        while stack:
+            node = stack.pop()
+            if node in nodes:
+                return True
+            if node not in seen:
+                seen.add(node)
+                stack += [child for child, _ in self.children[node] if child in self.to_input]
+        return False
 
 
-def _nodes_below(starts: Iterable[Node], within: set[Node] | None = None) -> dict[Node, list[tuple[Node, int]]]:
-    """All nodes that can be reached, each with the edges that leave it; none stands before one that it leads to."""
+def _nodes_below(starts: Iterable[Node], ends: set[Node]) -> dict[Node, list[tuple[Node, int]]]:
+    """All nodes down to some ends, each with the edges that leave it; none stands before one that it leads to."""
     done: dict[Node, list[tuple[Node, int]]] = {}
     opened: dict[Node, list[tuple[Node, int]]] = {}
     stack = [*starts]
@@ -175,8 +183,8 @@ def _nodes_below(starts: Iterable[Node], within: set[Node] | None = None) -> dic
             done[node] = opened[node]
             stack.pop()
         else:
-            children: Any = node.next_functions
-            opened[node] = [(c, k) for c, k in children if c is not None and (within is None or c in within)]
+            children: Any = () if node in ends else node.next_functions
+            opened[node] = [(child, slot) for child, slot in children if child is not None]
             stack += [child for child, _ in opened[node] if child not in opened]
     return done
 

@@ -30,6 +30,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         grad_bytes: bytes of the gradient of the output; None: as many as the output.
         spread_s: half the distance between the quartiles of the measured forward + backward time.
         step_s: seconds of the optimizer's step on its weights, a part of the profile's `optimizer_s`.
+        half_bytes: bytes that a backward in two halves keeps from the first to the second, beside those saved; None:
+            not known.
     """
 
     name: str
@@ -42,6 +44,12 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grad_bytes: float | None = None
     spread_s: float = 0.0
     step_s: float = 0.0
+    half_bytes: float | None = None
+
+    @property
+    def kept_bytes(self) -> float:
+        """`half_bytes`, or where they are not known the larger of output and saved values."""
+        return max(self.output_bytes, self.saved_bytes) if self.half_bytes is None else self.half_bytes
 
     @property
     def backward_s(self) -> float:
@@ -259,6 +267,8 @@ def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: in
         if layer.grad_bytes is not None:
             before = 0.0 if other is None else other.output_bytes if other.grad_bytes is None else other.grad_bytes
             figures["grad_bytes"] = mix(layer.grad_bytes, before)
+        if layer.half_bytes is not None:
+            figures["half_bytes"] = mix(layer.half_bytes, other.kept_bytes if other else 0.0)
         layers.append(msgspec.structs.replace(layer, **figures))
     step_s = None
     if high.step_s is not None and (low is None or low.step_s is not None):
