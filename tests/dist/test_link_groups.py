@@ -107,7 +107,7 @@ def _dawdling(shape: dict[str, Any], seed: int) -> tuple[Pipeline, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_order_of_programs_and_delays_makes_four_ranks_stand_still(seed: int) -> None:
     """Four ranks on however few cores; replicas of all shapes, reductions and messages of both directions in flight."""
     losses = launch(train_at_random, 4, seed, 12, threads=1, quiet=True, deadline_s=20)

@@ -152,7 +152,7 @@ def test_the_text_is_not_made_when_json_is_wanted(a_verb_that, capsys):
 
 def test_a_reader_that_leaves_early_is_no_error():
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m pipefit draw gpipe -p 8 -m 2000 --json | head -c 5"],
+        ["bash", "-c", f"{sys.executable} -m pipefit draw gpipe -p 4 -m 1500 --json | head -c 5"],
         capture_output=True,
         text=True,
         env=ENV,

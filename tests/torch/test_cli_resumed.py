@@ -1,5 +1,7 @@
 """`pipefit train --disk … --resume …`: the same command goes on where a run was cut off."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -57,14 +59,23 @@ def losses_of(capsys, *arguments):
     return json.loads(capsys.readouterr().out)["losses"]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The losses of the run on text that nothing stops."""
+    folder, printed = tmp_path_factory.mktemp("whole"), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(words(folder)) == 0
+    assert not list(folder.iterdir())
+    return json.loads(printed.getvalue())["losses"]
+
+
 def killed(arguments, after=4):
     assert ended(dies_in_a_write, after, arguments) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("data", ["text", "synthetic"])
-def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(tmp_path, capsys, data):
-    losses = losses_of(capsys, *words(tmp_path / "whole", data))
-    assert not list((tmp_path / "whole").iterdir())
+def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(tmp_path, capsys, data, whole):
+    losses = whole if data == "text" else losses_of(capsys, *words(tmp_path / "whole", data))
     tier, out = tmp_path / "tier", tmp_path / "run"
     killed(words(tier, data, more=["-o", str(out)]))
     assert main(words(tier, data)) == 2
@@ -80,8 +91,7 @@ def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(tmp_path, capsys
     assert told == [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1) if step != 4]
 
 
-def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path, capsys):
-    losses = losses_of(capsys, *words(tmp_path / "whole"))
+def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path, capsys, whole):
     tier = tmp_path / "tier"
     split = ["--host-memory", "100 KiB", "--commit-every", "2"]
     killed(words(tier, more=split), after=2)
@@ -89,7 +99,7 @@ def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path,
     for later in (split, ["--host-memory", "1 MiB"]):
         copy = tmp_path / later[1]
         shutil.copytree(tier, copy)
-        assert losses_of(capsys, *words(copy, more=["--resume", str(copy), *later])) == losses[4:]
+        assert losses_of(capsys, *words(copy, more=["--resume", str(copy), *later])) == whole[4:]
 
 
 def test_a_run_under_a_cap_goes_on_with_the_plan_it_had(tmp_path, capsys):
@@ -109,9 +119,8 @@ def test_records_are_gone_on_from_in_their_place(tmp_path, capsys):
     assert f"give --disk {tmp_path / 'tier'} too" in capsys.readouterr().err
 
 
-def test_a_run_that_is_cut_off_after_its_last_step_does_that_again(tmp_path, capsys):
-    losses = losses_of(capsys, *words(tmp_path / "whole"))
+def test_a_run_that_is_cut_off_after_its_last_step_does_that_again(tmp_path, capsys, whole):
     tier = tmp_path / "tier"
     assert ended(dies_at_its_end, words(tier)) == -signal.SIGKILL
-    assert losses_of(capsys, *words(tier, more=["--resume", str(tier)])) == losses[-1:]
+    assert losses_of(capsys, *words(tier, more=["--resume", str(tier)])) == whole[-1:]
     assert not list(tier.iterdir())

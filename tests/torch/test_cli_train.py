@@ -9,6 +9,7 @@ from pipefit.cli import main
 pytestmark = pytest.mark.dist
 
 SMALL = {"--model": "mlp", "--option": "layers=3,width=16", "--steps": "4", "--batch": "8"}
+HERE = ("--transport", "local")  # where processes would show nothing more
 
 
 def train(*more: str, **changes: str) -> int:
@@ -44,13 +45,13 @@ def test_a_run_over_two_processes_leaves_what_it_names(tmp_path, capsys):
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_message(changes, told, capsys):
-    assert train(**changes) == 2
+    assert train(*HERE, **changes) == 2
     err = capsys.readouterr().err
     assert told in err and "Traceback" not in err
 
 
 def test_a_loss_that_is_no_number_is_exit_1(capsys):
-    assert train(steps="50", lr="1e30", clip="0", optimizer="sgd", warmup="1") == 1
+    assert train(*HERE, steps="50", lr="1e30", clip="0", optimizer="sgd", warmup="1") == 1
     err = capsys.readouterr().err
     assert "loss" in err and "Traceback" not in err
 
@@ -117,7 +118,7 @@ def test_a_pipeline_whose_chunks_live_on_disk_has_the_losses_of_one_that_holds_t
     words += ["--schedule", "interleaved", "--chunks", "2", "--stages", "2,1,1,2", "--data", "synthetic", "--json"]
     found = []
     for more in (["--disk", str(tmp_path / "tier")], []):
-        assert main(["train", *words, *more]) == 0
+        assert main(["train", *words, *HERE, *more]) == 0
         found.append(json.loads(capsys.readouterr().out)["losses"])
     assert found[0] == found[1]
     assert not list((tmp_path / "tier").iterdir())

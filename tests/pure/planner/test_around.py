@@ -72,7 +72,7 @@ def test_the_explanation_names_stages_winner_and_losers():
 
 def test_training_days_follow_from_the_predicted_throughput():
     machine = load_topology("dgx-a100-8")
-    made = plan(gpt_profile(24, 2048, 16, device=machine.device), machine, global_batch=64)
+    made = plan(gpt_profile(8, 2048, 16, device=machine.device), machine, global_batch=16)
     told = training(made, machine, 1e9)
     assert told["training_days"] == pytest.approx(1e9 / 2048 / made.prediction.throughput / 86400)
     assert 0.2 < told["mfu"] <= machine.device.efficiency

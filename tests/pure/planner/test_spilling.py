@@ -57,7 +57,7 @@ def test_layers_that_share_a_weight_get_a_slot_each():
 
 
 def test_activations_on_the_tier_make_room_for_more_micro_batches():
-    wish = {"device_bytes": 0.9e9, "num_microbatches": 64}
+    wish = {"device_bytes": 0.9e9, "num_microbatches": 24}
     with pytest.raises(InfeasibleError):
         plan_spilling(PROFILE, MACHINE, activations=False, **wish)
     plan = plan_spilling(PROFILE, MACHINE, activations=True, **wish)
