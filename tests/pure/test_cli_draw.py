@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from tests.verbs import answered, refused
 
 from pipefit.cli import main
 from pipefit.cli.options import PICTURES
@@ -14,15 +15,7 @@ from pipefit.timeline import load_trace
 
 
 def drawn(capsys, *arguments: str) -> dict:
-    assert main(["draw", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, *arguments: str) -> str:
-    assert main(["draw", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and "Traceback" not in shown.err
-    return shown.err
+    return answered(capsys, "draw", *arguments)
 
 
 def test_the_json_object_has_every_promised_field(capsys):
@@ -160,7 +153,7 @@ def test_pictures_are_written(suffix, tmp_path, capsys):
 
 
 def test_a_mistyped_schedule_gets_the_nearest_one(capsys):
-    assert "did you mean 1f1b?" in refused(capsys, "1f1", "-p", "2", "-m", "2")
+    assert "did you mean 1f1b?" in refused(capsys, "draw", "1f1", "-p", "2", "-m", "2")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +180,7 @@ def test_a_mistyped_schedule_gets_the_nearest_one(capsys):
     ],
 )
 def test_integers_and_times_without_a_meaning_are_refused_by_name(arguments, told, capsys):
-    assert told in refused(capsys, *arguments)
+    assert told in refused(capsys, "draw", *arguments)
 
 
 def test_the_endings_are_those_that_drawings_can_be_saved_as():
@@ -196,12 +189,12 @@ def test_the_endings_are_those_that_drawings_can_be_saved_as():
 
 def test_an_unknown_ending_is_refused_with_the_known_ones_and_nothing_is_written(tmp_path, capsys):
     path = tmp_path / "a.pdf"
-    err = refused(capsys, "1f1b", "-p", "2", "-m", "2", "-o", str(path))
+    err = refused(capsys, "draw", "1f1b", "-p", "2", "-m", "2", "-o", str(path))
     assert ".svg" in err and ".html" in err and not path.exists()
 
 
 def test_a_directory_cannot_be_drawn_into(tmp_path, capsys):
-    assert "got a directory" in refused(capsys, "1f1b", "-p", "2", "-m", "2", "-o", str(tmp_path))
+    assert "got a directory" in refused(capsys, "draw", "1f1b", "-p", "2", "-m", "2", "-o", str(tmp_path))
 
 
 def test_the_list_of_schedules_is_complete(capsys):

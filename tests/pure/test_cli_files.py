@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.verbs import answered, refused
 
 from pipefit import planner
 from pipefit.cli import main
@@ -25,31 +26,17 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def answered(capsys, code: int, *arguments: str) -> dict:
-    capsys.readouterr()
-    assert main([*arguments, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, *arguments: str) -> str:
-    capsys.readouterr()
-    assert main(list(arguments)) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and "Traceback" not in shown.err
-    return shown.err
-
-
 @pytest.mark.parametrize("schedule", names())
 def test_every_drawn_program_verifies(schedule, tmp_path, capsys):
     path = str(tmp_path / "a.pipe")
     assert main(["draw", schedule, "-p", "3", "-m", "6", "-v", "2" if schedule == "zb-v" else "1", "-o", path]) == 0
-    assert answered(capsys, 0, "verify", path)["violations"] == []
+    assert answered(capsys, "verify", path)["violations"] == []
 
 
 def test_a_lost_receive_is_found_and_every_violation_is_printed_with_its_grid(files, capsys):
     text = (files / "a.pipe").read_text()
     (files / "b.pipe").write_text(text.replace("  recv s0 m1 act <0\n", ""))
-    data = answered(capsys, 1, "verify", "b.pipe")
+    data = answered(capsys, "verify", "b.pipe", code=1)
     assert data["ok"] is False
     assert {"messages", "dependencies"} <= {violation["rule"] for violation in data["violations"]}
     assert main(["verify", "b.pipe"]) == 1
@@ -59,17 +46,17 @@ def test_a_lost_receive_is_found_and_every_violation_is_printed_with_its_grid(fi
 
 
 def test_what_does_not_fit_is_a_violation_of_memory(files, capsys):
-    assert answered(capsys, 0, "verify", "plan.json", "--profile", "profile.json", "--capacity", "1 MiB")["ok"]
-    data = answered(capsys, 1, "verify", "plan.json", "--profile", "profile.json", "--capacity", "4kB")
+    assert answered(capsys, "verify", "plan.json", "--profile", "profile.json", "--capacity", "1 MiB")["ok"]
+    data = answered(capsys, "verify", "plan.json", "--profile", "profile.json", "--capacity", "4kB", code=1)
     assert {violation["rule"] for violation in data["violations"]} == {"memory"}
 
 
 def test_the_devices_of_a_topology_are_a_capacity(files, capsys):
     # Two micro-batches of two layers, 4 kB each, are the 16 kB of the device already, and then there are the weights.
     arguments = ("--profile", "profile.json", "--topology", "topology.toml")
-    data = answered(capsys, 1, "verify", "plan.json", *arguments)
+    data = answered(capsys, "verify", "plan.json", *arguments, code=1)
     assert [violation["rank"] for violation in data["violations"]] == [0]
-    assert answered(capsys, 1, "verify", "a.pipe", "--layers", "2,1", *arguments) == data
+    assert answered(capsys, "verify", "a.pipe", "--layers", "2,1", *arguments, code=1) == data
 
 
 def test_a_capacity_without_sizes_says_what_is_missing(files, capsys):
@@ -77,13 +64,13 @@ def test_a_capacity_without_sizes_says_what_is_missing(files, capsys):
 
 
 def test_a_simulated_program_takes_as_long_as_drawn(files, capsys):
-    data = answered(capsys, 0, "simulate", "a.pipe", "--forward", "2", "--backward", "3")
+    data = answered(capsys, "simulate", "a.pipe", "--forward", "2", "--backward", "3")
     assert (data["makespan"], data["busy"]) == ((4 + 1) * 5, [20, 20])
     assert data["peak_inflight"] == data["peak_memory"] == [2, 1]
 
 
 def test_a_plan_with_a_profile_gives_seconds_and_bytes(files, capsys):
-    data = answered(capsys, 0, "simulate", "plan.json", "--profile", "profile.json", "--topology", "topology.toml")
+    data = answered(capsys, "simulate", "plan.json", "--profile", "profile.json", "--topology", "topology.toml")
     # Rank 0 has two layers of 1 ms forward and 2 ms backward; its work and the first and last of rank 1 cannot overlap.
     assert data["unit"] == "s"
     assert data["busy"] == pytest.approx([4 * 6e-3, 4 * 3e-3])
@@ -99,14 +86,14 @@ def test_people_get_a_row_for_each_rank(files, capsys):
 
 
 def test_a_simulation_is_drawn(files, capsys):
-    data = answered(capsys, 0, "simulate", "plan.json", "--profile", "profile.json", "-o", "t.svg")
+    data = answered(capsys, "simulate", "plan.json", "--profile", "profile.json", "-o", "t.svg")
     assert data["output"] == "t.svg" and (files / "t.svg").read_text().startswith("<svg")
 
 
 def test_a_slower_link_takes_longer(files, capsys):
-    fast = answered(capsys, 0, "simulate", "a.pipe")["makespan"]
+    fast = answered(capsys, "simulate", "a.pipe")["makespan"]
     slow = Topology((Level("host", 2, 1e9, 0.5),)).save(files / "slow.toml")
-    assert answered(capsys, 0, "simulate", "a.pipe", "--topology", str(slow))["makespan"] > fast
+    assert answered(capsys, "simulate", "a.pipe", "--topology", str(slow))["makespan"] > fast
 
 
 def test_a_missing_file_is_named(files, capsys):

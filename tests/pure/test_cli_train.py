@@ -5,6 +5,7 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from tests.verbs import refused
 
 from pipefit.cli import main, train
 from pipefit.cli.answer import Answer
@@ -28,13 +29,6 @@ def settings(monkeypatch):
     monkeypatch.setattr(train, "_data", lambda settings, result: {})
     monkeypatch.setattr(train, "_told", lambda result: "")
     return seen
-
-
-def refused(capsys, *arguments: str) -> str:
-    assert main(["train", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and "Traceback" not in shown.err
-    return shown.err
 
 
 def test_without_options_a_run_is_the_default_run(settings):
@@ -90,20 +84,20 @@ def test_a_file_gives_options_and_what_is_typed_wins(settings, tmp_path):
 def test_a_file_with_something_else_is_refused(text, told, settings, tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text(text)
-    assert told in refused(capsys, "--config", str(path))
+    assert told in refused(capsys, "train", "--config", str(path))
     assert settings == []
 
 
 def test_a_missing_file_or_a_directory_is_named(settings, tmp_path, capsys):
-    assert "no such file" in refused(capsys, "--config", str(tmp_path / "none.toml"))
-    assert "got a directory" in refused(capsys, "--config", str(tmp_path))
+    assert "no such file" in refused(capsys, "train", "--config", str(tmp_path / "none.toml"))
+    assert "got a directory" in refused(capsys, "train", "--config", str(tmp_path))
     (tmp_path / "file").touch()
-    assert "expected a folder" in refused(capsys, "-o", str(tmp_path / "file"))
+    assert "expected a folder" in refused(capsys, "train", "-o", str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("option", ["ranks", "microbatches", "batch", "steps", "chunks"])
 def test_counts_below_one_are_refused(option, settings, capsys):
-    assert f"--{option}: expected at least 1, got 0" in refused(capsys, f"--{option}", "0")
+    assert f"--{option}: expected at least 1, got 0" in refused(capsys, "train", f"--{option}", "0")
 
 
 def test_a_script_s_own_config_is_not_read(tmp_path, capsys, monkeypatch):

@@ -1,8 +1,7 @@
 """`pipefit check`: the users' first question, from the command line."""
 
-import json
-
 import pytest
+from tests.verbs import answered, refused
 
 from pipefit.cli import main
 from pipefit.testing import CheckResult
@@ -31,18 +30,6 @@ def wrong_shapes():
     layers, loss, example = with_lambda()
     return [nn.Linear(5, 3)], loss, example
 """
-
-
-def answered(capsys, *arguments: str, code: int = 0) -> dict:
-    assert main([*arguments, "--json"]) == code
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, *arguments: str) -> str:
-    assert main(list(arguments)) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and "Traceback" not in shown.err
-    return shown.err
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "pipedream-2bw"])

@@ -1,8 +1,7 @@
 """`pipefit profile`: measured and computed."""
 
-import json
-
 import pytest
+from tests.verbs import answered, refused
 
 from pipefit.cli import main
 from pipefit.spec import Profile
@@ -43,21 +42,9 @@ def own(tmp_path, monkeypatch):
     return tmp_path
 
 
-def answered(capsys, *arguments: str) -> dict:
-    assert main(["profile", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def refused(capsys, *arguments: str) -> str:
-    assert main(["profile", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and "Traceback" not in shown.err
-    return shown.err
-
-
 def test_a_profile_is_measured_and_written(tmp_path, capsys):
     path = tmp_path / "mlp.profile.json"
-    data = answered(capsys, *SMALL, "--microbatch-size", "4", "-o", str(path))
+    data = answered(capsys, "profile", *SMALL, "--microbatch-size", "4", "-o", str(path))
     profile = Profile.load(path)
     assert (data["num_layers"], data["microbatch_size"], data["output"]) == (len(profile), 4, str(path))
     assert (
@@ -69,7 +56,7 @@ def test_a_profile_is_measured_and_written(tmp_path, capsys):
 
 def test_several_sizes_are_in_one_file(tmp_path, capsys):
     path = tmp_path / "p.json"
-    assert answered(capsys, *SMALL, "-b", "2,8", "-o", str(path))["microbatch_sizes"] == [2, 8]
+    assert answered(capsys, "profile", *SMALL, "-b", "2,8", "-o", str(path))["microbatch_sizes"] == [2, 8]
     assert Profile.load(path).at(8).microbatch_size == 8
 
 
@@ -85,18 +72,21 @@ def test_a_device_that_is_not_here_is_computed_for(tmp_path, capsys):
         'format = "pipefit.topology/1"\n[device]\nflops = "1 TFLOP/s"\nefficiency = 1.0\n'
         '[[levels]]\nname = "host"\nwidth = 1\nbandwidth_bytes_per_s = "1 GB/s"\n'
     )
-    data = answered(capsys, *SMALL, "-b", "16", "--analytic", "--topology", str(topology))
+    data = answered(capsys, "profile", *SMALL, "-b", "16", "--analytic", "--topology", str(topology))
     forward_flop = 2 * 16 * (64 * 8 + 8 * 8 + 8 * 10)
     assert data["forward_s"] == pytest.approx(forward_flop / 1e12, rel=1e-6)
 
 
 def test_a_machine_is_known_by_name(capsys):
-    data = answered(capsys, *SMALL, "-b", "16", "--analytic", "--topology", "dgx-a100-8")
+    data = answered(capsys, "profile", *SMALL, "-b", "16", "--analytic", "--topology", "dgx-a100-8")
     assert 0 < data["forward_s"] < 1e-6
 
 
 def test_a_user_s_own_factory_is_profiled_and_may_print(own, capsys):
-    assert answered(capsys, "--model", "own.py:good", "--option", "width=6", "--repeats", "1")["num_layers"] == 2
+    assert (
+        answered(capsys, "profile", "--model", "own.py:good", "--option", "width=6", "--repeats", "1")["num_layers"]
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,4 +114,4 @@ def test_a_user_s_own_factory_is_profiled_and_may_print(own, capsys):
     ],
 )
 def test_what_cannot_be_profiled_is_refused_in_one_message(arguments, told, own, capsys):
-    assert told in refused(capsys, *arguments)
+    assert told in refused(capsys, "profile", *arguments)

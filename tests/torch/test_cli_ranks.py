@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tests.verbs import refused
 
 from pipefit.cli import main
 from pipefit.cli.run import prepare
@@ -30,13 +31,6 @@ def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
     return tmp_path
-
-
-def refused(capsys, *arguments: str) -> str:
-    assert main(list(arguments)) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "" and "Traceback" not in shown.err
-    return shown.err
 
 
 def test_the_doctor_lets_two_ranks_talk(capsys):
