@@ -37,8 +37,8 @@ def widened(profile: Profile, tensor: int, seconds: Callable[[float], float]) ->
         inner = 0 < index < len(profile) - 1
         wait_s = 2 * seconds(layer.output_bytes) if inner else 0.0
         whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner else 0.0
-        # Of what a backward in two halves keeps: what enters two norms and the two products whose outputs are summed.
-        kept = min(layer.kept_bytes, 4 * layer.output_bytes) if inner else 0.0
+        # Of what a backward in two halves keeps: what enters the two products whose outputs are summed.
+        kept = min(layer.kept_bytes, 2 * layer.output_bytes) if inner else 0.0
         layers.append(
             Layer(
                 layer.name,

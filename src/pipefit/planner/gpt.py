@@ -85,15 +85,27 @@ def _at(sizes: dict[str, int], b: int, device: Device, element_bytes: int, overh
     block_weights = element_bytes * (12 * h * h + 13 * h)
     logits = 4 * b * s * vocab
     tokens = 4 * b * s  # ids of 4 bytes
-    # What enters two norms (h each), and products of 3h, h, 4h and h.
-    halves = 11 * stream
+    # What enters the products, of widths 3h, h, 4h and h.
+    halves = 9 * stream
     made = [Layer("embedding", overhead_s, overhead_s, 0.0, stream, tokens, element_bytes * (vocab + s) * h)]
     made += [
         Layer(f"block{i}", block_s, block_s, block_s, stream, block_saved, block_weights, half_bytes=halves)
         for i in range(num)
     ]
     # The projection to the vocabulary shares the embedding's weights; a copy of them is counted where it runs.
-    made.append(Layer("head", head_s, head_s, head_s, logits, stream + logits, element_bytes * vocab * h, stream))
+    made.append(
+        Layer(
+            "head",
+            head_s,
+            head_s,
+            head_s,
+            logits,
+            stream + logits,
+            element_bytes * vocab * h,
+            stream,
+            half_bytes=logits,
+        )
+    )
     weights = sum(layer.weight_bytes for layer in made)
     # Adam in mixed precision reads and writes 7 passes of 4 bytes and writes the working copy.
     memory_rate = device.memory_bandwidth_bytes_per_s

@@ -6,9 +6,10 @@
                                                                         the second half goes down from there
 
 Where ways branch off the node itself runs in both halves: for its input in the first, for its weights in the second.
-A weight that is used at several depths of a stage cannot be reached from its uses one by one, and some nodes (a fused
-recurrent layer, a function written in Python) make all their gradients whenever they run; there the first half makes
-the gradient of the weight too, and only adding it up is left to the second.
+A weight that is used at several depths of a stage cannot be reached from its uses one by one; some nodes (a fused
+recurrent layer, a function written in Python) make all their gradients whenever they run; and those of vectors, such as
+a norm's, take as long as reading what arrives. There the first half makes the gradient of the weight too, and only
+adding it up is left to the second.
 
 Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2, for what the halves are.
 """
@@ -97,17 +98,20 @@ def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | Non
     if not roots or not saved.inputs:
         return [None] * len(saved.inputs), [WeightRun(roots, given)] if roots else []
     groups = _groups(_Ways(saved), saved.edges)
-    captures = list(dict.fromkeys(edge for group in groups for edge in group.edges))
+    captures = [edge for group in groups for edge in group.edges]
     found = run_backward(roots, given, (*saved.inputs, *captures), again=True)
-    kept = dict(zip(captures, found[len(saved.inputs) :], strict=True))
-    runs = []
+    arrived = iter(found[len(saved.inputs) :])
+    runs, early = [], WeightRun((), ())
     for group in groups:
-        enters = [(edge, grad) for edge in group.edges if (grad := kept[edge]) is not None]
+        enters = [(edge, grad) for edge, grad in zip(group.edges, arrived, strict=False) if grad is not None]
         enters += [(roots[index], given[index]) for index in group.roots]
-        if enters:
-            edges, arrived = zip(*enters, strict=True)
-            runs.append(WeightRun(edges, arrived, tuple(node.variable for node in group.weights)))
-    return list(found[: len(saved.inputs)]), runs
+        edges, kept = tuple(edge for edge, _ in enters), tuple(grad for _, grad in enters)
+        run = WeightRun(edges, kept, tuple(node.variable for node in group.weights))
+        if group.is_early:
+            early = WeightRun(*(mine + more for mine, more in zip(early, run, strict=True)))
+        else:
+            runs.append(run)
+    return list(found[: len(saved.inputs)]), [run for run in (*runs, early) if run.edges]
 
 
 def weight_half(runs: list[WeightRun]) -> None:
@@ -190,13 +194,22 @@ def _nodes_below(starts: Iterable[Node], ends: set[Node]) -> dict[Node, list[tup
 
 
 class _Group:
-    """Branches that lead to the same weights, and are therefore followed together."""
+    """Branches that lead to the same weights, and are therefore followed together.
+
+    Attributes:
+        nodes: where ways branch off.
+        weights: that they lead to.
+        roots: the outputs that lead there and nowhere else, by number.
+        edges: where the first half stops.
+        is_early: whether it has made the gradients of the weights there, which are left to be added up.
+    """
 
     def __init__(self) -> None:
         self.nodes: set[Node] = set()
         self.weights: set[Any] = set()
         self.roots: list[int] = []
         self.edges: list[GradientEdge] = []
+        self.is_early = False
 
     def absorb(self, other: _Group) -> None:
         self.nodes |= other.nodes
@@ -229,19 +242,23 @@ def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
     entries = ways.entries(roots)
     result = list(dict.fromkeys(groups.values()))
     for group in result:
-        group.edges = _kept_edges(ways, group, entries)
+        group.is_early = _is_early(ways, group)
+        start = ways.branches if group.is_early else entries
+        group.edges = list(dict.fromkeys(edge for node in group.nodes for edge in start[node]))
     return result
 
 
-def _kept_edges(ways: _Ways, group: _Group, entries: dict[Node, list[GradientEdge]]) -> list[GradientEdge]:
-    """Where the first half stops for a group: what arrives at its nodes, or what leaves them for the weights."""
+def _is_early(ways: _Ways, group: _Group) -> bool:
+    """Whether the first half makes the gradients of a group's weights, because it must or because it costs nothing."""
+    next_ones = (edge.node for node in group.nodes for edge in ways.branches[node])
+    hooked = any(getattr(getattr(node, "variable", None), "_backward_hooks", None) for node in next_ones)
     at_once = any(isinstance(node, BackwardCFunction) or node.name() in _AT_ONCE for node in group.nodes)
     if not at_once and not (len(group.nodes) > 1 and ways.is_behind(group.nodes)):
-        return [edge for node in group.nodes for edge in entries[node]]
-    edges = list(dict.fromkeys(edge for node in group.nodes for edge in ways.branches[node]))
-    if any(getattr(getattr(edge.node, "variable", None), "_backward_hooks", None) for edge in edges):
+        # The gradient of a vector takes as long as reading what arrives.
+        return not hooked and all(node.variable.dim() < 2 for node in group.weights)
+    if hooked:
         raise ModelError(
             "a weight with a hook (register_hook) is used at several depths of a stage, or in an autograd.Function: "
             "a backward in two halves would call the hook twice; use a schedule with whole backwards, such as 1f1b"
         )
-    return edges
+    return True
