@@ -60,12 +60,14 @@ def test_a_cap_on_the_device_trains_from_disk_with_the_same_losses(tmp_path, cap
     words = ["--model", "gpt", "--option", "layers=3,hidden=32,context=16,tied=false", "--steps", "3", "--batch", "4"]
     words += ["--microbatches", "2", "--optimizer", "adam", "--data", "synthetic", "--json"]
     found = []
-    for more in (["--disk", str(tmp_path / "tier")], []):
+    for more in (["--disk", str(tmp_path / "tier"), "-o", str(tmp_path / "run")], []):
         code = main(["train", *words, "--device-memory", "700KiB", *more])
         answer = json.loads(capsys.readouterr().out)
         assert code == 0
         found.append(answer["losses"])
     assert found[0] == found[1]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "<h1>gpt over 1 rank</h1>" in page and "spilled to the disk: " in page
     assert not list((tmp_path / "tier").iterdir())  # the run has ended well: its records are not needed any more
 
 

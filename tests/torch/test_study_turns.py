@@ -153,6 +153,18 @@ def test_under_a_limit_the_model_is_cut_so_that_each_shard_fits_and_an_impossibl
     assert not (tmp_path / "b").exists()
 
 
+def test_what_an_optimizer_of_the_users_keeps_is_counted_where_the_model_is_cut(tmp_path):
+    def admitted(name, optimizer):
+        trial = Trial(**{**SMALL, "optimizer": optimizer}, model="mlp", options={"layers": 6, "width": 64})
+        return LiveTrial(0, trial, tmp_path / name, CPU, capacity_bytes=150_000).admit()
+
+    plain = admitted("plain", "adam")
+    more = admitted("more", lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True))
+    none = admitted("none", lambda p: torch.optim.SGD(p, 1e-2))
+    assert none.num_shards < plain.num_shards < more.num_shards <= 6
+    assert none.tier_bytes < plain.tier_bytes < more.tier_bytes
+
+
 def test_nothing_is_built_before_admission_and_nothing_written_without_room(tmp_path):
     built = []
 

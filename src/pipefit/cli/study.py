@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.models import importable
 from pipefit.cli.options import Json, count, flag, help_of
+from pipefit.study.table import loss_text
 from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class _Lines:
             if entry.has_ended and entry.number not in self._told:
                 self._told.add(entry.number)
                 why = f": {entry.reason}" if entry.reason else ""
-                loss = f", loss {entry.losses[-1]:.4f}" if entry.losses else ""
+                loss = f", loss {loss_text(entry.losses[-1])}" if entry.losses else ""
                 _say(f"{entry.name} {entry.status} after {len(entry.losses)} steps{loss}{why}")
         if (tenths := int(10 * board.done)) > self._tenths and not board.is_over:
             self._tenths = tenths
@@ -124,7 +125,7 @@ def _standing(board: Board) -> str:
     parts = [f"{board.done:.0%} of the steps", f"{over} of {len(board.entries)} trials over"]
     leader = min(board.entries, key=lambda entry: (entry.status == "failed", entry.score))
     if leader.status != "failed" and leader.score < float("inf"):
-        parts.append(f"lowest {leader.name} {leader.score:.4f}")
+        parts.append(f"lowest {leader.name} {loss_text(leader.score)}")
     if board.left_s < float("inf") and not board.is_over:
         parts.append(f"{format_seconds(round(board.left_s, 1))} left")
     return "  ".join(parts)
@@ -171,13 +172,9 @@ class _Table:
                 entry.name,
                 _MARKS.get(entry.status, entry.status),
                 f"{len(entry.losses)}/{entry.trial.steps}",
-                f"{entry.losses[-1]:.4f}" if entry.losses else "",
-                *([_number(entry.score)] if judged else []),
+                loss_text(entry.losses[-1]) if entry.losses else "",
+                *([loss_text(entry.score)] if judged else []),
                 "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
                 str(entry.device) if entry.status == "running" else "",
             )
         return Group(table, Text(below))
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if value < float("inf") else ""

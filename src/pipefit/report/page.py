@@ -9,6 +9,7 @@ from typing import Any
 
 from pipefit.draw import chart, svg
 from pipefit.errors import PipefitError
+from pipefit.planner.explain import spill_lines
 from pipefit.spec import Plan
 from pipefit.spec.files import read_json, write_atomically
 from pipefit.timeline.trace import load_trace
@@ -42,12 +43,13 @@ def _render(place: Path, data: dict[str, Any]) -> str:
     template = files("pipefit.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
-    result = data["result"]
+    result, plan = data["result"], Plan.load(place / "plan.json")
     measured, predicted = load_trace(place / "measured.trace.json"), load_trace(place / "predicted.trace.json")
     return environment.from_string(template).render(
         config=data["config"],
         result=result,
-        plan=Plan.load(place / "plan.json"),
+        plan=plan,
+        spill=spill_lines(plan),
         rows=[row for row in result["rows"] if _is_told(row)],
         loss=_loss_chart(place, result),
         measured=svg(measured, title="measured", seconds=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -12,7 +12,7 @@ from pipefit.study.simulation import Outcome, Turn
 
 __all__ = ["picture", "trace"]
 
-_LEFT, _TOP, _ROW, _GAP, _BAR = 84, 64, 34, 12, 28
+_LEFT, _TOP, _ROW, _GAP, _BAR, _ENTRY = 84, 64, 34, 12, 28, 190
 _MOST_BOXES = 3000
 """Beyond these, turns of one trial that follow each other on a device are drawn as one box."""
 
@@ -30,9 +30,8 @@ def picture(outcome: Outcome, names: Sequence[str], num_devices: int, title: str
     span = max(outcome.makespan_s, outcome.bound_s, 1e-9)
     plot = width - _LEFT - 24
     bottom = _TOP + num_devices * (_ROW + _GAP)
-    legend = [names[number] for number in range(len(names))]
-    columns = max(1, plot // 190)
-    height = bottom + 62 + 18 * (-(-len(legend) // columns))
+    columns = max(1, plot // _ENTRY)
+    height = bottom + 62 + 18 * (-(-len(names) // columns))
 
     def x(seconds: float) -> float:
         return _LEFT + plot * seconds / span
@@ -45,28 +44,41 @@ def picture(outcome: Outcome, names: Sequence[str], num_devices: int, title: str
         f'<text class="ink name" x="24" y="32">{escape(title)}</text>',
     ]
     for device in range(num_devices):
-        y = _TOP + device * (_ROW + _GAP)
+        y = _top(device)
         parts.append(f'<text class="soft" x="24" y="{y + _ROW / 2 + 4:.0f}">device {device}</text>')
         parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{plot}" height="{_ROW}" rx="3"/>')
-    for turn in _boxes(outcome.turns):
-        y = _TOP + turn.device * (_ROW + _GAP) + (_ROW - _BAR) // 2
-        wide = max(x(turn.end_s) - x(turn.start_s) - 0.4, 0.3)
-        words = f"{names[turn.trial]}, {_what(turn)}: {label_number(turn.start_s)} s to {label_number(turn.end_s)} s"
-        parts.append(
-            f'<rect class="t{turn.trial}{" admit" if turn.step < 0 else ""}" x="{x(turn.start_s):.2f}" y="{y:.0f}" '
-            f'width="{wide:.2f}" height="{_BAR}"><title>{escape(words)}</title></rect>'
-        )
+    parts += [_box(turn, names[turn.trial], x) for turn in _boxes(outcome.turns)]
     parts += _axis(x, span, bottom)
     if outcome.bound_s > 0:
         at = x(outcome.bound_s)
         parts.append(f'<path class="mark" d="M{at:.1f} {_TOP - 8}V{bottom}"/>')
         parts.append(f'<text class="soft end" x="{at - 5:.1f}" y="{_TOP - 12}">lower bound</text>')
-    for index, name in enumerate(legend):
+    return "\n".join([*parts, *_legend(names, columns, bottom + 56), "</svg>"]) + "\n"
+
+
+def _top(device: int) -> int:
+    return _TOP + device * (_ROW + _GAP)
+
+
+def _box(turn: Turn, name: str, x: Callable[[float], float]) -> str:
+    """A turn, and what it says to whoever rests on it."""
+    y = _top(turn.device) + (_ROW - _BAR) // 2
+    wide = max(x(turn.end_s) - x(turn.start_s) - 0.4, 0.3)
+    words = f"{name}, {_what(turn)}: {label_number(turn.start_s)} s to {label_number(turn.end_s)} s"
+    return (
+        f'<rect class="t{turn.trial}{" admit" if turn.step < 0 else ""}" x="{x(turn.start_s):.2f}" y="{y}" '
+        f'width="{wide:.2f}" height="{_BAR}"><title>{escape(words)}</title></rect>'
+    )
+
+
+def _legend(names: Sequence[str], columns: int, top: int) -> list[str]:
+    parts = []
+    for index, name in enumerate(names):
         row, column = divmod(index, columns)
-        place, line = _LEFT + 190 * column, bottom + 56 + 18 * row
+        place, line = _LEFT + _ENTRY * column, top + 18 * row
         parts.append(f'<rect class="t{index}" x="{place}" y="{line - 9}" width="10" height="10" rx="2"/>')
         parts.append(f'<text class="ink" x="{place + 16}" y="{line}">{escape(name[:26])}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return parts
 
 
 def _what(turn: Turn) -> str:
@@ -89,7 +101,7 @@ def _boxes(turns: Sequence[Turn]) -> list[Turn]:
     return boxes + list(merged.values())
 
 
-def _axis(x: Any, span: float, bottom: int) -> list[str]:
+def _axis(x: Callable[[float], float], span: float, bottom: int) -> list[str]:
     parts = []
     for tick in nice_ticks(0, span, 8):
         if tick <= span:
@@ -98,7 +110,7 @@ def _axis(x: Any, span: float, bottom: int) -> list[str]:
     return parts
 
 
-def _hue(index: int, count: int, dark: bool) -> str:
+def _hue(index: int, dark: bool) -> str:
     """Hues a golden angle apart, in two lightnesses, so that neighbours in the study differ in both."""
     light = (62, 46)[index % 2] + (8 if dark else 0)
     return f"hsl({(index * 137.508 + 205) % 360:.0f},58%,{light}%)"
@@ -116,7 +128,7 @@ def _style(count: int) -> str:
     for night in (0, 1):
         rules = [f"{root} .{name}{{fill:{INKS[name][night]}}}" for name in ("paper", "ink", "soft", "lane")]
         rules.append(f"{root} .hair{{stroke:{INKS['line'][night]}}}{root} .mark{{stroke:{INKS['mark'][night]}}}")
-        rules += [f"{root} .t{index}{{fill:{_hue(index, count, bool(night))}}}" for index in range(count)]
+        rules += [f"{root} .t{index}{{fill:{_hue(index, bool(night))}}}" for index in range(count)]
         sheets.append("".join(rules))
     return f"{base}{sheets[0]}@media (prefers-color-scheme:dark){{{sheets[1]}}}"
 

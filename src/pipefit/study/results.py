@@ -14,7 +14,6 @@ from pipefit.study.board import Board
 from pipefit.study.entry import Entry
 from pipefit.study.picture import picture, trace
 from pipefit.study.policies import POLICIES
-from pipefit.study.simulation import gap
 from pipefit.study.table import table_of
 
 __all__ = ["Row", "StudyResult", "read_entry", "result_of", "save_result", "with_figures_of", "write_entry"]
@@ -126,18 +125,18 @@ def result_of(
         policies[policy] = (found.makespan_s, found.gap)
     best = board.best
     return StudyResult(
-        name,
-        board.policy,
-        board.num_devices,
-        [_row(entry) for entry in board.entries],
-        best.name if best else None,
-        measured.makespan_s,
-        measured.bound_s,
-        gap(measured.makespan_s, measured.bound_s),
-        predicted_s,
-        policies,
-        interrupted,
-        resumed,
+        name=name,
+        policy=board.policy,
+        num_devices=board.num_devices,
+        trials=[_row(entry) for entry in board.entries],
+        best=best.name if best else None,
+        makespan_s=measured.makespan_s,
+        bound_s=measured.bound_s,
+        gap=measured.gap,
+        predicted_s=predicted_s,
+        policies=policies,
+        interrupted=interrupted,
+        resumed=resumed,
     )
 
 
@@ -155,21 +154,21 @@ def with_figures_of(result: StudyResult, folder: Path) -> StudyResult:
 def _row(entry: Entry) -> Row:
     admitted = entry.admitted
     return Row(
-        entry.name,
-        dict(entry.trial.values),
-        entry.status,
-        entry.reason,
-        len(entry.losses),
-        _finite(entry.score),
-        _finite(entry.losses[-1]) if entry.losses else None,
-        list(entry.losses),
-        [(step, value) for step, value in enumerate(entry.held_out, 1) if math.isfinite(value)],
-        admitted.num_shards if admitted else 0,
-        admitted.parameters if admitted else 0,
-        entry.busy_s,
-        entry.moved_s,
-        entry.moves,
-        admitted.device_bytes if admitted else 0.0,
+        name=entry.name,
+        values=dict(entry.trial.values),
+        status=entry.status,
+        reason=entry.reason,
+        steps=len(entry.losses),
+        score=_finite(entry.score),
+        last_loss=_finite(entry.losses[-1]) if entry.losses else None,
+        losses=list(entry.losses),
+        held_out=[(step, value) for step, value in enumerate(entry.held_out, 1) if math.isfinite(value)],
+        shards=admitted.num_shards if admitted else 0,
+        parameters=admitted.parameters if admitted else 0,
+        busy_s=entry.busy_s,
+        moved_s=entry.moved_s,
+        moves=entry.moves,
+        device_bytes=admitted.device_bytes if admitted else 0.0,
     )
 
 

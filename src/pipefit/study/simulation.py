@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pipefit.errors import PipefitError, nearest
 from pipefit.study.policies import POLICIES, Ready
 
-__all__ = ["Outcome", "TrialCost", "Turn", "coarser", "gap", "lower_bound_s", "simulate_study"]
+__all__ = ["Outcome", "TrialCost", "Turn", "coarser", "lower_bound_s", "simulate_study"]
 
 
 class TrialCost(NamedTuple):
@@ -66,8 +66,8 @@ class Outcome(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound, as a share of it."""
-        return gap(self.makespan_s, self.bound_s)
+        """How much longer than the bound, as a share of it; 0 where there was nothing to do."""
+        return self.makespan_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
 
 def lower_bound_s(totals_s: Sequence[float], num_devices: int) -> float:
@@ -77,11 +77,6 @@ def lower_bound_s(totals_s: Sequence[float], num_devices: int) -> float:
     3.0
     """
     return max(max(totals_s, default=0.0), sum(totals_s) / num_devices)
-
-
-def gap(makespan_s: float, bound_s: float) -> float:
-    """How much longer than the bound, as a share of it; 0 where there was nothing to do."""
-    return makespan_s / bound_s - 1 if bound_s > 0 else 0.0
 
 
 _MOST_TURNS = 6000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pipefit.units import columns, format_bytes, format_seconds
@@ -9,7 +10,18 @@ from pipefit.units import columns, format_bytes, format_seconds
 if TYPE_CHECKING:
     from pipefit.study.results import StudyResult
 
-__all__ = ["table_of"]
+__all__ = ["loss_text", "table_of"]
+
+
+def loss_text(value: float | None) -> str:
+    """A loss for people, those of a trial that diverges in few digits; nothing where there is none.
+
+    >>> [loss_text(0.25), loss_text(4.1827e28), loss_text(None)]
+    ['0.2500', '4.183e+28', '']
+    """
+    if value is None or not math.isfinite(value):
+        return ""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 def table_of(result: StudyResult) -> str:
@@ -23,8 +35,8 @@ def table_of(result: StudyResult) -> str:
                 ("* " if row.name == result.best else "  ") + row.name,
                 row.status,
                 str(row.steps),
-                "" if row.score is None else f"{row.score:.4f}",
-                "" if row.last_loss is None else f"{row.last_loss:.4f}",
+                loss_text(row.score),
+                loss_text(row.last_loss),
                 str(row.shards or ""),
                 f"{row.parameters:,}" if row.parameters else "",
                 format_seconds(row.busy_s) if row.busy_s else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from pipefit.errors import PipefitError, nearest
 
-__all__ = ["STATE_PER_WEIGHT", "make_optimizer"]
+__all__ = ["STATE_PER_WEIGHT", "make_optimizer", "warmed_cosine"]
 
 STATE_PER_WEIGHT = {"sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 """Bytes of state for each byte of weights."""
@@ -31,3 +32,15 @@ def make_optimizer(name: str, lr: float) -> Callable[[list[nn.Parameter]], torch
         raise PipefitError(f"unknown optimizer {name!r}; {nearest(name, kinds)}")
     maker: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = kinds[name]
     return maker
+
+
+def warmed_cosine(warmup: int, num_steps: int) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR]:
+    """A schedule of learning rates, for any optimizer: up to the peak in `warmup` steps, then a cosine down to 5 %."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(num_steps - warmup, 1)
+        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from pipefit.train.config import RunConfig
 from pipefit.train.live import Live, Rated, rated
 from pipefit.train.memory import held_memory_bytes, peak_memory_bytes
 from pipefit.train.metrics import METRICS, Metrics
-from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
+from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosine
 from pipefit.train.parts import profile_of_parts
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import cost_of, links_of, predict, prediction_of
@@ -133,7 +132,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         bundle.layers,
         loss=bundle.loss,
         optimizer=optimizer,
-        scheduler=lambda made: _cosine(made, config),
+        scheduler=warmed_cosine(config.warmup, config.steps),
         plan=plan,
         clip_norm=config.clip or None,
         precision=config.precision,
@@ -227,16 +226,6 @@ def _replicas(config: RunConfig) -> tuple[int, ...]:
 
 def _others(profile: Profile) -> list[int]:
     return [other.microbatch_size for other in profile.others]
-
-
-def _cosine(optimizer: torch.optim.Optimizer, config: RunConfig) -> torch.optim.lr_scheduler.LambdaLR:
-    def factor(step: int) -> float:
-        if step < config.warmup:
-            return (step + 1) / config.warmup
-        done = (step - config.warmup) / max(config.steps - config.warmup, 1)
-        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _forecast(pipe: Pipeline, cost: Any) -> Timeline:

@@ -29,16 +29,16 @@ class StudyFolder:
         resume: the folder must hold it; else it must hold none.
 
     Attributes:
-        path: of the folder.
-        state: where trials live between turns.
+        path: of the folder, as it was given.
+        state: where trials live between turns; absolute, for workers may have been started elsewhere.
 
     Raises:
         StudyError: the folder holds another study, one that was not to be resumed, or one that runs.
     """
 
     def __init__(self, spec: StudySpec, resume: bool) -> None:
-        self.path = Path(spec.output).absolute()
-        self.state = _state_folder(spec, self.path)
+        self.path = Path(spec.output)
+        self.state = _state_folder(spec, self.path.absolute())
         if self.path.exists() and not self.path.is_dir():
             raise StudyError(f"{self.path}: expected a folder for the study, got a file")
         if resume and not self._file.exists():
@@ -74,8 +74,8 @@ class StudyFolder:
 
     @property
     def logs(self) -> Path:
-        """What workers print."""
-        return self.path / "logs"
+        """What workers print; absolute."""
+        return self.path.absolute() / "logs"
 
     @property
     def best(self) -> Path:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from pipefit.stage.materialise import InitialiseLayer, is_meta
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.study.trial import Trial
 from pipefit.train.bundle import bundle_of
+from pipefit.train.capped import state_per_weight
 from pipefit.train.config import RunConfig
-from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
+from pipefit.train.optimizers import make_optimizer, warmed_cosine
 from pipefit.train.sources import source_of
 
 __all__ = ["Recipe", "check_batch", "on_meta", "recipe_of"]
@@ -33,7 +34,6 @@ class Recipe:
         layers: of the model.
         training: loss, optimizer, schedule, clipping and seed.
         batch_at: the batch of a step, by its number from 0.
-        state_per_weight: bytes of optimizer state for each byte of weights.
         held_out: gives the batches to judge by.
         own: the model's way to draw the weights of a layer, if it has one.
     """
@@ -41,7 +41,6 @@ class Recipe:
     layers: list[NamedLayer]
     training: Training
     batch_at: Callable[[int], Batch]
-    state_per_weight: float
     held_out: Callable[[], Sequence[Batch]] | None = None
     own: InitialiseLayer | None = None
 
@@ -49,6 +48,11 @@ class Recipe:
     def is_empty(self) -> bool:
         """Whether the model came without weights: each layer draws its own once there is room for it."""
         return is_meta(self.layers)
+
+    @cached_property
+    def state_per_weight(self) -> float:
+        """Bytes that the optimizer keeps for each byte of weights."""
+        return state_per_weight(self.layers, self.training.optimizer)
 
 
 def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
@@ -73,9 +77,8 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
             model = [model]
     assert callable(loss) and callable(data)
     training = Training(loss, _optimizer(trial), _scheduler(trial), trial.clip or None, trial.seed)
-    per_weight = STATE_PER_WEIGHT.get(trial.optimizer, 2.0) if isinstance(trial.optimizer, str) else 2.0
     own = getattr(model, "initialise_layer", None)
-    return Recipe(named_layers(model), training, data, per_weight, held_out, own)
+    return Recipe(named_layers(model), training, data, held_out, own)
 
 
 def _optimizer(trial: Trial) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
@@ -83,17 +86,7 @@ def _optimizer(trial: Trial) -> Callable[[list[nn.Parameter]], torch.optim.Optim
 
 
 def _scheduler(trial: Trial) -> Callable[[torch.optim.Optimizer], Any] | None:
-    if trial.scheduler is not None or not trial.warmup:
-        return trial.scheduler
-    steps, warmup = trial.steps, trial.warmup
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = (step - warmup) / max(steps - warmup, 1)
-        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return warmed_cosine(trial.warmup, trial.steps) if trial.warmup and not trial.scheduler else trial.scheduler
 
 
 def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Callable[[], Sequence[Batch]]]:

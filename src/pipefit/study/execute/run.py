@@ -324,7 +324,7 @@ class StudyRun:
         if best is None or not self._place(best.number).is_dir():
             return
         for _ in range(2):
-            pool.send(0, self._order("export", best.number, str(target)))
+            pool.send(0, self._order("export", best.number, str(target.absolute())))
             answer = pool.answer(0)
             if answer is not None:
                 break

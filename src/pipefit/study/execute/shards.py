@@ -159,7 +159,7 @@ class Shard:
 
     Attributes:
         worker: with the stage, its weights' store and its optimizer.
-        versions: of the records it was made from; of its own first.
+        borrowed: weights that live with another shard, by the name they have there.
         num_bytes: of weights, gradients and states.
     """
 
