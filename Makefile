@@ -12,6 +12,8 @@ DEMO_ARGS  ?=
 BENCH_ARGS ?= --help
 PYTEST     := $(PY) -m pytest -q
 XDIST      := -n 2
+# A file stays on one worker: what its tests share is made once.
+BY_FILE    := $(XDIST) --dist loadfile
 # The pure half: everything that never imports torch and whose docstrings are run as tests.
 PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules verify simulate cost timeline partition \
 	planner draw,src/pipefit/$(part)))
@@ -31,13 +33,14 @@ venv: .venv/stamp ## create the environment in .venv (done by every other target
 demo: .venv/stamp ## profile, plan and train a small language model over a pipeline of two processes
 	@scripts/demo $(DEMO_ARGS)
 
-test: .venv/stamp ## all tests: the pure tier on two workers, then those with torch
+test: .venv/stamp ## all tests: those of one process on two workers, then those of several
 	@$(PYTEST) $(XDIST) tests/pure
-	@$(PYTEST) tests --ignore=tests/pure
+	@$(PYTEST) $(BY_FILE) tests/torch
+	@$(PYTEST) tests/dist tests/gpu
 
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
 	@$(PYTEST) $(XDIST) -m "not slow" tests/pure
-	@$(PYTEST) -m "not slow" tests/torch
+	@$(PYTEST) $(BY_FILE) -m "not slow" tests/torch
 
 check: lint types imports doctest docs test ## everything a change must pass
 
