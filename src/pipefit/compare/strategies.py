@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipefit.train.batch import cut
+from pipefit.train.batch import cut, feed_of
 
 __all__ = ["STRATEGIES", "DataParallel", "OneProcess", "Strategy", "Subject", "Trainer"]
 
@@ -102,6 +102,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
+def _kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    return bytes_of([*model.parameters(), *model.buffers(), *optimizer_tensors(optimizer)])
+
+
 class OneProcess:
     """Rank 0 alone trains; the others wait.
 
@@ -139,20 +143,18 @@ class OneProcess:
         """Of the whole model on rank 0."""
         if self._subject.rank:
             return 0.0
-        return bytes_of([*self._model.parameters(), *self._model.buffers(), *optimizer_tensors(self._optimizer)])
+        return _kept_bytes(self._model, self._optimizer)
 
 
 def accumulate(model: nn.Module, loss: Callable[[Any, Any], Tensor], x: Any, y: Any, num: int) -> float:
     """Adds up the gradients of `num` micro-batches and gives the mean loss of the batch."""
-    parts, wanted = cut(x, num), cut(y, num, "the target")
-    sizes = [float(torch.utils._pytree.tree_leaves(part)[0].shape[0]) for part in wanted]
+    feed = feed_of([(x, y)], num, 0, "train")
     total = torch.zeros(())
-    last = len(parts) - 1
-    for index, (part, target, size) in enumerate(zip(parts, wanted, sizes, strict=True)):
+    for index, (part, target, share) in enumerate(zip(feed.inputs, feed.targets, feed.shares, strict=True), 1):
         # Torch's data parallel sums over ranks inside the last backward only.
-        waits = isinstance(model, DistributedDataParallel) and index < last
+        waits = isinstance(model, DistributedDataParallel) and index < num
         with model.no_sync() if waits else contextlib.nullcontext():
-            value = loss(model(part), target) * (size / sum(sizes))
+            value = loss(model(part), target) * share
             value.backward()
         total += value.detach()
     return float(total)
@@ -183,7 +185,7 @@ class DataParallel:
     @property
     def state_bytes(self) -> float:
         """Of the whole model."""
-        return bytes_of([*self._model.parameters(), *self._model.buffers(), *optimizer_tensors(self._optimizer)])
+        return _kept_bytes(self._model, self._optimizer)
 
 
 def num_cores() -> int:

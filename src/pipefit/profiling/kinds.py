@@ -94,8 +94,9 @@ def with_measured_kinds(
     loss_s = profile.loss_s
     if loss is not None and 2 * costs[-1].output_bytes <= room_bytes:
         goal = placed(take(target, size, batch_of(target)), device, None)
+        # The user's own function, on an output that is random: whatever it raises, its seconds stay computed.
         with random_state_kept(device), suppress(Exception):
-            loss_s = _loss_s(loss, _payload(costs[-1].output, device), goal, device)
+            loss_s = _loss_s(loss, _payload(costs[-1].output, device), goal, Clock(device))
     return _corrected(profile, [found.get(id(cost)) for cost in costs], loss_s)
 
 
@@ -190,35 +191,36 @@ def _step_s(weights: list[nn.Parameter], optimizer: Optimizer, clock: Clock) -> 
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in weights]
     for made, parameter in zip(copies, weights, strict=True):
         made.grad, parameter.grad = parameter.grad, None
-    stepper, samples = optimizer(copies), []
-
-    def turn() -> None:
-        began = clock.mark()
-        stepper.step()
-        ended = clock.mark()
-        clock.settle()
-        samples.append(clock.between(began, ended))
-
-    _repeated(turn)
-    return median_of(samples[1:])
+    return _seconds_of(optimizer(copies).step, clock)
 
 
-def _loss_s(loss: Loss, output: Any, target: Any, device: torch.device) -> float:
-    clock, samples = Clock(device), []
-
-    def turn() -> None:
-        began = clock.mark()
+def _loss_s(loss: Loss, output: Any, target: Any, clock: Clock) -> float:
+    def both_ways() -> None:
         value = loss(output, target)
         if value.requires_grad:
             value.backward()
-        ended = clock.mark()
-        clock.settle()
-        samples.append(clock.between(began, ended))
+
+    def forget() -> None:
         for leaf in tensors_of(output):
             leaf.grad = None
 
     with torch.enable_grad():
-        _repeated(turn)
+        return _seconds_of(both_ways, clock, forget)
+
+
+def _seconds_of(work: Callable[[], object], clock: Clock, afterwards: Callable[[], None] = lambda: None) -> float:
+    """The median of a few turns of some work, after a rehearsal."""
+    samples = []
+
+    def turn() -> None:
+        began = clock.mark()
+        work()
+        ended = clock.mark()
+        clock.settle()
+        samples.append(clock.between(began, ended))
+        afterwards()
+
+    _repeated(turn)
     return median_of(samples[1:])
 
 

@@ -7,7 +7,6 @@ both; the ratio of each turn is taken, and the median of the ratios is the answe
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipefit.compare.bench.devices import own_core
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import DataParallel, Subject, Trainer
 from pipefit.models import build, parse_options
@@ -80,9 +80,7 @@ def ddp_rank(
     models: Sequence[tuple[str, str, int]], num_microbatches: Sequence[int], steps: int, repeats: int
 ) -> list[DdpRow]:
     """The contest on this rank, which stays on one core where the system lets it."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[current().rank % len(cores)]})
+    own_core(current().rank, _RANKS)
     return [_row(*model, num, steps, repeats) for model in models for num in num_microbatches]
 
 

@@ -13,7 +13,6 @@ links, the cores, the reductions, and every sum inside the layers as it was meas
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipefit.compare.bench.devices import own_core
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import Session, current
@@ -112,9 +112,7 @@ def hybrid(config: HybridConfig = CONFIG) -> list[HybridRow]:
 def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
     """The contest on this process, which stays on a core of its own where there are enough."""
     session = current()
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    if len(cores) >= session.num_ranks:
-        os.sched_setaffinity(0, {cores[session.rank]})
+    own_core(session.rank, session.num_ranks)
     ways = _TWO if session.num_ranks == 2 else _THREE
     bundle = _bundle(config)
     example = bundle.example(config.batch, 0)
