@@ -51,6 +51,7 @@ STRATEGIES = {
         Strategy("1f1b", "schedule", "one forward, one backward"),
         Strategy("interleaved", "schedule", "1F1B with several stages per rank"),
         Strategy("breadth-first", "schedule", "GPipe with several stages per rank"),
+        Strategy("zb-h1", "schedule", "1F1B with backwards in two halves, weight gradients in the gaps"),
         Strategy("pipedream", "schedule", "1F1B without flush, weights stashed"),
         Strategy("pipedream-2bw", "schedule", "1F1B without flush, two weight versions"),
         Strategy("torch-gpipe", "torch", "torch.distributed.pipelining, ScheduleGPipe"),

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from pipefit.cost import CostModel
-from pipefit.ir.liveness import Lifetime, lifetimes
+from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 from pipefit.schedules import Shape, find, generate
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["Holding", "held", "held_replicated", "holds_all", "peaks", "replays", "small_program"]
+__all__ = ["Holding", "filling", "held", "held_replicated", "holds_all", "peaks", "replays", "small_program"]
 
 Key = tuple[str, int]
 
@@ -85,12 +85,23 @@ def held(
     A small program is counted whole. With many micro-batches only so many are counted as fill the pipeline. Whether
     what is held still grows with them is seen on a pipeline of at most four ranks.
     """
-    counted = _counted(depth, num_microbatches, chunks)
+    counted = _counted(schedule, depth, num_microbatches, chunks)
     return _held(schedule, depth, counted, chunks, recompute, counted < num_microbatches), counted
 
 
-def _counted(depth: int, num_microbatches: int, chunks: int) -> int:
-    enough = depth + 2 if chunks == 1 else 2 * depth
+def filling(schedule: str, depth: int, chunks: int) -> int:
+    """Micro-batches that fill a pipeline: p, or 2p with chunks, and where more are in flight than there are ranks."""
+    return (2 if chunks > 1 or _runs_ahead(schedule) else 1) * depth
+
+
+@lru_cache(maxsize=64)
+def _runs_ahead(schedule: str) -> bool:
+    """Whether more micro-batches than ranks are in flight, but not all of them, as four ranks show."""
+    return 4 < peak_inflight(small_program(schedule, 4, 12, 1, False), 0) < 12
+
+
+def _counted(schedule: str, depth: int, num_microbatches: int, chunks: int) -> int:
+    enough = filling(schedule, depth, chunks) + (2 if chunks == 1 else 0)
     small = depth * chunks * num_microbatches <= _SMALL
     return num_microbatches if small else min(num_microbatches, enough)
 
@@ -98,7 +109,7 @@ def _counted(depth: int, num_microbatches: int, chunks: int) -> int:
 @lru_cache(maxsize=512)
 def replays(schedule: str, depth: int, num_microbatches: int, chunks: int) -> tuple[float, ...]:
     """Of each stage the share of its forwards that a program replays, if all stages keep only their input."""
-    program = small_program(schedule, depth, _counted(depth, num_microbatches, chunks), chunks, True)
+    program = small_program(schedule, depth, _counted(schedule, depth, num_microbatches, chunks), chunks, True)
     count = Counter(stage for stage, _ in program.recomputed)
     return tuple(count[stage] / program.header.total_microbatches for stage in range(depth * chunks))
 

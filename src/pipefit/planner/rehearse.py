@@ -15,7 +15,7 @@ import msgspec
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.closed_forms import reduce_s
-from pipefit.planner.held import small_program
+from pipefit.planner.held import filling, small_program
 from pipefit.planner.judge import Judged, costs_of
 from pipefit.planner.ranks import placement_for
 from pipefit.planner.space import Config, Ground
@@ -118,7 +118,7 @@ def _crowded(cost: CostModel) -> bool:
 
 def _counts(config: Config) -> tuple[int, int]:
     """Micro-batches of the two programs from which the time is extrapolated."""
-    least = config.depth if config.chunks == 1 else 2 * config.depth
+    least = filling(config.schedule, config.depth, config.chunks)
     return min(least, config.per_pipeline), min(least + config.depth, config.per_pipeline)
 
 

@@ -216,6 +216,7 @@ def _beyond(told: RuntimeCosts, alone: Profile) -> RuntimeCosts:
     }
     host_s = {name: max(seconds - layers_s.get(name, 0.0), 1e-6) for name, seconds in told.host_s.items()}
     host_s[Op.RECOMPUTE.value] = host_s[Op.FWD.value]
+    host_s |= dict.fromkeys((Op.BWD_INPUT.value, Op.BWD_WEIGHT.value), host_s[Op.BWD.value])
     taking_s = max(told.taking_s + first.forward_s - final.forward_s, 0.0)
     return told._replace(overhead_s=max(host_s[Op.FWD.value], USUAL.overhead_s), host_s=host_s, taking_s=taking_s)
 

@@ -96,7 +96,10 @@ def test_every_plan_is_executable_and_verifies_clean(method):
     assert len(made.prediction.peak_bytes) == 4
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("breadth-first", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)],
+)
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("count", [3, 8, 24, 160])
 def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunks, recompute, count):
@@ -343,7 +346,7 @@ def test_pipedream_plans_say_the_published_times():
 def test_an_extrapolated_time_is_that_of_the_whole_program():
     profile: Profile = model(8)
     ground = ground_of(profile, Topology.local(4), 2 * 1600)
-    for schedule, chunks in [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)]:
+    for schedule, chunks in [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h2", 1)]:
         judged = judge(ground, Config(schedule, 1, 4, 1, chunks, 2, 1600))
         told = rehearse(ground, judged)
         timing, _ = costs_of(ground, judged.config, judged.partition)
