@@ -18,15 +18,15 @@ _CONVNET = {"model": "convnet", "options": "", "batch": 64}
 
 
 def trained(schedule: str, **settings: object) -> RunResult:
-    config = RunConfig(data=("synthetic",), ranks=2, schedule=schedule, microbatches=4, steps=4, sample=0, **settings)  # type: ignore[arg-type]
+    config = RunConfig(data=("synthetic",), ranks=2, schedule=schedule, microbatches=4, steps=2, sample=0, **settings)  # type: ignore[arg-type]
     result: RunResult = launch(train_rank, 2, config, True, threads=1, quiet=True)[0]
     return result
 
 
 @pytest.mark.parametrize(
     ("schedule", "settings"),
-    [("1f1b", _GPT), ("gpipe", _GPT), ("pipedream-2bw", _GPT), ("1f1b", _CONVNET)],
-    ids=["gpt-1f1b", "gpt-gpipe", "gpt-2bw", "convnet-1f1b"],
+    [("gpipe", _GPT), ("pipedream-2bw", _GPT), ("1f1b", _CONVNET)],
+    ids=["gpt-gpipe", "gpt-2bw", "convnet-1f1b"],
 )
 def test_the_memory_that_a_plan_claims_is_what_its_ranks_take(schedule: str, settings: dict[str, object]) -> None:
     result = trained(schedule, **settings)
