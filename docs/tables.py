@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 from docs.make_pictures import SHAPES, drawing
+from docs.pages import renew
 
 from pipefit.draw.axes import label_number
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.schedules import find
 from pipefit.verify.report import RULES
-
-ROOT = Path(__file__).parents[1]
 
 _LAW = {
     "naive": ("1 − 1/p", "model does not fit, speed does not matter; the baseline"),
@@ -78,18 +75,6 @@ def filled(page: str) -> str:
     return _PLACE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", page)
 
 
-def main() -> None:
-    """Brings all pages up to date."""
-    from docs.transcripts import pages
-
-    for path in pages():
-        before = path.read_text()
-        after = filled(before)
-        if after != before:
-            path.write_text(after)
-            sys.stdout.write(f"{path.relative_to(ROOT)}: brought up to date\n")
-
-
 if __name__ == "__main__":
     assert set(_LAW) <= set(SHAPES)
-    main()
+    renew(filled)

@@ -11,23 +11,18 @@ import io
 import os
 import re
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
+from docs.pages import renew
+
 from pipefit.cli import main as pipefit
 
-ROOT = Path(__file__).parents[1]
 QUICK = frozenset({"draw", "schedules", "verify", "simulate"})
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _WIDTH = 90
-
-
-def pages() -> list[Path]:
-    """Those that may hold transcripts."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/schedules").glob("*.md"))]
 
 
 def is_quick(block: str) -> bool:
@@ -72,15 +67,5 @@ def answered(page: str) -> str:
         return _BLOCK.sub(again, page)
 
 
-def main() -> None:
-    """Brings all pages up to date."""
-    for path in pages():
-        before = path.read_text()
-        after = answered(before)
-        if after != before:
-            path.write_text(after)
-            sys.stdout.write(f"{path.relative_to(ROOT)}: brought up to date\n")
-
-
 if __name__ == "__main__":
-    main()
+    renew(answered)

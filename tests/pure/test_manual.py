@@ -4,12 +4,13 @@ import re
 
 import pytest
 from docs import make_pictures, tables, transcripts
+from docs.pages import ROOT, pages
 
 from pipefit.cli import main
 from pipefit.ir.op import Op
 from pipefit.schedules import find, names
 
-NAMED = [pytest.param(page, id=str(page.relative_to(transcripts.ROOT))) for page in transcripts.pages()]
+NAMED = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
 HOUSE = [name for name in names() if find(name).order.__module__.startswith("pipefit.")]
 
 
@@ -34,7 +35,7 @@ def test_a_picture_shows_what_the_code_draws(name, tmp_path):
 
 
 def test_every_schedule_has_a_page_a_picture_and_a_row():
-    folder = transcripts.ROOT / "docs/schedules"
+    folder = ROOT / "docs/schedules"
     table = tables.schedules()
     for name in HOUSE:
         page = (folder / f"{name}.md").read_text()
@@ -43,19 +44,19 @@ def test_every_schedule_has_a_page_a_picture_and_a_row():
 
 
 def test_the_page_on_architecture_names_every_operation():
-    page = (transcripts.ROOT / "docs/architecture.md").read_text()
+    page = (ROOT / "docs/architecture.md").read_text()
     assert all(f"| `{op.value}` |" in page for op in Op)
 
 
 def test_the_page_on_architecture_names_every_folder():
-    page = (transcripts.ROOT / "docs/architecture.md").read_text()
-    folders = [path.parent.name for path in (transcripts.ROOT / "src/pipefit").glob("*/__init__.py")]
+    page = (ROOT / "docs/architecture.md").read_text()
+    folders = [path.parent.name for path in (ROOT / "src/pipefit").glob("*/__init__.py")]
     assert len(folders) > 15
     assert [name for name in folders if f"`{name}`" not in page] == []
 
 
 def test_the_page_on_the_command_line_names_every_verb(capsys):
-    page = (transcripts.ROOT / "docs/command-line.md").read_text()
+    page = (ROOT / "docs/command-line.md").read_text()
     main(["--help"])
     verbs = re.findall(r"^│ ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
     assert len(verbs) > 8
@@ -70,6 +71,6 @@ def test_a_page_that_shows_something_else_is_found():
 
 
 def test_what_the_readme_links_to_is_there():
-    links = re.findall(r"\]\(([^)#:]+)\)", (transcripts.ROOT / "README.md").read_text())
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
     assert len(links) > 15
-    assert [link for link in links if not (transcripts.ROOT / link).exists()] == []
+    assert [link for link in links if not (ROOT / link).exists()] == []
