@@ -22,7 +22,7 @@ def task_of(
     **more: Any,
 ) -> Task:
     model, example = make(name)
-    chunks = 2 if schedule in ("interleaved", "breadth-first") else 1
+    chunks = 2 if schedule in ("interleaved", "breadth-first", "zb-v") else 1
     return Task(
         model=model,
         batches=[example(size, step) for step, size in enumerate(sizes)],
@@ -49,6 +49,9 @@ TASKS = {
     "1f1b, a weight that travels": task_of("a weight that travels", "1f1b", 2, 4, THREE),
     "interleaved": task_of("plain", "interleaved", 2, 3, THREE),
     "breadth-first, tied": task_of("tied neighbours", "breadth-first", 2, 3, THREE, recompute=True),
+    "zb-h1, tied": task_of("tied ends", "zb-h1", 2, 4, THREE, clip_norm=0.05),
+    "zb-h2 2-1": task_of("batch norm", "zb-h2", 3, 4, THREE, (2, 1)),
+    "zb-v": task_of("convolutions", "zb-v", 2, 3, THREE),
     "data-parallel": task_of("batch norm", "data-parallel", 2, 3, THREE),
     "1f1b 2-1": task_of("batch norm", "1f1b", 3, 3, THREE, (2, 1), clip_norm=0.05),
     "pipedream": task_of("convolutions", "pipedream", 3, 1, SIX),

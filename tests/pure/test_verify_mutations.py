@@ -6,21 +6,10 @@ from hypothesis import strategies as st
 from tests.mutants import mutants, relabelled, with_rank
 from tests.oracle import difference
 
-from pipefit.ir import bwd_input, bwd_weight, fwd
-from pipefit.schedules import Schedule, Shape, generate
+from pipefit.schedules import Shape, generate
 from pipefit.verify import verify
 
 ADVERSARIES = ({"seed": 0}, {"seed": 1, "tags": False}, {"seed": 2, "tags": False, "eager": True})
-
-
-def _halves(task):
-    for rank in range(task.num_ranks):
-        (stage,) = task.stages_of(rank)
-        yield [op(stage, mb) for op in (fwd, bwd_input, bwd_weight) for mb in task.span]
-
-
-def split_backward(shape):
-    return Schedule("halves", _halves)(shape)
 
 
 def few(name, **shape):
@@ -39,13 +28,14 @@ CASES = [
     few("pipedream", num_microbatches=1, num_steps=3, recompute=None),
     few("pipedream-vertical-sync", num_microbatches=1, num_steps=3),
     few("pipedream-2bw", num_steps=3),
-    few("halves", num_steps=2),
+    few("zb-h1", num_steps=2, clip=True, recompute=None),
+    few("zb-v", num_chunks=2, ties=((0, 3),)),
 ]
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_every_mutant_is_refused_or_trains_the_same_model(name, shape):
-    p = split_backward(shape) if name == "halves" else generate(name, shape)
+    p = generate(name, shape)
     assert verify(p).ok and not difference(p, p, ADVERSARIES)
     count = 0
     for how, mutant in mutants(p):
@@ -57,12 +47,11 @@ def test_every_mutant_is_refused_or_trains_the_same_model(name, shape):
 
 @st.composite
 def programs(draw):
-    name = draw(
-        st.sampled_from(["gpipe", "1f1b", "interleaved", "breadth-first", "pipedream", "pipedream-2bw", "halves"])
-    )
+    several = {"interleaved": (1, 2), "breadth-first": (1, 2), "zb-v": (2,)}
+    name = draw(st.sampled_from(["gpipe", "1f1b", "pipedream", "pipedream-2bw", "zb-h1", "zb-h2", *several]))
     depth = draw(st.integers(1, 3))
-    chunks = draw(st.integers(1, 2)) if name in ("interleaved", "breadth-first") else 1
-    replicas = draw(st.sampled_from([(), (), (2,) * depth])) if name != "halves" else ()
+    chunks = draw(st.sampled_from(several.get(name, (1,))))
+    replicas = draw(st.sampled_from([(), (), (2,) * depth]))
     ties = ((0, depth * chunks - 1),) if depth * chunks > 1 and draw(st.booleans()) else ()
     shape = Shape(
         depth=depth,
@@ -75,7 +64,7 @@ def programs(draw):
         recompute=draw(st.sampled_from([(), None])),
         ahead=draw(st.integers(0, 2)),
     )
-    return split_backward(shape) if name == "halves" else generate(name, shape)
+    return generate(name, shape)
 
 
 @given(programs(), st.data())

@@ -19,6 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "interleaved": {"num_ranks": 2, "schedule": "interleaved", "num_chunks": 2},
     "pipedream": {"num_ranks": 3, "schedule": "pipedream", "num_microbatches": 1, "loss_scale": 64.0, "steps": 6},
     "2bw": {"num_ranks": 2, "schedule": "pipedream-2bw", "loss_scale": 64.0, "steps": 5},
+    "halves": {"num_ranks": 3, "schedule": "zb-h1"},
+    "halves in a V": {"num_ranks": 2, "schedule": "zb-v", "num_chunks": 2, "recompute": True},
     "with a running average": {"name": "batch norm", "num_ranks": 2},
     "tied ends": {"name": "tied ends", "num_ranks": 2},
 }

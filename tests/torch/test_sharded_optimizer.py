@@ -30,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1f1b, 2 × 2": {"schedule": "1f1b", "stages": 2, "replicas": 2, "microbatches": 4},
     "gpipe, 2-1": {"schedule": "gpipe", "stages": [5, 3], "replicas": (2, 1), "microbatches": 3},
     "interleaved, 2 × 2": {"schedule": "interleaved", "stages": 4, "chunks": 2, "replicas": 2, "microbatches": 4},
+    "zb-h1, 2 × 2": {"schedule": "zb-h1", "stages": 2, "replicas": 2, "microbatches": 4},
     "pipedream, 2-1": {"schedule": "pipedream", "stages": [5, 3], "replicas": (2, 1), "microbatches": 1},
     "vertical sync": {"schedule": "pipedream-vertical-sync", "stages": 2, "replicas": 2, "microbatches": 1},
     "2bw": {"schedule": "pipedream-2bw", "stages": 2, "replicas": 2, "microbatches": 2},
