@@ -34,11 +34,12 @@ def bench_offload(
 
     Exit code 1: the spilled run had more of the GPU's memory than the cap.
     """
-    from pipefit.compare.bench import offload as bench
-
     if device not in _DEVICES:
         raise PipefitError(f"--device: expected one of {', '.join(_DEVICES)}, got {device!r}")
-    config = replace(bench.OffloadConfig(device=device), **_sizes(option))
+    wanted = _sizes(option)
+    from pipefit.compare.bench import offload as bench
+
+    config = replace(bench.OffloadConfig(device=device), **wanted)
     if cap is not None:
         config = replace(config, cap_bytes=parse_quantity(cap, "bytes", "--cap"))
     if steps is not None:

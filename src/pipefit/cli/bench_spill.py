@@ -35,11 +35,11 @@ def bench_spill(
 
     Exit code 1: the large model's process had more memory than the cap.
     """
-    from pipefit.compare.bench.spill import large, speed
-
     wanted = _SIZES | sizes("--option", option, _SIZES)
     if disk is not None and not disk.is_dir():
         raise PipefitError(f"--disk {disk}: no such folder")
+    from pipefit.compare.bench.spill import large, speed
+
     data: dict[str, Any] = {}
 
     def tell(text: str) -> None:
