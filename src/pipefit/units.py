@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from pipefit.errors import PipefitError
@@ -65,18 +66,28 @@ def _unit_factor(unit: str, kind: str) -> float | None:
     return _SCALE.get(unit)
 
 
-def format_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float, up: bool = False) -> str:
     """Bytes for people, in powers of 1024.
 
     >>> format_bytes(1536), format_bytes(3 * 2**30)
     ('1.5 KiB', '3 GiB')
+    >>> format_bytes(302081), format_bytes(302081, up=True)
+    ('295 KiB', '295.1 KiB')
+
+    Args:
+        num_bytes: how many, 0 or more if rounded up.
+        up: never fewer, for what people will ask for.
     """
     size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024:
-            return f"{size:.4g} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(size) < 1024 or unit == "PiB":
+            break
         size /= 1024
-    return f"{size:.4g} PiB"
+    shown = f"{size:.4g}"
+    if up and float(shown) < size:
+        # One more in the last of the four digits.
+        shown = f"{float(shown) + 10.0 ** (math.floor(math.log10(size)) - 3):.4g}"
+    return f"{shown} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

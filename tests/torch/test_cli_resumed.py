@@ -103,7 +103,7 @@ def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path,
 
 
 def test_a_run_under_a_cap_goes_on_with_the_plan_it_had(tmp_path, capsys):
-    cap = ["--device-memory", "400 KiB"]
+    cap = ["--device-memory", "500 KiB"]
     losses = losses_of(capsys, *words(tmp_path / "whole", cap=True, more=cap))
     tier = tmp_path / "tier"
     killed(words(tier, cap=True, more=cap))

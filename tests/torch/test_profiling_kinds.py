@@ -32,8 +32,8 @@ def profiled(model, x=None, y=None, **more):
 
 def test_one_layer_of_each_kind_is_measured_and_speaks_for_the_others(monkeypatch):
     run = []
-    real = kinds._measured
-    monkeypatch.setattr(kinds, "_measured", lambda name, *rest: run.append(name) or real(name, *rest))
+    real = kinds._seconds
+    monkeypatch.setattr(kinds, "_seconds", lambda one, *rest: run.append(one.name) or real(one, *rest))
     computed, measured = profiled(layers_of())
     # The first block takes what needs a gradient, as all blocks do.
     assert run == ["0", "1", "5"]
@@ -78,7 +78,11 @@ def test_what_does_not_fit_is_scaled_as_the_others_turned_out():
     ratio = sum(b for _, b in small) / sum(a for a, _ in small)
     assert measured.layers[-1].total_s == pytest.approx(computed.layers[-1].total_s * ratio)
     assert measured.layers[-1].step_s > 0 and "5 of 6 layers" in measured.source
-    assert profiled(layers_of(), room_bytes=10)[1].layers == computed.layers
+    none = profiled(layers_of(), room_bytes=10)[1].layers
+    assert [(one.total_s, one.step_s) for one in none] == [(one.total_s, one.step_s) for one in computed.layers]
+    # What torch notes beside tensors is known nevertheless: the least room that works depends on it.
+    assert [one.saved_bytes for one in none] == [one.saved_bytes for one in measured.layers]
+    assert all(one.saved_bytes > plain.saved_bytes for one, plain in zip(none, computed.layers, strict=True))
 
 
 def test_a_layer_that_cannot_run_by_itself_keeps_its_computed_seconds():
@@ -104,15 +108,15 @@ def test_a_loss_that_refuses_random_numbers_keeps_its_computed_seconds():
 
 def test_there_is_never_more_than_one_layer_in_memory(monkeypatch):
     alive: list[weakref.ref] = []
-    real = kinds._measured
+    real = kinds._seconds
 
-    def spy(name, module, *rest):
+    def spy(run, *rest):
         gc.collect()
         assert not any(other() is not None for other in alive)
-        alive.append(weakref.ref(module))
-        return real(name, module, *rest)
+        alive.append(weakref.ref(run.layer))
+        return real(run, *rest)
 
-    monkeypatch.setattr(kinds, "_measured", spy)
+    monkeypatch.setattr(kinds, "_seconds", spy)
     with torch.device("meta"):
         model = layers_of()
     profiled(model)

@@ -13,7 +13,6 @@ from pipefit.ir.op import Op
 from pipefit.models import build
 from pipefit.testing import check
 from pipefit.train.spilled import Spilled
-from pipefit.units import parse_quantity
 
 
 def momentum(parameters):
@@ -22,6 +21,10 @@ def momentum(parameters):
 
 def dampened(parameters):
     return torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.1)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
 
 
 def adamw(parameters):
@@ -336,8 +339,38 @@ def test_a_cap_that_is_too_small_names_the_smallest_that_works():
     with pytest.raises(InfeasibleError) as refusal:
         capped("100 kB")
     smallest = re.search(r"the smallest cap that works is ([\d.]+ KiB)", str(refusal.value)).group(1)
-    pipe, example = capped(parse_quantity(smallest, "bytes") + 1024)
+    pipe, example = capped(smallest)
     pipe.step(*example)
+    pipe.close()
+
+
+MLP = {"layers": 6, "width": 64, "inputs": 64}
+GPT = {"layers": 3, "hidden": 32, "heads": 2, "context": 16, "vocab": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "optimizer", "keep", "cap"),
+    [
+        ("gpt", {**GPT, "tied": False, "dropout": 0.1}, adamw, "auto", 350 * 1024),
+        ("gpt", {**GPT, "tied": False}, adamw, "none", 450 * 1024),
+        ("gpt", {**GPT, "tied": True}, sgd, "auto", 450 * 1024),
+        ("mlp", MLP, adamw, "auto", 150 * 1024),
+    ],
+    ids=["gpt", "gpt-replayed", "gpt-tied", "mlp"],
+)
+def test_a_tiny_model_takes_no_more_than_its_plan_claims(name, options, optimizer, keep, cap):
+    torch.manual_seed(0)
+    bundle = build(name, **options)
+    pipe = Pipeline(
+        bundle.layers, loss=bundle.loss, optimizer=optimizer, microbatches=4, clip_norm=1.0,
+        example=bundle.example(8, 0), spill=Spilled(cap, keep=keep),
+    )  # fmt: skip
+    for number in range(2):
+        pipe.step(*bundle.example(8, number))
+    assert pipe.plan.spill is not None and pipe.held_bytes is not None
+    [claimed] = pipe.plan.prediction.peak_bytes
+    # Bookkeeping is as much as tensors here; it is counted too.
+    assert 0.8 * claimed < pipe.held_bytes <= claimed <= cap
     pipe.close()
 
 

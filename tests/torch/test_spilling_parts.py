@@ -79,7 +79,7 @@ def test_a_copy_fails_with_the_copy_that_it_waits_for():
 
 
 def test_a_slot_is_waited_for_until_its_copies_have_ended():
-    slot, copy = Slot(4096, torch.device("cpu")), Copy(0)
+    slot, copy = Slot(torch.empty(4096, dtype=torch.uint8)), Copy(0)
     slot.busy.append(copy)
     assert slot.taken() == (copy,) and slot.taken() == ()
 

@@ -33,6 +33,7 @@ _PER_STAGE = (
     "half_bytes",
     "weight_bytes",
     "optim_bytes",
+    "beside_bytes",
 )
 
 
@@ -57,6 +58,7 @@ class CostModel:
         half_bytes: gradients kept from bwd_input to bwd_weight, beside what is saved; (): that of the output.
         weight_bytes: of one version of the weights, and of their gradients.
         optim_bytes: of the optimizer's state, there from beginning to end.
+        beside_bytes: of whatever else is on a rank that has the stage, wherever the stage itself is: buffers and such.
         input_bytes: of one micro-batch of inputs, at stage 0.
         target_bytes: of one micro-batch of targets, at the last stage (with a single stage, they are in the input).
         tied_bytes: of the shared weight of each tie group, by the group's first stage; where it has none, the weights
@@ -89,6 +91,7 @@ class CostModel:
     half_bytes: tuple[float, ...] = ()
     weight_bytes: tuple[float, ...] = ()
     optim_bytes: tuple[float, ...] = ()
+    beside_bytes: tuple[float, ...] = ()
     input_bytes: float = 0
     target_bytes: float = 0
     tied_bytes: Mapping[int, float] = field(default_factory=dict)
@@ -260,6 +263,12 @@ class CostModel:
     def resident_bytes(self, stages: Sequence[int]) -> float:
         """Bytes that are on a rank with these stages whatever it does: the optimizer's state."""
         return sum(self.optim_bytes[stage] for stage in stages)
+
+    def staying_bytes(self, header: Header, rank: int) -> float:
+        """Bytes that are on a rank whatever it does: the optimizer's states that are not moved, and `beside_bytes`."""
+        own = header.stages_of(rank)
+        stay = self.resident_bytes([stage for stage in own if header.keeps_states(stage)])
+        return stay + sum(self.beside_bytes[stage] for stage in own)
 
     def _message_bytes(self, message: Instruction) -> float:
         return self.size_bytes(Value(message.kind, message.stage, message.mb))

@@ -9,7 +9,10 @@ import msgspec
 from pipefit.errors import ScheduleError
 from pipefit.ir.op import Kind
 
-__all__ = ["MOVED", "SLOTTED", "TIERS", "Spill"]
+__all__ = ["GRAIN_BYTES", "MOVED", "SLOTTED", "TIERS", "UNDER_WAY", "Spill"]
+
+GRAIN_BYTES: Final = 4096
+"""What records and slots are rounded up to: direct I/O asks for it."""
 
 TIERS: Final = ("host", "disk")
 """Where a stage can live while it is not on the device."""
@@ -19,6 +22,10 @@ SLOTTED: Final = {Kind.WEIGHTS.value: "weights", Kind.WGRAD.value: "wgrad", Kind
 
 MOVED: Final = (*SLOTTED, Kind.ACT.value, Kind.INPUT.value)
 """The kinds that can be fetched and evicted; activations and inputs have no slots."""
+
+
+UNDER_WAY: Final = 2
+"""Activations that are being written to a tier at a time: they leave the device once they are there."""
 
 
 class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

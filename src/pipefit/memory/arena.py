@@ -1,4 +1,4 @@
-"""The arena: a device's memory for shards, allocated once as flat slots; parameters become views of them.
+"""The arena: a device's memory for shards, allocated once and divided into flat slots; parameters are views of them.
 
 Nothing is allocated while training, so a cap on the device's memory can be stated before it starts.
 """
@@ -52,8 +52,8 @@ class Slot:
         kept: whose weights still lie there, and their version, until something else is loaded.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.bytes = aligned(num_bytes, device)
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
         self.busy: list[Copy] = []
         self.kept: tuple[object, int] | None = None
 
@@ -78,14 +78,19 @@ class Arena:
 
     def __init__(self, sizes: dict[str, int], counts: dict[str, int], device: torch.device) -> None:
         self.device = device
-        self._slots = {
-            kind: [Slot(padded(sizes.get(kind, 0)), device) for _ in range(count)] for kind, count in counts.items()
-        }
+        each = {kind: padded(sizes.get(kind, 0)) for kind in counts}
+        self._memory = aligned(sum(count * each[kind] for kind, count in counts.items()), device)
+        self._slots: dict[str, list[Slot]] = {}
+        start = 0
+        for kind, count in counts.items():
+            whole = self._memory[start : start + count * each[kind]]
+            self._slots[kind] = [Slot(room) for room in whole.tensor_split(count)] if count else []
+            start += len(whole)
 
     @property
     def num_bytes(self) -> int:
-        """What all slots take together."""
-        return sum(slot.bytes.numel() for slots in self._slots.values() for slot in slots)
+        """What all slots take together, with what is left out before the first so that they are aligned."""
+        return self._memory.untyped_storage().nbytes()
 
     def slot(self, kind: str, index: int) -> Slot:
         """A slot by its number."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipefit.memory.tiers import padded
 
-__all__ = ["Field", "Layout", "absent"]
+__all__ = ["Field", "Layout", "absent", "laid_out_bytes"]
 
 _GRAIN = 64
 
@@ -60,6 +60,11 @@ class Layout:
     def views(self, record: Tensor) -> list[Tensor]:
         """All tensors, as views of a record's bytes."""
         return [field.of(record) for field in self.fields]
+
+
+def laid_out_bytes(tensors: Iterable[Tensor]) -> int:
+    """What tensors take in a record, beside others."""
+    return sum(padded(tensor.nbytes, _GRAIN) for tensor in tensors)
 
 
 def absent(field: Field, device: torch.device) -> Tensor:

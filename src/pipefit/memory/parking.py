@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipefit.ir.spill import UNDER_WAY
 from pipefit.memory.arena import aligned
 from pipefit.memory.lanes import Copy
 from pipefit.memory.layout import Layout
@@ -40,9 +42,13 @@ class Parking:
         self._sizes: dict[Key, int] = {}
         self._there: dict[Key, _Parked] = {}
         self._count = 0
+        self._under_way: deque[Copy] = deque()
 
     def leave(self, key: Key, tensors: Sequence[Tensor]) -> Copy:
         """Starts to write tensors; the caller need not keep them.
+
+        Not more than `UNDER_WAY` copies of them are on the device at a time: this waits until the first of so many is
+        written, so that a slow tier does not fill the device.
 
         Raises:
             TierError: there is no room for them.
@@ -51,13 +57,17 @@ class Parking:
         if layout.num_bytes > self._sizes.get(key, 0):
             self._tier.reserve_scratch({key: layout.num_bytes})
             self._sizes[key] = layout.num_bytes
+        if len(self._under_way) == UNDER_WAY:
+            self._under_way.popleft().wait()
         record = self._record(key)
         strides = [_stride(tensor) for tensor in tensors]
         for view, tensor in zip(_views(layout, strides, record), tensors, strict=True):
             view.copy_(tensor)
         self._count += 1
         self._there[key] = _Parked(layout, strides, self._count)
-        return self._tier.write(key, self._count, record)
+        copy = self._tier.write(key, self._count, record)
+        self._under_way.append(copy)
+        return copy
 
     def take(self, key: Key) -> tuple[Copy, Callable[[], list[Tensor]]]:
         """Starts to read tensors; the second gives them once the first has ended."""

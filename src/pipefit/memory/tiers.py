@@ -13,13 +13,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from pipefit.ir.spill import GRAIN_BYTES
 from pipefit.memory.lanes import Copy
 from pipefit.memory.tierfile import Aside
 
 __all__ = ["ALIGNMENT", "Key", "TierStore", "padded"]
 
-ALIGNMENT = 4096
-"""Bytes to which records, slots and positions in files are aligned: what direct I/O asks for."""
+ALIGNMENT = GRAIN_BYTES
+"""Bytes to which records, slots and positions in files are aligned."""
 
 
 def padded(num_bytes: int, to: int = ALIGNMENT) -> int:

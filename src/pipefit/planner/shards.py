@@ -12,7 +12,7 @@ from pipefit.cost import CostModel
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
-from pipefit.ir.spill import Spill
+from pipefit.ir.spill import UNDER_WAY, Spill
 from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.planner.task import Task
 from pipefit.spec import Partition
@@ -86,7 +86,7 @@ def _choice(task: Task, partition: Partition, spill: Spill, cost: CostModel, bes
     counted = task.copies if task.moves_once else task.num_microbatches
     small = task.program_of(partition, spill, counted)
     peaks = [
-        beside[rank] + arena_bytes(small.header, rank, cost.size_bytes) + _states_of(small, cost, rank)
+        beside[rank] + arena_bytes(small.header, rank, cost.size_bytes) + cost.staying_bytes(small.header, rank)
         for rank in range(task.num_ranks)
     ]
     if max(peaks) > task.device_bytes or not task.has_room(small, cost):
@@ -129,15 +129,17 @@ def _keeping(task: Task, program: Program, cost: CostModel, peaks: list[float]) 
 
 
 def in_flight(header: Header, cost: CostModel) -> float:
-    """Bytes that a rank of a pipeline holds of what is on its way: two messages each way."""
-    if len(set(header.placement)) == 1:
+    """Bytes that a rank holds of what is on its way: two messages each way, and activations to the tier."""
+    if header.num_stages == 1:
         return 0.0
     # What the last stage gives goes nowhere.
-    return 2 * max(map(sum, zip(cost.act_bytes[:-1], cost.grad_bytes[:-1], strict=True)))
+    acts, grads = max(cost.act_bytes[:-1]), max(map(sum, zip(cost.act_bytes[:-1], cost.grad_bytes[:-1], strict=True)))
+    parks = header.spill is not None and header.spill.activations
+    return (2 * grads if len(set(header.placement)) > 1 else 0.0) + (UNDER_WAY * acts if parks else 0.0)
 
 
 def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[float, ...]:
-    """The most that each rank has on its device at once, with the optimizer's states that stay there.
+    """The most that each rank has on its device at once, with what stays there.
 
     In a pipeline what is sent is held until it has arrived: two messages each way, or more by the clock.
 
@@ -146,18 +148,13 @@ def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[flo
         cost: of its stages.
         timeline: of the program, with its memory where there are several ranks.
     """
-    ranks = range(program.header.num_ranks)
-    listed = [device_peak_bytes(program, rank, cost.size_bytes, _states_of(program, cost, rank))[0] for rank in ranks]
-    if len(ranks) == 1:
-        return tuple(listed)
-    more = in_flight(program.header, cost)
-    return tuple(max(amount + more, timeline.peak_bytes(rank)) for rank, amount in zip(ranks, listed, strict=True))
-
-
-def _states_of(program: Program, cost: CostModel, rank: int) -> float:
-    """Bytes of the optimizer's states that stay on a rank's device."""
     header = program.header
-    return cost.resident_bytes([stage for stage in header.stages_of(rank) if header.keeps_states(stage)])
+    ranks = range(header.num_ranks)
+    listed = [device_peak_bytes(program, rank, cost.size_bytes, cost.staying_bytes(header, rank))[0] for rank in ranks]
+    more = in_flight(header, cost)
+    if len(ranks) == 1:
+        return (listed[0] + more,)
+    return tuple(max(amount + more, timeline.peak_bytes(rank)) for rank, amount in zip(ranks, listed, strict=True))
 
 
 def _largest_tie(task: Task, partition: Partition) -> int:

@@ -17,6 +17,7 @@ from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.planner.resident import resident
 from pipefit.planner.shard_cuts import cuts_of, finest
 from pipefit.planner.shards import Choice, fitting, peaks_of
+from pipefit.planner.sizes import Sizes
 from pipefit.planner.task import Task
 from pipefit.schedules import find
 from pipefit.schedules.registry import Schedule
@@ -58,6 +59,7 @@ def plan_spilling(
     schedule: str | None = None,
     num_chunks: int = 0,
     keep: bool = True,
+    sizes: Sizes | None = None,
 ) -> Plan:
     """How to train a model on devices that it does not fit: the cut, the slots, and the lane that binds.
 
@@ -90,6 +92,7 @@ def plan_spilling(
             fits.
         num_chunks: shards on each rank; 0: as many as are best.
         keep: stages that the cap leaves room for keep what a forward saved for its backward, instead of replaying it.
+        sizes: what the layers take to the byte, where they are at hand; None: what the profile says.
 
     Raises:
         InfeasibleError: nothing fits; the message says the smallest cap that works.
@@ -130,6 +133,7 @@ def plan_spilling(
         num_chunks if order.chunks else 1,
         copies,
         keep,
+        sizes,
     )
     whole = resident(task, size, schedule)
     assert whole.prediction is not None
@@ -144,7 +148,10 @@ def plan_spilling(
         if best is not None:
             break
     if best is None:
-        raise InfeasibleError(_nothing_fits(task, cuts))
+        best = _least(task)
+        choices = [best.choice]
+        if max(best.peaks) > device_bytes or not task.has_room(best.choice.program, best.choice.cost):
+            raise InfeasibleError(_nothing_fits(task, best))
     places = [place for place in ("device", "host", "split") if place != best.choice.steps]
     others = [choice for place in places for choice in [c for c in choices if c.steps == place][:1]]
     made = _plan_of(task, best, size, others)
@@ -223,23 +230,28 @@ def _timed(task: Task, choice: Choice) -> _Timed | None:
     return _Timed(replace(choice, program=program), period_s, once.makespan_s, peaks)
 
 
-def _nothing_fits(task: Task, cuts: Sequence[Partition]) -> str:
+def _least(task: Task) -> _Timed:
+    """The choice that takes least of a device: the same whatever the cap, so that what is named as the least works."""
+    anywhere = replace(task, device_bytes=math.inf, host_bytes=math.inf, keep=False)
+    choices = sorted(fitting(anywhere, [*cuts_of(anywhere), finest(task)]), key=lambda choice: choice.peak_bytes)
+    timed = [found for choice in choices[:_NUM_SIMULATED] if (found := _timed(anywhere, choice))]
+    return min(timed, key=lambda found: (max(found.peaks), len(found.choice.partition.stages)))
+
+
+def _nothing_fits(task: Task, best: _Timed) -> str:
     """What the smallest device would be, and the layer that asks for it."""
     layers, several = task.profile.layers, task.num_ranks > 1
-    anywhere = replace(task, device_bytes=math.inf, host_bytes=math.inf, keep=False)
-    choices = sorted(fitting(anywhere, [*cuts, finest(task)]), key=lambda choice: choice.peak_bytes)
-    timed = [found for choice in choices[:_NUM_SIMULATED] if (found := _timed(anywhere, choice))]
-    least, count = min((max(found.peaks), len(found.choice.partition.stages)) for found in timed)
+    least, count = max(best.peaks), len(best.choice.partition.stages)
     if least <= task.device_bytes:
         return (
             f"{task.profile.model} does not fit the {task.tier.name}: it would keep its weights and the states of its "
             f"optimizer there, and may take {format_bytes(task.host_bytes)}"
         )
     largest = max(layers, key=lambda layer: layer.weight_bytes)
-    on_each = f" on each of {task.num_ranks} ranks" if several else ""
+    on_each, per_rank = (f" on each of {task.num_ranks} ranks", " per rank") if several else ("", "")
     return (
         f"{task.profile.model} cannot be trained within {format_bytes(task.device_bytes)} of device memory{on_each}: "
-        f"the smallest cap that works is {format_bytes(least)}, with {count} stages, one slot{' per rank' * several} "
+        f"the smallest cap that works is {format_bytes(least, up=True)}, with {count} stages, one slot{per_rank} "
         f"and {task.num_microbatches} micro-batches per update; its largest layer, {largest.name}, has "
         f"{format_bytes(largest.weight_bytes)} of weights, which need as much again for gradients"
     )

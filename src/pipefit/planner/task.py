@@ -10,6 +10,7 @@ from pipefit.cost import CostModel, from_profile
 from pipefit.ir.liveness import tier_peak_bytes
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
+from pipefit.planner.sizes import Sizes
 from pipefit.schedules import Shape, generate
 from pipefit.spec import Partition, Profile, Topology
 from pipefit.spec.topology import Tier
@@ -31,6 +32,7 @@ class Task:
         num_chunks: stages on each rank; 0: as many as are best.
         copies: of the pipeline, which have the micro-batches in turn and add up their gradients.
         keep: whether stages that there is room for keep what a forward saved for its backward.
+        sizes: what layers take to the byte; None: what the profile says, and `state` times as much.
     """
 
     profile: Profile
@@ -50,6 +52,7 @@ class Task:
     num_chunks: int = 0
     copies: int = 1
     keep: bool = True
+    sizes: Sizes | None = None
 
     @property
     def depth(self) -> int:
@@ -68,9 +71,12 @@ class Task:
         )
         steps = tuple(self.profile.optimizer_of(stage.layers) for stage in partition.stages)
         rate = self.tier.step_bytes_per_s
-        return replace(
+        cost = replace(
             cost, step_s=steps, host_step_s=tuple(size / rate for size in cost.weight_bytes) if rate else steps
         )
+        if self.sizes is None:
+            return cost
+        return self.sizes.of(cost, partition, self.depth, self.num_microbatches, self.activations)
 
     def program_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Program:
         """What would run."""

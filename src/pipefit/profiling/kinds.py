@@ -11,20 +11,23 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.errors import ModelError
+from pipefit.memory.in_use import in_use
 from pipefit.profiling.analytic import LayerCost, layer_costs, tensors_like
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.layers import as_chain, call_layer
 from pipefit.profiling.optimizer import Optimizer
 from pipefit.profiling.passes import Loss
 from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, placed, take, tensors_of
+from pipefit.profiling.survey import saved_storages, storage_key
 from pipefit.profiling.untouched import random_state_kept, untouched
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
@@ -34,6 +37,8 @@ from pipefit.stage.split import NamedLayer
 __all__ = ["with_measured_kinds"]
 
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
+_NOTES_BYTES = 1024
+_SMALL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,17 @@ class _Seconds:
     forward_s: float
     backward_s: float
     step_s: float
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Of one layer: its seconds, if there was room to train it; and what a forward leaves in use beside tensors.
+
+    That is what autograd notes until the backward, and what the allocator rounds up.
+    """
+
+    seconds: _Seconds | None
+    noted_bytes: float
 
 
 def with_measured_kinds(
@@ -78,19 +94,23 @@ def with_measured_kinds(
         half: the type that autocast computes in; None: no autocast.
 
     Returns:
-        The profile with other seconds; bytes are as they were. The layers are as they were too.
+        The profile with other seconds, and with what is noted beside tensors in `saved_bytes`. The layers are as they
+        were.
     """
     chain, size = as_chain(layers), profile.microbatch_size
     costs = layer_costs(chain, example_input, Device(flops=1.0), size)
     first = placed(take(example_input, size, batch_of(example_input)), device, None)
-    found: dict[int, _Seconds] = {}
+    found: dict[int, _Found] = {}
     for index, ((name, layer), cost) in enumerate(zip(chain, costs, strict=True)):
-        if id(cost) in found or _needs_bytes(cost) > room_bytes:
+        # A small one is looked at in any case, so that a room that is too small can be told the least that is not.
+        if id(cost) in found or _needs_bytes(cost, trained=False) > max(room_bytes, _SMALL_BYTES):
             continue
+        trained = _needs_bytes(cost) <= room_bytes
         # What cannot be run by itself, on data that only look like its own, keeps its computed seconds.
         with random_state_kept(device), suppress(ModelError, RuntimeError):
             payload = map_tensors(torch.clone, first) if not index else _payload(cost.input, device)
-            found[id(cost)] = _alone(name, layer, payload, device, half, optimizer, room_bytes, state_per_weight)
+            run = _Forward(name, layer, payload, device, half)
+            found[id(cost)] = _alone(run, trained, optimizer, room_bytes, state_per_weight)
     loss_s = profile.loss_s
     if loss is not None and 2 * costs[-1].output_bytes <= room_bytes:
         goal = placed(take(target, size, batch_of(target)), device, None)
@@ -100,9 +120,9 @@ def with_measured_kinds(
     return _corrected(profile, [found.get(id(cost)) for cost in costs], loss_s)
 
 
-def _needs_bytes(cost: LayerCost) -> float:
-    """Weights, gradients, those that come to be added to them, and what goes through."""
-    return 3 * cost.weight_bytes + cost.saved_bytes + 2 * cost.output_bytes
+def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
+    """Weights, gradients and those that come to be added to them where it is trained, and what goes through."""
+    return (3 if trained else 1) * cost.weight_bytes + cost.saved_bytes + 2 * cost.output_bytes
 
 
 def _payload(form: Any, device: torch.device) -> Any:
@@ -114,10 +134,30 @@ def _payload(form: Any, device: torch.device) -> Any:
     return tensors_like(form, make)
 
 
-def _alone(name: str, layer: nn.Module, payload: Any, device: torch.device, *rest: Any) -> _Seconds:
-    """Of a layer that is there for this long only; see `_measured`."""
-    with _present(name, layer, device) as module, untouched(((name, module),), device, None):
-        return _measured(name, module, payload, device, *rest)
+@dataclass(frozen=True)
+class _Forward:
+    """Runs one layer by itself."""
+
+    name: str
+    layer: nn.Module
+    payload: Any
+    device: torch.device
+    half: torch.dtype | None
+
+    def __call__(self) -> Any:
+        # What a layer changes in place must be no leaf.
+        given = map_tensors(_of_a_graph, self.payload)
+        with torch.enable_grad(), torch.autocast(self.device.type, self.half, enabled=self.half is not None):
+            return call_layer(self.name, self.layer, given, describe(self.payload))
+
+
+def _alone(run: _Forward, trained: bool, *rest: Any) -> _Found:
+    """Of a layer that is there for this long only; see `_seconds`."""
+    with _present(run.name, run.layer, run.device) as module, untouched(((run.name, module),), run.device, None):
+        run = replace(run, layer=module)
+        run()
+        noted_bytes = _noted_bytes(run)
+        return _Found(_seconds(run, *rest) if trained else None, noted_bytes)
 
 
 @contextmanager
@@ -131,27 +171,16 @@ def _present(name: str, layer: nn.Module, device: torch.device) -> Iterator[nn.M
     yield module
 
 
-def _measured(
-    name: str,
-    layer: nn.Module,
-    payload: Any,
-    device: torch.device,
-    half: torch.dtype | None,
-    optimizer: Optimizer | None,
-    room_bytes: float,
-    state_per_weight: float,
-) -> _Seconds:
-    clock = Clock(device)
-    weights = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+def _seconds(run: _Forward, optimizer: Optimizer | None, room_bytes: float, state_per_weight: float) -> _Seconds:
+    clock = Clock(run.device)
+    weights = [parameter for parameter in run.layer.parameters() if parameter.requires_grad]
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
     forwards, backwards = [], []
 
     def turn() -> None:
         marks = [clock.mark()]
-        # What a layer changes in place must be no leaf.
-        with torch.autocast(device.type, half, enabled=half is not None):
-            output = call_layer(name, layer, map_tensors(_of_a_graph, payload), describe(payload))
+        output = run()
         marks.append(clock.mark())
         roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
         seeds = [torch.ones_like(root) for root in roots]
@@ -163,13 +192,37 @@ def _measured(
         forwards.append(clock.between(marks[0], marks[1]))
         backwards.append(clock.between(marks[2], marks[3]))
 
-    with torch.enable_grad():
-        _repeated(turn)
-    for leaf in tensors_of(payload):
+    _repeated(turn)
+    for leaf in tensors_of(run.payload):
         leaf.grad = None
     step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
     steps = _step_s(weights, optimizer, clock) if optimizer and weights and step_bytes <= room_bytes else 0.0
     return _Seconds(median_of(forwards[1:]), median_of(backwards[1:]), steps)
+
+
+def _noted_bytes(run: _Forward) -> float:
+    tell = in_use(run.device)
+    if tell is None:
+        return 0.0
+    layer = run.layer
+    known = {storage_key(t) for t in (*layer.parameters(), *layer.buffers(), *tensors_of(run.payload))}
+    seen: dict[int, Any] = {}
+    with saved_storages(seen, known):
+        output = run()
+    seen |= {storage_key(leaf): leaf.untyped_storage() for leaf in tensors_of(output)}
+    tensors = sum(storage.nbytes() for key, storage in seen.items() if key not in known)
+    output = None
+    seen.clear()
+    grown = []
+    for _ in range(3):
+        before = tell()
+        # Hooks have their notes too, and a stage that keeps what was saved while its weights are away has hooks.
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            output = run()
+        grown.append(tell() - before)
+        output = None
+    # Other threads allocate too: what differs by a few bytes from time to time is rounded away.
+    return -(-max(median_of(grown) - tensors, 0.0) // _NOTES_BYTES) * _NOTES_BYTES
 
 
 def _of_a_graph(tensor: Tensor) -> Tensor:
@@ -224,8 +277,15 @@ def _seconds_of(work: Callable[[], object], clock: Clock, afterwards: Callable[[
     return median_of(samples[1:])
 
 
-def _corrected(profile: Profile, found: Sequence[_Seconds | None], loss_s: float) -> Profile:
-    pairs = [(layer, seconds) for layer, seconds in zip(profile.layers, found, strict=True) if seconds is not None]
+def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) -> Profile:
+    noted = [one.noted_bytes if one else 0.0 for one in found]
+    layers = [
+        msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + more)
+        for layer, more in zip(profile.layers, noted, strict=True)
+    ]
+    profile = msgspec.structs.replace(profile, layers=tuple(layers))
+    timed = [one.seconds if one else None for one in found]
+    pairs = [(layer, seconds) for layer, seconds in zip(layers, timed, strict=True) if seconds is not None]
     if not pairs:
         return profile
     stepped = [(layer.weight_bytes, seconds.step_s) for layer, seconds in pairs if seconds.step_s]
@@ -245,11 +305,11 @@ def _corrected(profile: Profile, found: Sequence[_Seconds | None], loss_s: float
             step_s=step_s,
         )
 
-    layers = tuple(corrected(layer, seconds) for layer, seconds in zip(profile.layers, found, strict=True))
+    layers = [corrected(layer, seconds) for layer, seconds in zip(layers, timed, strict=True)]
     told = f"{len(pairs)} of {len(layers)} layers by one of their kind, measured"
     return msgspec.structs.replace(
         profile,
-        layers=layers,
+        layers=tuple(layers),
         loss_s=loss_s,
         optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
         source=f"{profile.source}; {told}",

@@ -51,7 +51,7 @@ def _rank_memory(program: Program, cost: CostModel, engine: Engine, rank: int) -
         seam = after
     # Slots are there throughout, full or empty; the states of an optimizer too, unless they come and go in slots.
     held = arena_bytes(header, rank, cost.size_bytes) if header.spill else 0
-    held += cost.resident_bytes([stage for stage in header.stages_of(rank) if header.keeps_states(stage)])
+    held += cost.staying_bytes(header, rank)
     samples: list[tuple[float, float]] = [] if 0 in changes else [(0, held)]
     # What is there after the last pass stays there.
     changes[seam] = changes.get(seam, 0) + sum(amount for _, dies, amount in sized if dies >= count)

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipefit.checkpoint.exchange import exchange, from_first
+from pipefit.checkpoint.exchange import agree, attempt, exchange, from_first
 from pipefit.errors import PlanError
-from pipefit.memory.states import probe_states
 from pipefit.planner.spilling import NOT_FROM_DISK, plan_spilling
 from pipefit.profiling import analytic_profile, measure_device, with_measured_kinds
 from pipefit.runtime.session import Session, current
@@ -26,10 +25,12 @@ from pipefit.stage.split import NamedLayer
 from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
 from pipefit.train.predicted import links_of
+from pipefit.train.profiled import mean_of
+from pipefit.train.sizes import sizes_of, state_per_weight
 from pipefit.train.spilled import Spilled, in_bytes
 from pipefit.train.ties import tied_layers
 
-__all__ = ["AUTO", "capped", "measure_host_step", "one_number", "plan_of", "state_per_weight"]
+__all__ = ["AUTO", "capped", "measure_host_step", "one_number", "plan_of"]
 
 AUTO = "auto"
 """The schedule of whoever leaves it to the plan."""
@@ -99,8 +100,8 @@ def plan_of(
 ) -> tuple[Plan, Profile, Topology]:
     """The plan for a cap on the device's memory: cuts, slots, and what it should cost; see `planner.plan_spilling`.
 
-    The first rank runs one layer of each kind, by itself, and plans for all; layers may be on the meta device. Devices
-    and tiers are measured on all ranks at the same time; what is given are the topology's tiers as each rank has them.
+    Layers may be on the meta device: one of each kind is run, on all ranks at the same time, as devices and tiers are
+    measured too. The first rank plans for all. What is given are the topology's tiers as each rank has them.
 
     Args:
         layers: of the whole model.
@@ -156,7 +157,11 @@ def plan_of(
         )
         return msgspec.to_builtins(found)
 
-    profile = msgspec.convert(from_first(session, profiled), Profile)
+    if session.is_distributed:
+        dist.barrier()
+    # All at the same time, so that they slow each other down as they will in the run.
+    found = agree(session, attempt(profiled)) if session.is_distributed else [profiled()]
+    profile = mean_of([msgspec.convert(data, Profile) for data in found])
 
     def planned() -> Any:
         found = plan_spilling(
@@ -176,6 +181,7 @@ def plan_of(
             schedule=schedule,
             num_chunks=num_chunks,
             keep=keep,
+            sizes=sizes_of(layers, optimizer, copies),
         )
         return msgspec.to_builtins(found)
 
@@ -255,17 +261,3 @@ def measure_host_step(optimizer: MakeOptimizer, num_elements: int = 1 << 20) -> 
         made.step()
         seconds.append(time.perf_counter() - started)
     return parameter.nbytes / min(seconds[1:])
-
-
-def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> float:
-    """Bytes that an optimizer keeps for each byte of weights; of layers built alike one is looked at."""
-    known: dict[tuple[Any, ...], tuple[float, float]] = {}
-    weights = states = 0.0
-    for layer in layers:
-        parameters = [p for p in layer.module.parameters() if p.requires_grad]
-        key = tuple((p.shape, p.dtype) for p in parameters)
-        if key not in known:
-            specs = probe_states(optimizer, parameters, torch.device("cpu"))
-            known[key] = (sum(p.nbytes for p in parameters), sum(spec.like.nbytes for spec in specs))
-        weights, states = weights + known[key][0], states + known[key][1]
-    return states / weights if weights else 0.0

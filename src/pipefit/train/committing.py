@@ -10,7 +10,7 @@ from pipefit.ir.program import Header
 from pipefit.runtime.worker import MakeOptimizer
 from pipefit.spec.plan import Partition
 from pipefit.stage.split import NamedLayer
-from pipefit.train.capped import state_per_weight
+from pipefit.train.sizes import state_per_weight
 from pipefit.train.spilled import Spilled
 
 __all__ = ["SELDOM", "commit_every"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import time
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from pipefit.memory.in_use import in_use
+from pipefit.memory.lanes import Copy
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 
@@ -49,18 +50,21 @@ class HeldMemory:
         self._kept = _kept_bytes(worker)
         self._begin = self._highest = in_use()
         self._left_s = _PATIENCE_S
+        self._worker = worker
+
+    def _steps(self) -> list[Copy]:
+        return self._worker.spilling.steps if self._worker.spilling else []
 
     @classmethod
     def watching(cls, worker: Worker) -> HeldMemory | None:
         """One for a worker; None where the system does not tell."""
-        if worker.device.type == "cuda":
-            return cls(worker, lambda: float(torch.cuda.memory_allocated(worker.device)))
-        allocator = _allocator()
-        return None if allocator is None else cls(worker, allocator)
+        tell = in_use(worker.device)
+        return None if tell is None else cls(worker, tell)
 
     def look(self) -> None:
         """Looks, until looking has taken half a second."""
-        if self._left_s > 0:
+        # What a step on the host takes for a moment is not the device's, but of a processor the allocator is the same.
+        if self._left_s > 0 and all(step.ended() for step in self._steps()):
             began = time.perf_counter()
             self._highest = max(self._highest, self._in_use())
             self._left_s -= time.perf_counter() - began
@@ -72,12 +76,13 @@ class HeldMemory:
 
 
 def _kept_bytes(worker: Worker) -> float:
-    """Of weights, their gradients and the optimizers' states, as far as they are on the worker's device.
+    """Of weights, their gradients, buffers and the optimizers' states, as far as they are on the worker's device.
 
     What is spilled is away between two passes; its slots are there.
     """
     tensors = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
     tensors += [p.grad for p in tensors if p.grad is not None]
+    tensors += [x for stage in worker.stages.values() for layer in stage.layers for x in layer.module.buffers()]
     spilled = worker.spilling.stores if worker.spilling else {}
     for stage, optimizer in worker.optimizers.items():
         if stage not in spilled or not spilled[stage].on_host:
@@ -85,28 +90,6 @@ def _kept_bytes(worker: Worker) -> float:
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     slots = worker.spilling.arena.num_bytes if worker.spilling else 0
     return float(sum(storages.values()) + slots)
-
-
-class _Mallinfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
-
-
-def _allocator() -> Callable[[], float] | None:
-    """Bytes in use as glibc's allocator counts them; None where there is another."""
-    try:
-        tell = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
-        return None
-    tell.restype = _Mallinfo
-
-    def in_use() -> float:
-        info = tell()
-        return float(info.uordblks + info.hblkhd)
-
-    return in_use
 
 
 def held_memory_bytes(session: Session, own: float | None) -> list[float]:

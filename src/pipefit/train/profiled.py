@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import msgspec
@@ -26,7 +26,7 @@ from pipefit.stage.batchnorm import DeferredBatchNorm, commit, deferred
 from pipefit.stage.split import NamedLayer
 from pipefit.train.batch import largest_part
 
-__all__ = ["agreed_profile", "as_trained", "profile_of"]
+__all__ = ["agreed_profile", "as_trained", "mean_of", "profile_of"]
 
 
 def profile_of(
@@ -92,6 +92,21 @@ def agreed_profile(
         )
     profile = _with_commits(profile, layers, batch_of(x))
     return _from_rank_0(profile) if session.is_distributed else profile
+
+
+def mean_of(profiles: Sequence[Profile]) -> Profile:
+    """The same model as several ranks have measured it: bytes of the one that has most of them, mean seconds."""
+    first = profiles[0]
+    layers = []
+    for same in zip(*(profile.layers for profile in profiles), strict=True):
+        seconds = {name: fmean(getattr(layer, name) for layer in same) for name in _SECONDS}
+        saved_bytes = max(layer.saved_bytes for layer in same)
+        layers.append(msgspec.structs.replace(same[0], saved_bytes=saved_bytes, **seconds))
+    whole = {name: fmean(getattr(profile, name) for profile in profiles) for name in ("loss_s", "optimizer_s")}
+    return msgspec.structs.replace(first, layers=tuple(layers), **whole)
+
+
+_SECONDS = ("forward_s", "backward_input_s", "backward_weight_s", "step_s")
 
 
 def _with_commits(profile: Profile, layers: Sequence[NamedLayer], num_samples: int) -> Profile:

@@ -147,7 +147,11 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     if pipe.program.header.spill is not None:
         cost = replace(cost, tiers=topology.tiers or (rates_of(config, pipe.device),))
     forecast = _forecast(pipe, cost)
-    plan = msgspec.structs.replace(plan, prediction=prediction_of(plan, forecast, config.batch))
+    foretold = prediction_of(plan, forecast, config.batch)
+    if config.device_memory and plan.prediction is not None:
+        # What was held against the cap, to the byte.
+        foretold = msgspec.structs.replace(foretold, peak_bytes=plan.prediction.peak_bytes)
+    plan = msgspec.structs.replace(plan, prediction=foretold)
     observer.planned(plan, profile, bundle, source)
     if resumed is not None:
         source.resume(pipe.noted.get("data", {}))

@@ -69,7 +69,9 @@ def test_activations_on_the_tier_make_room_for_more_micro_batches():
     program, cost = program_of(plan), cost_of(plan)
     assert any(i.kind == "act" for i in program.ranks[0])
     resident = 0.0 if plan.spill.optim_slots else cost.resident_bytes(range(len(plan.partition.stages)))
-    assert device_peak_bytes(program, 0, cost.size_bytes, resident)[0] == plan.spill.peak_bytes <= 0.9e9
+    listed, _ = device_peak_bytes(program, 0, cost.size_bytes, resident)
+    # Those that are on their way to the tier are still on the device.
+    assert listed + 2 * max(cost.act_bytes[:-1]) == plan.spill.peak_bytes <= 0.9e9
     assert verify(program, capacity_bytes=0.9e9, size=cost.size_bytes).ok
 
 
