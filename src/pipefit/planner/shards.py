@@ -15,6 +15,7 @@ from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import UNDER_WAY, Spill
 from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.planner.task import Task
+from pipefit.simulate import FEW_SENDS
 from pipefit.spec import Partition
 from pipefit.timeline import Timeline
 
@@ -129,19 +130,19 @@ def _keeping(task: Task, program: Program, cost: CostModel, peaks: list[float]) 
 
 
 def in_flight(header: Header, cost: CostModel) -> float:
-    """Bytes that a rank holds of what is on its way: two messages each way, and activations to the tier."""
+    """Bytes that a rank holds of what is on its way: messages that it sends, and activations to the tier."""
     if header.num_stages == 1:
         return 0.0
     # What the last stage gives goes nowhere.
     acts, grads = max(cost.act_bytes[:-1]), max(map(sum, zip(cost.act_bytes[:-1], cost.grad_bytes[:-1], strict=True)))
     parks = header.spill is not None and header.spill.activations
-    return (2 * grads if len(set(header.placement)) > 1 else 0.0) + (UNDER_WAY * acts if parks else 0.0)
+    return (FEW_SENDS * grads if len(set(header.placement)) > 1 else 0.0) + (UNDER_WAY * acts if parks else 0.0)
 
 
 def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[float, ...]:
     """The most that each rank has on its device at once, with what stays there.
 
-    In a pipeline what is sent is held until it has arrived: two messages each way, or more by the clock.
+    In a pipeline what is sent is held for a few messages longer, or until it has arrived by the clock.
 
     Args:
         program: that runs.

@@ -17,6 +17,10 @@ _NOTED_BYTES = 1024
 objects on a 64-bit Linux."""
 
 
+_LINKS_BYTES = 32 << 10
+"""What Gloo and the transport note of messages under way: up to 20 KB in a pipeline of two processes."""
+
+
 class LayerBytes(NamedTuple):
     """What a layer takes.
 
@@ -66,7 +70,7 @@ class Sizes:
         for first in range(min(depth, num_stages)):
             # One of its stages computes, another may still have its gradients.
             noted = num_microbatches + sum(sorted(tensors[first::depth])[-2:])
-            beside[first] += GRAIN_BYTES + noted * _NOTED_BYTES
+            beside[first] += GRAIN_BYTES + noted * _NOTED_BYTES + (_LINKS_BYTES if depth > 1 else 0)
         owner = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
         shared = dict(cost.tied_bytes)
         for group, tie in self.ties:

@@ -19,12 +19,12 @@ from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind
 from pipefit.runtime.transport import Message
+from pipefit.simulate import FEW_SENDS
 from pipefit.stage.payload import Contract
 
 __all__ = ["DistributedTransport"]
 
 _MAX_LEAVES = 64
-_FEW_SENDS = 4
 
 
 class DistributedTransport:
@@ -51,7 +51,7 @@ class DistributedTransport:
         self._has_link_groups = link_groups or device.type == "cuda"
         self.device = device
         self.bytes_sent = 0
-        self.max_open_sends = _FEW_SENDS
+        self.max_open_sends = FEW_SENDS
         self._stages = num_stages
         self._world: dist.ProcessGroup = dist.group.WORLD
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -70,7 +70,7 @@ class DistributedTransport:
 
     def allow_sends(self, unposted: int) -> None:
         """A program leaves so many messages under way before their receives are posted."""
-        self.max_open_sends = max(self.max_open_sends, _FEW_SENDS + unposted)
+        self.max_open_sends = max(self.max_open_sends, FEW_SENDS + unposted)
 
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
         """Makes the process groups of a program's reductions and links; every rank must call it with the same ones.
@@ -198,7 +198,7 @@ class DistributedTransport:
 
     def delivered(self, kind: str, stage: int, mb: int) -> None:
         """Lets go of a send whose receiver has answered, and of all before it on the same link."""
-        if self._unproven:
+        if self._unproven and kind == Kind.ACT:
             known = (stage, self._signatures[mb])
             self._unproven = {key for key in self._unproven if key[1:] != known}
         for (_, sent_kind), queue in self._open.items():
@@ -297,9 +297,12 @@ class _Receive:
         contract, buffers, works = self._posted
         for work in works:
             work.wait()
+        # What this answers has arrived, if it was sent from here.
         if i.kind != Kind.ACT:
             self._transport.delivered(Kind.ACT.value, i.stage, i.mb)
+            self._transport.delivered(Kind.GRAD.value, i.stage + 1, i.mb)
             return Message(buffers, [], None)
+        self._transport.delivered(Kind.ACT.value, i.stage - 1, i.mb)
         return Message(buffers, [flag for _, _, flag in contract.leaves], contract.structure)
 
 

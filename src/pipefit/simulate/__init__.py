@@ -2,6 +2,6 @@
 
 from pipefit.simulate.metrics import metrics, steady_period_s
 from pipefit.simulate.simulate import simulate
-from pipefit.simulate.unposted import most_unposted
+from pipefit.simulate.unposted import FEW_SENDS, most_unposted
 
-__all__ = ["metrics", "most_unposted", "simulate", "steady_period_s"]
+__all__ = ["FEW_SENDS", "metrics", "most_unposted", "simulate", "steady_period_s"]

@@ -163,8 +163,8 @@ def test_a_plan_for_several_ranks_keeps_the_cap_on_each_and_visits_a_stage_for_a
     for rank, claimed in enumerate(plan.prediction.peak_bytes):
         states = 0.0 if plan.spill.optim_slots else cost.resident_bytes(program.header.stages_of(rank))
         listed = device_peak_bytes(program, rank, cost.size_bytes, states)[0]
-        # What is sent is held until it has arrived: two messages of 2 MB each way, at least.
-        assert max(listed + 8e6, simulate(program, cost).peak_bytes(rank)) == pytest.approx(claimed)
+        # What is sent is held until it has arrived: four messages of 2 MB each way, at least.
+        assert max(listed + 16e6, simulate(program, cost).peak_bytes(rank)) == pytest.approx(claimed)
         assert claimed <= device_bytes
     assert max(plan.prediction.peak_bytes) == plan.spill.peak_bytes
     assert verify(program, capacity_bytes=device_bytes, size=cost.size_bytes, tier_bytes=64e9).ok
