@@ -81,7 +81,8 @@ def test_what_does_not_fit_is_scaled_as_the_others_turned_out():
     none = profiled(layers_of(), room_bytes=10)[1].layers
     assert [(one.total_s, one.step_s) for one in none] == [(one.total_s, one.step_s) for one in computed.layers]
     # What torch notes beside tensors is known nevertheless: the least room that works depends on it.
-    assert [one.saved_bytes for one in none] == [one.saved_bytes for one in measured.layers]
+    again = [one.saved_bytes for one in measured.layers]
+    assert [one.saved_bytes for one in none] == pytest.approx(again, abs=2048)
     assert all(one.saved_bytes > plain.saved_bytes for one, plain in zip(none, computed.layers, strict=True))
 
 

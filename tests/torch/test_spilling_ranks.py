@@ -85,7 +85,7 @@ def test_copies_under_a_cap_train_as_the_same_copies_without(ranks):
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 5), ("gpipe", 1), ("breadth-first", 5)])
 def test_a_schedule_that_is_asked_for_is_taken(schedule, chunks):
-    cap, place = ("800 KiB", "host") if chunks == 1 else ("420 KiB", "device")
+    cap, place = ("940 KiB", "host") if chunks == 1 else ("420 KiB", "device")
     pipe, _ = capped(cap, 2, schedule=schedule, chunks=chunks, step_on=place)
     assert (pipe.plan.schedule, pipe.plan.num_chunks) == (schedule, chunks)
     bundle = model()
