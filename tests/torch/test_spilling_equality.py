@@ -389,7 +389,7 @@ def test_copies_are_in_the_measured_timeline():
     pipe = spilled()
     pipe.step(*data(1)[0])
     pipe.step(*data(1)[0])
-    pipe.workers[0].spilling.settle()
+    pipe.settle()
     events = pipe.timeline(last=1).events
     listed = pipe.program.ranks[0]
     copies = [e for e in events if listed[e.position].op in ("fetch", "evict")]

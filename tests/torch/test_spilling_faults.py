@@ -228,7 +228,7 @@ def test_training_stops_with_one_message_when_the_disk_fills(tmp_path, monkeypat
     pipe = _pipeline(tmp_path / "tier", **how)
     x = torch.randn(4, 4)
     pipe.step(x, x)
-    pipe.workers[0].spilling.settle()
+    pipe.settle()
     calls = iter(range(100))
     true = os.pwritev
     monkeypatch.setattr(tierfile.os, "pwritev", lambda *args: _full() if next(calls) >= moment else true(*args))
@@ -257,7 +257,7 @@ def test_training_stops_when_the_folder_goes_away(tmp_path, how):
     pipe = _pipeline(tmp_path / "tier", **how)
     x = torch.randn(4, 4)
     pipe.step(x, x)
-    pipe.workers[0].spilling.settle()
+    pipe.settle()
     shutil.rmtree(tmp_path / "tier")
     with pytest.raises(PipefitError, match="No such file or directory; the last committed step, 1"):
         for _ in range(3):

@@ -171,7 +171,7 @@ def test_a_disk_that_fills_while_states_are_set_aside_ends_the_run_with_one_mess
     monkeypatch.setattr(committed, "MOST_BYTES", 1000)
     pipe = pipeline(tmp_path / "tier", optim_slots=0)
     trained(pipe, 2)
-    pipe.workers[0].spilling.settle()
+    pipe.settle()
     with monkeypatch.context() as patch:
         patch.setattr(tensors.os, "fsync", _full)
         with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
@@ -400,7 +400,7 @@ def _killed_at(call, folder, how):
 
     pipe = pipeline(folder, **how)
     trained(pipe, 2)
-    pipe.workers[0].spilling.settle()
+    pipe.settle()
     for name in ("pwritev", "fdatasync", "fsync", "replace"):
         setattr(os, name, dying(getattr(os, name), name == "pwritev"))
     trained(pipe, 5)

@@ -446,6 +446,16 @@ class Pipeline:
             return drawing_of(self.program)
         return drawing_of(self._program(4 * len(self.plan.partition.stages)))
 
+    def settle(self) -> None:
+        """Waits for what the last step has begun on a tier: its records have arrived, and are committed.
+
+        Raises:
+            TierError: the tier has failed.
+        """
+        for worker in self.workers:
+            if worker.spilling:
+                worker.spilling.settle()
+
     def close(self) -> None:
         """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
         for worker in self.workers:

@@ -200,9 +200,7 @@ def _spilled(config: OffloadConfig, tokens: int) -> OffloadRow:
     plan = pipe.plan
     if plan.spill is None or plan.prediction is None:
         raise PipefitError("the model fits the cap: there is nothing to spill")
-    spilling = pipe.workers[0].spilling
-    assert spilling is not None
-    seconds, loss = _timed(config, tokens, pipe.step, spilling.settle)
+    seconds, loss = _timed(config, tokens, pipe.step, pipe.settle)
     header = pipe.program.header
     on_host = sum(header.steps_on_host(stage) for stage in range(header.num_stages))
     cut = f"{header.num_stages} stages, {plan.spill.weights_slots} slots, {on_host} step on the host"

@@ -138,7 +138,7 @@ def _train_large(folder: str, layers: int, hidden: int, tokens: int, steps: int,
         began = time.perf_counter()
         losses.append(pipe.step(*next(batches)))
         seconds.append(time.perf_counter() - began)
-    spilling.settle()
+    pipe.settle()
     spilled_as = pipe.plan.spill
     result = LargeResult(
         bundle.num_parameters,
@@ -315,12 +315,10 @@ def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats
 
 
 def _timed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> float:
-    spilling = pipe.workers[0].spilling
     began = time.perf_counter()
     for x, y in batches:
         pipe.step(x, y)
-    if spilling is not None:
-        spilling.settle()
+    pipe.settle()
     return time.perf_counter() - began
 
 
