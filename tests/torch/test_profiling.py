@@ -552,3 +552,14 @@ def test_what_a_halved_backward_keeps_is_what_enters_products():
         assert kept[1:3] == [9 * numbers + vectors] * 2  # products of width 3, 1, 4 and 1
         assert kept[0] == numbers  # nothing learns before it: its second half is the whole backward
         assert Profile.at(profile, 6).layers[1].half_bytes == 2 * (9 * numbers + vectors)
+
+
+def test_what_halves_of_a_backward_take_beyond_a_whole_one_is_told_where_there_are_halves():
+    x = torch.randn(5, 6)
+    frozen = mlp()
+    frozen[2].requires_grad_(False)
+    first, relu, last = profile_layers(mlp(), x, **QUICK).layers
+    assert first.split_s == relu.split_s == 0 <= last.split_s
+    assert profile_layers(frozen, x, **QUICK).layers[2].split_s == 0
+    in_place = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True))
+    assert all(layer.split_s is not None for layer in profile_layers(in_place, x, **QUICK).layers)

@@ -151,6 +151,7 @@ def from_profile(
     weights = total(lambda layer: layer.weight_bytes, weight_scale)
     inputs_s = total(lambda layer: layer.backward_input_s, scale)
     weights_s = total(lambda layer: layer.backward_weight_s, scale)
+    split_s = total(lambda layer: layer.split_s or 0, scale)
     grads = _crossing(profile, partition, _grad_bytes, scale * data_scale)
     halves = total(lambda layer: layer.kept_bytes, scale * data_scale)
     return CostModel(
@@ -158,6 +159,7 @@ def from_profile(
         # The model's input needs no gradient: all of the first stage's backward can wait for its second half.
         backward_input_s=(0.0, *inputs_s[1:]),
         backward_weight_s=(inputs_s[0] + weights_s[0], *weights_s[1:]),
+        split_s=(0.0, *split_s[1:]),
         step_s=tuple(size * step_s_per_weight_byte for size in weights),
         host_step_s=tuple(size / rate for size in weights) if (rate := _host_rate(topology)) else (),
         loss_s=loss_s,

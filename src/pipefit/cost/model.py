@@ -31,6 +31,7 @@ _PER_STAGE = (
     "grad_bytes",
     "saved_bytes",
     "half_bytes",
+    "split_s",
     "weight_bytes",
     "optim_bytes",
     "beside_bytes",
@@ -47,6 +48,7 @@ class CostModel:
         forward_s: seconds of a forward.
         backward_input_s: seconds of the half of a backward that makes the gradient of the input.
         backward_weight_s: seconds of the other half; a full backward takes both.
+        split_s: seconds that a backward in two halves takes beyond a whole one, in its second half.
         recompute_s: seconds of a replay; (): those of the forward.
         step_s: seconds of an optimizer step.
         host_step_s: seconds of one on the host; (): those of the device.
@@ -80,6 +82,7 @@ class CostModel:
     forward_s: tuple[float, ...]
     backward_input_s: tuple[float, ...]
     backward_weight_s: tuple[float, ...]
+    split_s: tuple[float, ...] = ()
     recompute_s: tuple[float, ...] = ()
     step_s: tuple[float, ...] = ()
     host_step_s: tuple[float, ...] = ()
@@ -314,7 +317,7 @@ _WORK_S: Final[dict[Op, _Work]] = {
     Op.RECOMPUTE: lambda cost, i: cost.recompute_s[i.stage],
     Op.BWD: lambda cost, i: cost.backward_input_s[i.stage] + cost.backward_weight_s[i.stage],
     Op.BWD_INPUT: lambda cost, i: cost.backward_input_s[i.stage],
-    Op.BWD_WEIGHT: lambda cost, i: cost.backward_weight_s[i.stage],
+    Op.BWD_WEIGHT: lambda cost, i: cost.backward_weight_s[i.stage] + cost.split_s[i.stage],
     Op.STEP: lambda cost, i: cost.step_s[i.stage],
     Op.DROP: lambda cost, i: 0,
 }

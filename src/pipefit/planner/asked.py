@@ -13,7 +13,8 @@ from pipefit.spec import Profile, Topology
 
 __all__ = ["ground_of", "is_local", "sizes_of", "space_of"]
 
-# For lectures; what every schedule is with a single stage; and those that split backwards, which must be asked for.
+# For lectures; what every schedule is with a single stage; and those that split backwards, whose gain depends on what
+# that costs (see `_schedules_of`) and on nothing that makes ranks wait for each other at a step.
 _NOT_AUTOMATIC = ("naive", "data-parallel", "zb-h1", "zb-h2", "zb-v")
 
 
@@ -88,7 +89,7 @@ def space_of(
     for depth in depths or ():
         if depth < 1:
             raise PlanError(f"depths: expected at least 1, got {depth}")
-    chosen = tuple(schedules) if schedules else _schedules_of(method)
+    chosen = tuple(schedules) if schedules else _schedules_of(method, ground.profile)
     for name in chosen:
         if method == "auto" and not find(name).is_synchronous:
             raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
@@ -130,9 +131,11 @@ def _flushes_over_ranks(name: str) -> bool:
     return find(name).is_synchronous and not find(name).spills
 
 
-def _schedules_of(method: str) -> tuple[str, ...]:
+def _schedules_of(method: str, profile: Profile) -> tuple[str, ...]:
     if method == "auto":
-        return tuple(name for name in names() if name not in _NOT_AUTOMATIC and _flushes_over_ranks(name))
+        found = tuple(name for name in names() if name not in _NOT_AUTOMATIC and _flushes_over_ranks(name))
+        is_measured = all(layer.split_s is not None for layer in profile.layers)
+        return (*found, "zb-h1") if is_measured else found
     return {
         "2bw": ("pipedream-2bw",), "ptdp": ("1f1b", "interleaved"), "gpipe": ("gpipe",), "uniform": ("1f1b",)
     }[method]  # fmt: skip

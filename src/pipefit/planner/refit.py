@@ -82,17 +82,17 @@ def _factors(
         (Op.FWD, ("forward_s",)),
         (Op.BWD, ("backward_input_s", "backward_weight_s")),
         (Op.BWD_INPUT, ("backward_input_s",)),
-        (Op.BWD_WEIGHT, ("backward_weight_s",)),
+        (Op.BWD_WEIGHT, ("backward_weight_s", "split_s")),
     ]
     for op, fields in asked:
         if (op.value, stage) not in times:
             continue
-        expected = sum(getattr(profile.layers[layer], field) for layer in layers for field in fields) / tensor
+        expected = sum(getattr(profile.layers[layer], field) or 0.0 for layer in layers for field in fields) / tensor
         if expected:
             factors |= dict.fromkeys(fields, times[op.value, stage] / expected)
     return factors
 
 
 def _scaled(layer: Layer, factors: dict[str, float]) -> Layer:
-    changed = {name: getattr(layer, name) * factor for name, factor in factors.items()}
+    changed = {name: value * factor for name, factor in factors.items() if (value := getattr(layer, name)) is not None}
     return msgspec.structs.replace(layer, **changed)

@@ -47,12 +47,13 @@ def profile_layers(
 ) -> Profile:
     """Measures forward, input gradient and weight gradient of every layer, and the whole step, in turns.
 
-    Each repeat runs three passes through the whole model, so a slow moment of the machine hits all layers alike: one
-    without marks (`step_s`), one with a mark at every layer (forward and full backward), and one whose backward pass
-    makes input gradients only. The weight gradient is the full backward minus the input gradient; layers that nothing
-    trainable precedes have no input gradient, frozen layers no weight gradient. All figures are medians. A CPU with one
-    thread is timed by the processor time of that thread, so that other programs on the machine do not show. The layers
-    run in train mode; weights, gradients, buffers, modes and random numbers are afterwards as before.
+    Each repeat runs four passes through the whole model, so a slow moment of the machine hits all layers alike: one
+    without marks (`step_s`), one with a mark at every layer (forward and full backward), one whose backward pass
+    makes input gradients only, and one whose backward comes layer by layer in two halves (`split_s`). The weight
+    gradient is the full backward minus the input gradient; layers that nothing trainable precedes have no input
+    gradient, frozen layers no weight gradient. All figures are medians. A CPU with one thread is timed by the
+    processor time of that thread, so that other programs on the machine do not show. The layers run in train mode;
+    weights, gradients, buffers, modes and random numbers are afterwards as before.
 
     Args:
         layers: an `nn.Sequential`, a list of modules or of (name, module); see `as_chain`.
@@ -153,6 +154,7 @@ class _Samples:
     plain: list[float] = field(default_factory=list)
     marked: list[Marked] = field(default_factory=list)
     inputs: list[Marked] = field(default_factory=list)
+    halved: list[list[float] | None] = field(default_factory=list)
 
 
 def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _Samples:
@@ -162,6 +164,7 @@ def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _S
         lambda: samples.plain.append(step.plain()),
         lambda: samples.marked.append(step.marked()),
         lambda: samples.inputs.append(step.inputs_only()),
+        lambda: samples.halved.append(step.halved()),
     ]
     start = time.perf_counter()
     for turn in range(warmup + repeats):
@@ -169,7 +172,7 @@ def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _S
             break
         for place in range(len(kinds)):
             kinds[(turn + place) % len(kinds)]()
-    for kept in (samples.plain, samples.marked, samples.inputs):
+    for kept in (samples.plain, samples.marked, samples.inputs, samples.halved):
         del kept[:warmup]
     return samples
 
@@ -183,6 +186,10 @@ def _layer(index: int, name: str, weights: Weights, samples: _Samples, step_s: f
         inputs = full
     elif not weights.gets_gradients:
         inputs = 0.0
+    halved = [turn[index] for turn in samples.halved if turn is not None]
+    split_s = None
+    if halved:
+        split_s = max(median_of(halved) - full, 0.0) if weights.learns and weights.gets_gradients else 0.0
     return Layer(
         name=name,
         forward_s=median_of(forward),
@@ -192,6 +199,7 @@ def _layer(index: int, name: str, weights: Weights, samples: _Samples, step_s: f
         saved_bytes=weights.saved_bytes,
         weight_bytes=weights.weight_bytes,
         grad_bytes=weights.grad_bytes,
+        split_s=split_s,
         half_bytes=weights.half_bytes,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
         step_s=step_s,

@@ -1,4 +1,4 @@
-"""The three passes that are timed: the whole model, the same with a mark at every layer, and input gradients only.
+"""The passes that are timed: the whole model, the same with a mark at every layer, input gradients only, and halves.
 
 Marks sit on the graph of the *whole* step, so the seconds of the layers add up to it. Forward, they stand between
 the calls. Backward, a hook on the output of layer k fires when the gradient of that output is complete, which is when
@@ -20,6 +20,7 @@ from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.layers import Chain
 from pipefit.profiling.payload import describe, tensors_of
+from pipefit.runtime.halves import Saved, input_half, weight_half
 
 __all__ = ["Marked", "Step"]
 
@@ -65,6 +66,30 @@ class Step:
     def inputs_only(self) -> Marked:
         """As `marked`, with a backward pass that makes no gradient of a weight."""
         return self._marked(_input_gradients)
+
+    def halved(self) -> list[float] | None:
+        """Seconds of each layer's backward in two halves, by itself; None where a layer's cannot be halved."""
+        clock, payload = self.clock, self.payload
+        borders: list[tuple[Saved, list[Tensor]]] = []
+        for _, layer in self.chain:
+            # Edges of the graph as it is now: the layer may change its input in place.
+            inputs = [get_gradient_edge(leaf) for leaf in tensors_of(payload) if leaf.requires_grad]
+            payload = layer(payload)
+            outputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
+            given = Saved(inputs, [get_gradient_edge(leaf) for leaf in outputs])
+            borders.append((given, [torch.ones_like(leaf) for leaf in outputs]))
+        del payload, outputs
+        marks = []
+        try:
+            while borders:
+                given, grads = borders.pop()
+                start = clock.mark()
+                weight_half(input_half(given, grads)[1])
+                marks.append((start, clock.mark()))
+        except (ModelError, RuntimeError):
+            return None
+        clock.settle()
+        return [clock.between(start, end) for start, end in reversed(marks)]
 
     def _roots(self, output: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where the backward pass starts and with which gradients; nothing where nothing can learn."""

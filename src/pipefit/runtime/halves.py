@@ -36,11 +36,11 @@ class Saved(NamedTuple):
     """What a forward leaves for its backward.
 
     Attributes:
-        inputs: the stage's inputs that need a gradient, leaves of its graph.
+        inputs: the stage's inputs that need a gradient, leaves of its graph; or edges where its graph ends.
         edges: where the gradients of its outputs enter the graph. The outputs themselves are not held.
     """
 
-    inputs: list[Tensor]
+    inputs: Sequence[Tensor | GradientEdge]
     edges: list[GradientEdge]
 
 
@@ -133,7 +133,7 @@ class _Ways:
     """
 
     def __init__(self, saved: Saved) -> None:
-        leaves = {get_gradient_edge(leaf).node for leaf in saved.inputs}
+        leaves = {(get_gradient_edge(x) if isinstance(x, Tensor) else x).node for x in saved.inputs}
         self.children = _nodes_below((edge.node for edge in saved.edges), leaves)
         self.to_input: set[Node] = set()
         self.weights: dict[Node, frozenset[Any]] = {}

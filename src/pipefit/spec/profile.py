@@ -30,6 +30,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         grad_bytes: bytes of the gradient of the output; None: as many as the output.
         spread_s: half the distance between the quartiles of the measured forward + backward time.
         step_s: seconds of the optimizer's step on its weights, a part of the profile's `optimizer_s`.
+        split_s: seconds that a backward in two halves takes beyond a whole one; None: not measured.
         half_bytes: bytes that a backward in two halves keeps from the first to the second, beside those saved; None:
             not known.
     """
@@ -44,6 +45,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grad_bytes: float | None = None
     spread_s: float = 0.0
     step_s: float = 0.0
+    split_s: float | None = None
     half_bytes: float | None = None
 
     @property
@@ -267,6 +269,8 @@ def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: in
         if layer.grad_bytes is not None:
             before = 0.0 if other is None else other.output_bytes if other.grad_bytes is None else other.grad_bytes
             figures["grad_bytes"] = mix(layer.grad_bytes, before)
+        if layer.split_s is not None:
+            figures["split_s"] = mix(layer.split_s, (other.split_s or 0.0) if other else 0.0)
         if layer.half_bytes is not None:
             figures["half_bytes"] = mix(layer.half_bytes, other.kept_bytes if other else 0.0)
         layers.append(msgspec.structs.replace(layer, **figures))

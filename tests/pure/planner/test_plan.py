@@ -16,7 +16,7 @@ from pipefit.planner.rehearse import plan_of, rehearse
 from pipefit.planner.space import Config, configs
 from pipefit.schedules import Shape, find, generate, names, program_of
 from pipefit.simulate import simulate
-from pipefit.spec import Device, Level, Profile, Topology
+from pipefit.spec import Device, Level, Plan, Profile, Topology
 from pipefit.spec.published import load_profile
 from pipefit.units import format_bytes, parse_quantity
 from pipefit.verify import verify
@@ -353,3 +353,17 @@ def test_an_extrapolated_time_is_that_of_the_whole_program():
         whole = simulate(program_of(plan_of(ground, judged)), timing, memory=False)
         assert not told.whole
         assert told.step_s == pytest.approx(whole.makespan_s, rel=0.005)
+
+
+def test_split_backwards_are_looked_at_where_what_they_cost_was_measured_and_chosen_where_it_is_little():
+    def split(seconds: float | None) -> Profile:
+        layers = (msgspec.structs.replace(layer, split_s=seconds) for layer in model(8).layers)
+        return msgspec.structs.replace(model(8), layers=tuple(layers))
+
+    def found(seconds: float | None) -> Plan:
+        return plan(split(seconds), Topology.local(4), global_batch=16, depths=[4], recompute=False)
+
+    unknown, little, much = found(None), found(0.0), found(1.0)
+    assert not any("zb-h1" in c.summary for c in unknown.candidates)
+    assert little.schedule == "zb-h1" and little.prediction.throughput > 1.05 * unknown.prediction.throughput
+    assert much.schedule == unknown.schedule and any("zb-h1" in c.summary for c in much.candidates)
