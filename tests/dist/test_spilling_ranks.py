@@ -41,11 +41,10 @@ def test_a_cap_too_small_is_refused_by_all_processes_in_the_words_of_the_planner
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "settings"),
-    [(2, {"replicas": 2, "chunks": 5}), (3, {"replicas": (2, 1), "chunks": 2, "clip_norm": 0.5})],
+    ("num_ranks", "settings", "place"),
+    [(2, {"replicas": 2, "chunks": 5}, "disk"), (3, {"replicas": (2, 1), "chunks": 2, "clip_norm": 0.5}, "host")],
     ids=["copies", "replicas of one stage, clipped"],
 )
-@pytest.mark.parametrize("place", ["disk", "host"])
 def test_processes_that_are_replicas_spill_and_have_the_losses_of_those_that_hold_everything(
     num_ranks: int, settings: dict[str, object], place: str, tmp_path: Path
 ) -> None:

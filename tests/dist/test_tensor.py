@@ -169,8 +169,13 @@ def test_mixed_precision_and_divided_optimizers_go_with_tensor_parallelism(tmp_p
         assert wanted[-1] != wanted[0]
 
 
-def test_parts_are_measured_alike_and_their_layers_left_as_they_were() -> None:
-    one, other = launch(jobs.measured_parts, 2, threads=1, quiet=True)
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    return launch(jobs.measured_parts, 2, threads=1, quiet=True)
+
+
+def test_parts_are_measured_alike_and_their_layers_left_as_they_were(measured: list[dict[str, Any]]) -> None:
+    one, other = measured
     assert one["profile"] == other["profile"]
     assert one["class"] == "Block"
     assert one["profile"].microbatch_size == 2
@@ -179,8 +184,8 @@ def test_parts_are_measured_alike_and_their_layers_left_as_they_were() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart by /proc")
-def test_the_carriers_of_sums_give_way_and_no_others() -> None:
-    for fact in launch(jobs.measured_parts, 2, threads=1, quiet=True):
+def test_the_carriers_of_sums_give_way_and_no_others(measured: list[dict[str, Any]]) -> None:
+    for fact in measured:
         assert fact["carriers that give way"].count(True) >= 1
         assert not fact["carriers that give way"][0], "that of the group of all processes came first"
 
