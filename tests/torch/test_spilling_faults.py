@@ -160,7 +160,7 @@ def test_a_checksum_knows_blocks_that_change_places():
 def test_a_folder_that_goes_away_stops_the_next_commit(tmp_path):
     tier = written(tmp_path / "tier")
     shutil.rmtree(tmp_path / "tier")
-    with pytest.raises(TierError, match="the last committed step, 2, is whole"):
+    with pytest.raises(TierError, match="it held step 2, the last committed; put it back"):
         tier.commit(3, 13, b"").wait()
     tier.close()
 

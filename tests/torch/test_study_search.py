@@ -31,10 +31,13 @@ def test_trials_chosen_long_after_the_workers_began_are_known_to_them(tmp_path):
 
 
 def test_a_chosen_trial_must_be_judged_as_the_others_are(tmp_path):
-    search = Listed([{"steps": 2}, {"steps": 2, "evaluate": 1, "data": ("digits",), "options": {"layers": 2}}])
-    result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=1, workers=1)
-    assert [row.status for row in result.trials] == ["finished", "failed"]
+    search = Listed([{"steps": 2}, {"steps": 2, "evaluate": 1, "data": ("digits",), "options": {"layers": 2}}, {}])
+    result = pf.study(
+        [], define=lambda values: define(values) if values else 17, search=search, output=tmp_path / "s", workers=1
+    )
+    assert [row.status for row in result.trials] == ["finished", "failed", "failed"]
     assert "say it for all" in result.trials[1].reason
+    assert result.trials[2].reason == "define must give a Trial, got int"
 
 
 @pytest.mark.parametrize("own", ["listed", "optuna", "optuna that has lasted"])

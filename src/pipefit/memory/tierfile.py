@@ -92,7 +92,11 @@ class TierFile:
 
     def cure(self) -> str:
         """What is left to go on from."""
-        return "no step was committed" if self._step is None else f"the last committed step, {self._step}, is whole"
+        if self._step is None:
+            return "no step was committed"
+        if not self.path.exists():
+            return f"it held step {self._step}, the last committed; put it back, or go on from a checkpoint"
+        return f"the last committed step, {self._step}, is whole"
 
     def allocate(self, num_bytes: int) -> None:
         """Takes all the room at once; what an earlier run committed is no longer valid.

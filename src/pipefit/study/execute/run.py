@@ -267,8 +267,8 @@ class StudyRun:
         self._chosen[number] = values
         try:
             trial = self._define(values)
-            trial = replace(trial, values={**dict(trial.values), **dict(values)})
             self.spec.check_further(trial, [entry.trial for entry in self.board.entries])
+            trial = replace(trial, values={**dict(trial.values), **dict(values)})
         except Exception as problem:
             trial, reason = Trial(values=dict(values)), reason_of(problem, "while it was defined")
         name = file_name(number, trial)
