@@ -259,7 +259,7 @@ def test_training_stops_when_the_folder_goes_away(tmp_path, how):
     pipe.step(x, x)
     pipe.settle()
     shutil.rmtree(tmp_path / "tier")
-    with pytest.raises(PipefitError, match="No such file or directory; the last committed step, 1"):
+    with pytest.raises(PipefitError, match="No such file or directory; it held step 1, the last committed"):
         for _ in range(3):
             pipe.step(x, x)
     pipe.close()

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -37,6 +36,9 @@ NOT_FROM_DISK = (
 )
 
 _NUM_SIMULATED = 8
+"""Choices that are simulated however long their programs are."""
+_MOST_INSTRUCTIONS = 50_000
+"""Of all that are simulated beyond these: a second's worth."""
 
 
 def plan_spilling(
@@ -64,7 +66,7 @@ def plan_spilling(
     """How to train a model on devices that it does not fit: the cut, the slots, and the lane that binds.
 
     Every cut is tried with every number of slots that fits: shards as long as Hydra makes them, and shards of even
-    weights. Those with the lowest limits are simulated; the shortest period wins. A model that fits is not spilled.
+    weights. They are simulated in the order of their limits; the shortest period wins. What fits is not spilled.
 
     Several ranks are a pipeline, each with as many of the shards, dealt out in turn, and slots of its own. They visit a
     shard for all micro-batches at once (breadth-first), so what is moved does not grow with their number.
@@ -143,7 +145,7 @@ def plan_spilling(
     best: _Timed | None = None
     for on_tier in (False, True) if activations is None else (activations,):
         task = replace(task, activations=on_tier)
-        choices = sorted(fitting(task, cuts), key=lambda choice: choice.hope_s)
+        choices = sorted(fitting(task, cuts), key=_promise)
         best = _fastest(task, choices)
         if best is not None:
             break
@@ -207,14 +209,32 @@ class _Timed(NamedTuple):
 def _fastest(task: Task, choices: Sequence[Choice]) -> _Timed | None:
     """The choice with the shortest period, of equals the one with the fewest stages; None: none of those tried fits.
 
-    Those that promise most are tried, and only where none of them fits, those that take least.
+    They are tried in the order of what they promise, until none that is left promises more than one has reached, or it
+    takes too long; only where none of the first fits, those that take least.
     """
-    least = sorted(choices, key=lambda choice: choice.peak_bytes)
-    for some, wanted in ((choices[: 2 * _NUM_SIMULATED], _NUM_SIMULATED), (least[:_NUM_SIMULATED], 1)):
-        timed = list(islice((found for choice in some if (found := _timed(task, choice))), wanted))
-        if timed:
-            return min(timed, key=lambda found: (round(found.period_s, 9), len(found.choice.partition.stages)))
-    return None
+    timed: list[_Timed] = []
+    spent = 0
+    for number, choice in enumerate(choices):
+        if number >= _NUM_SIMULATED and spent > _MOST_INSTRUCTIONS:
+            break
+        if timed and round(choice.hope_s, 9) > round(min(found.period_s for found in timed), 9):
+            break
+        if not timed and number == 2 * _NUM_SIMULATED:
+            least = sorted(choices, key=lambda choice: choice.peak_bytes)[:_NUM_SIMULATED]
+            return next((found for small in least if (found := _timed(task, small))), None)
+        found = _timed(task, choice)
+        if found is not None:
+            timed.append(found)
+            spent += sum(map(len, found.choice.program.ranks))
+    return min(timed, key=lambda found: (round(found.period_s, 9), len(found.choice.partition.stages)), default=None)
+
+
+def _promise(choice: Choice) -> tuple[float, int]:
+    """What a choice reaches at best; of equals first those whose copies of one stage need not wait for another's."""
+    spill = choice.program.header.spill
+    assert spill is not None
+    free = min(spill.weights_slots, 2) + (min(spill.optim_slots, 2) if spill.optim_slots else 2)
+    return round(choice.hope_s, 9), -free
 
 
 def _timed(task: Task, choice: Choice) -> _Timed | None:

@@ -12,9 +12,11 @@ from pipefit.cost import from_profile
 from pipefit.errors import InfeasibleError, PipefitError, PlanError
 from pipefit.ir import Spill
 from pipefit.ir.liveness import device_peak_bytes
-from pipefit.planner import plan_spilling
+from pipefit.planner import plan_spilling, spilling
 from pipefit.planner.explain import explain, spill_lines
+from pipefit.planner.gpt import gpt_profile
 from pipefit.planner.limits import limit_of, traffic
+from pipefit.planner.machines import load_topology
 from pipefit.planner.shard_cuts import _even
 from pipefit.schedules import Shape, generate
 from pipefit.schedules.planned import program_of, shape_of
@@ -81,6 +83,19 @@ def test_a_plan_says_what_a_larger_device_would_do():
     assert plan.spill.resident_s == resident.prediction.period_s < plan.prediction.period_s
     share = resident.prediction.period_s / plan.prediction.period_s
     assert f"speed: {share:.0%} of that of a device which holds the whole model" in explain(plan, PROFILE)
+
+
+def test_no_choice_that_fits_is_faster_than_the_one_that_is_taken(monkeypatch):
+    # With one slot copies wait for each other, which no limit of a lane knows: many such promise more than they keep.
+    tried, tasks = [], []
+    promise, fitting = spilling._promise, spilling.fitting
+    monkeypatch.setattr(spilling, "_promise", lambda choice: tried.append(choice) or promise(choice))
+    monkeypatch.setattr(spilling, "fitting", lambda task, cuts: tasks.append(task) or fitting(task, cuts))
+    machine = load_topology("one-gpu")
+    profile = gpt_profile(layers=12, hidden=2560, heads=32, device=machine.device)
+    plan = plan_spilling(profile, machine, device_bytes=10e9, num_microbatches=4)
+    periods = [found.period_s for choice in tried if (found := spilling._timed(tasks[-1], choice))]
+    assert len(periods) > 40 and plan.prediction.period_s == pytest.approx(min(periods))
 
 
 def test_a_model_that_fits_is_not_spilled():
