@@ -9,6 +9,7 @@ from pipefit.ir.program import Program
 from pipefit.schedules import gpipe, looped, one_f_one_b, spilled, zero_bubble
 from pipefit.schedules.registry import REGISTRY, Schedule
 from pipefit.schedules.shape import Shape
+from pipefit.schedules.written import SUFFIX, from_file
 
 __all__ = ["HOUSE", "find", "generate", "names"]
 
@@ -22,11 +23,13 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Schedule:
-    """A schedule by its name; entry points of the group `pipefit.schedules` count.
+    """A schedule by its name, or by the path of a `.pipe` file; entry points of the group `pipefit.schedules` count.
 
     Raises:
         ScheduleError: there is none; the message suggests the nearest.
     """
+    if name.endswith(SUFFIX):
+        return from_file(name)
     if name not in REGISTRY:
         for point in entry_points(group="pipefit.schedules"):
             if point.name == name:

@@ -1,0 +1,112 @@
+"""Schedules that are written down: the order of a `.pipe` file, or of a search, for the one shape it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from pipefit.errors import ScheduleError
+from pipefit.ir import text
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
+from pipefit.ir.program import Header, WeightRule
+from pipefit.schedules.registry import Schedule, Task
+from pipefit.schedules.shape import Layout, Shape, placement_of
+
+__all__ = ["SUFFIX", "from_file", "layout_of", "written"]
+
+SUFFIX = ".pipe"
+
+_ORDERED = frozenset({Op.FWD, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT})
+
+
+def from_file(path: str) -> Schedule:
+    """The schedule of a `.pipe` file: its forwards and backwards, in their order; all else is built anew.
+
+    Its name is the path as given, so that a plan that names it finds it again.
+
+    Raises:
+        ProgramError: the file is no program.
+        ScheduleError: its order is not that of one update of a synchronous pipeline.
+    """
+    try:
+        state = Path(path).stat()
+    except OSError as problem:
+        raise ScheduleError(f"{path}: {problem.strerror}; expected the name of a schedule or a .pipe file") from None
+    return _read(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=16)
+def _read(path: str, changed_ns: int, size_bytes: int) -> Schedule:
+    program = text.load(path)
+    header = program.header
+    if header.weights is not WeightRule.FLUSH or header.num_steps != 1:
+        raise ScheduleError(
+            f"{path}: expected one update of a schedule with a flush, got {header.num_steps} with the rule "
+            f"{header.weights.value!r}"
+        )
+    orders = [[i for i in instructions if i.op in _ORDERED] for instructions in program.ranks]
+    return written(path, header, orders)
+
+
+def layout_of(placement: Sequence[Sequence[int]]) -> tuple[int, int, Layout] | None:
+    """Ranks, chunks and layout of a placement; None: it is neither a loop nor a wave of single ranks."""
+    num_ranks = 1 + max(rank for ranks in placement for rank in ranks)
+    num_chunks = max(len(placement) // num_ranks, 1)
+    for layout in ("loop", "wave"):
+        if placement_of(num_ranks, num_chunks, layout) == tuple(map(tuple, placement)):
+            return num_ranks, num_chunks, layout
+    return None
+
+
+def written(name: str, header: Header, orders: Sequence[Sequence[Instruction]]) -> Schedule:
+    """A schedule from each rank's forwards and backwards, for one update.
+
+    Copies of the whole pipeline follow it with micro-batches of their own; updates follow each other.
+
+    Args:
+        name: of the schedule.
+        header: placement and micro-batches of the order.
+        orders: of each rank.
+
+    Raises:
+        ScheduleError: the placement is neither a loop nor a wave, with one rank for each stage.
+    """
+    found = layout_of(header.placement)
+    if found is None:
+        raise ScheduleError(
+            f"{name}: placement: expected one rank per stage, in a loop or a wave, got "
+            f"{' '.join('+'.join(map(str, ranks)) for ranks in header.placement)}"
+        )
+    num_ranks, num_chunks, layout = found
+    by_stages = {header.stages_of(rank): tuple(orders[rank]) for rank in range(num_ranks)}
+
+    def order(task: Task) -> Iterator[list[Instruction]]:
+        for rank in range(task.num_ranks):
+            stages = task.stages_of(rank)
+            if stages not in by_stages:
+                raise ScheduleError(f"{name}: placement: no rank of the order has the stages {list(stages)}")
+            mbs = {stage: task.microbatches_of(stage, rank) for stage in stages}
+            yield [msgspec.structs.replace(i, mb=mbs[i.stage][i.mb], version=-1) for i in by_stages[stages]]
+
+    def check(shape: Shape) -> None:
+        copies = len(shape.placement[0]) if shape.placement else (shape.replicas or (1,))[0]
+        wanted = num_ranks, header.num_microbatches * copies, num_chunks
+        given = shape.depth, shape.num_microbatches, shape.num_chunks
+        if given != wanted or len(set(shape.replicas)) > 1:
+            each = f" for {copies} copies of the pipeline" if copies > 1 else ""
+            raise ScheduleError(
+                f"{name} is for {_sizes(*wanted)}{each}, got {_sizes(*given)}; find one for these with "
+                "`pipefit synthesize`"
+            )
+
+    order.__doc__ = f"The order of {name}, for {_sizes(num_ranks, header.num_microbatches, num_chunks)}."
+    return Schedule(name, order, WeightRule.FLUSH, layout, num_chunks > 1, check=check)
+
+
+def _sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> str:
+    chunks = f", {num_chunks} chunks" if num_chunks > 1 else ""
+    return f"{num_ranks} ranks, {num_microbatches} micro-batches{chunks}"

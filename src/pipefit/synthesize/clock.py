@@ -1,0 +1,79 @@
+"""When the steps of an order happen: the simulator's law where messages leave at once, thousands of times a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.synthesize.problem import WEIGHT, Order, Problem
+
+__all__ = ["Times", "timed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The times of an order.
+
+    Attributes:
+        makespan_s: of the whole.
+        starts: of each step of each rank.
+        fed_by: for each step, the step (rank, index) whose message it waited for; None: for its rank alone.
+        ends: of each rank.
+    """
+
+    makespan_s: float
+    starts: list[list[float]]
+    fed_by: list[list[tuple[int, int] | None]]
+    ends: list[float]
+
+    def critical(self) -> list[tuple[int, int]]:
+        """Steps (rank, index) that follow each other without a gap, up to the end of all; the last one first."""
+        rank = max(range(len(self.ends)), key=self.ends.__getitem__)
+        index = len(self.starts[rank]) - 1
+        path = []
+        while index >= 0:
+            path.append((rank, index))
+            feeder = self.fed_by[rank][index]
+            rank, index = feeder if feeder else (rank, index - 1)
+        return path
+
+
+def timed(problem: Problem, order: Order) -> Times | None:
+    """The times of an order; None: its ranks wait for each other for ever."""
+    seconds, feeds, count = problem.seconds, problem.feeds, problem.header.num_stages
+    # What is fed from: forwards by stage, then backwards by stage; its ends and places, micro-batch by micro-batch.
+    ends: list[list[float]] = [[] for _ in range(2 * count)]
+    places: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]
+    waiting = [-1] * (2 * count)
+    starts: list[list[float]] = [[] for _ in order]
+    fed_by: list[list[tuple[int, int] | None]] = [[] for _ in order]
+    clock = [0.0] * len(order)
+    ready = list(range(len(order)))
+    while ready:
+        rank = ready.pop()
+        steps, begun, fed, now = order[rank], starts[rank], fed_by[rank], clock[rank]
+        for step in steps[len(begun) :]:
+            source, lag = feeds[step]
+            feeder = None
+            target = step if step < 2 * count else step - 2 * count
+            if source >= 0:
+                turn = len(ends[target])
+                if turn >= len(ends[source]):
+                    waiting[source] = rank
+                    break
+                arrival = ends[source][turn] + lag
+                if arrival > now:
+                    now, feeder = arrival, places[source][turn]
+            fed.append(feeder)
+            begun.append(now)
+            now += seconds[step]
+            if step // count != WEIGHT:
+                ends[target].append(now)
+                places[target].append((rank, len(begun) - 1))
+                if waiting[target] >= 0:
+                    ready.append(waiting[target])
+                    waiting[target] = -1
+        clock[rank] = now
+    if any(len(begun) < len(steps) for begun, steps in zip(starts, order, strict=True)):
+        return None
+    last = [now + closing for now, closing in zip(clock, problem.closing_s, strict=True)]
+    return Times(max(last), starts, fed_by, last)

@@ -1,0 +1,202 @@
+"""What an order is looked for: seconds, memory and messages of each stage, as plain lists.
+
+Micro-batches are alike, so an order is told by steps alone: a rank's list of (kind, stage), the k-th occurrence of
+which is micro-batch k. A step is one number, kind · num_stages + stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from pipefit.cost.model import CostModel
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.liveness import device_peak_bytes, peak_inflight
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Header, Program
+from pipefit.ir.values import Value
+
+__all__ = ["BACKWARD", "FORWARD", "INPUT", "WEIGHT", "Limit", "Order", "Problem"]
+
+FORWARD, INPUT, WEIGHT, BACKWARD = range(4)
+"""The kinds of steps; the first three are in the order in which a micro-batch takes them."""
+
+_OPS: Final = (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT, Op.BWD)
+
+Order = list[list[int]]
+"""The steps of each rank."""
+
+_SLACK = 1e-9  # what sums of fractions may be off
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The memory that an order may take, of each rank; None: any.
+
+    Attributes:
+        in_flight: micro-batches of the rank's layers whose activations are held.
+        capacity_bytes: all that is held.
+    """
+
+    in_flight: tuple[float, ...] | None = None
+    capacity_bytes: tuple[float, ...] | None = None
+
+    def keeps(self, program: Program, cost: CostModel) -> bool:
+        """Whether a program keeps it, by the liveness of its values."""
+        ranks = range(len(program.ranks))
+        if self.in_flight and any(peak_inflight(program, r) > self.in_flight[r] + _SLACK for r in ranks):
+            return False
+        if not self.capacity_bytes:
+            return True
+        states = [cost.resident_bytes(program.header.stages_of(rank)) for rank in ranks]
+        peaks = [device_peak_bytes(program, rank, cost.size_bytes, states[rank])[0] for rank in ranks]
+        return all(peak <= most for peak, most in zip(peaks, self.capacity_bytes, strict=True))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Ranks and their stages, and what each step takes.
+
+    Attributes:
+        header: placement and micro-batches.
+        seconds: of each step.
+        act_s: of each stage's output on its way to the next stage.
+        grad_s: of the gradient of that output on its way back.
+        closing_s: of each rank, after its last step: the optimizer's.
+        takes: what a forward adds to the memory of its rank, by stage: bytes, or 1 where micro-batches count.
+        halves: what the first half of a backward adds until the second.
+        room: of each rank, in these units.
+        split: whether backwards may come in halves.
+    """
+
+    header: Header
+    seconds: tuple[float, ...]
+    act_s: tuple[float, ...]
+    grad_s: tuple[float, ...]
+    closing_s: tuple[float, ...]
+    takes: tuple[float, ...]
+    halves: tuple[float, ...]
+    room: tuple[float, ...]
+    split: bool
+
+    @classmethod
+    def of(cls, header: Header, cost: CostModel, limit: Limit, static_bytes: Sequence[float], split: bool) -> Problem:
+        """The problem of a placement under a cost model.
+
+        Args:
+            header: placement and micro-batches.
+            cost: seconds and bytes.
+            limit: of memory.
+            static_bytes: of each rank, beside activations.
+            split: whether backwards may come in halves.
+        """
+        stages, ranks = range(header.num_stages), range(header.num_ranks)
+        home = [header.placement[stage][0] for stage in stages]
+        seconds = [cost.duration_s(Instruction(op, stage, 0, 0), home[stage]) for op in _OPS for stage in stages]
+        beside = {0: (Op.LOAD,), header.last_stage: (Op.LOAD,) * (header.last_stage > 0) + (Op.LOSS,)}
+        for stage, ops in beside.items():
+            seconds[stage] += sum(cost.duration_s(Instruction(op, stage, 0), home[stage]) for op in ops)
+
+        def travel_s(kind: Kind, stage: int, source: int, target: int) -> float:
+            message = Instruction(Op.SEND, stage, 0, kind=kind.value, peer=target)
+            return cost.message_s(message, source) if source != target else 0
+
+        hops = [(stage, home[stage], home[stage + 1]) for stage in stages[:-1]]
+        own = [header.stages_of(rank) for rank in ranks]
+        if limit.capacity_bytes:
+            takes = [cost.size_bytes(Value(Kind.SAVED.value, stage, 0)) for stage in stages]
+            halves = [cost.size_bytes(Value(Kind.HALF.value, stage, 0)) for stage in stages]
+            room = [most - fixed for most, fixed in zip(limit.capacity_bytes, static_bytes, strict=True)]
+        else:
+            takes, halves = [1.0] * len(stages), [0.0] * len(stages)
+            most = limit.in_flight or (float(header.num_microbatches),) * len(ranks)
+            room = [most[rank] * len(own[rank]) + _SLACK for rank in ranks]
+        return cls(
+            header,
+            tuple(seconds),
+            tuple(travel_s(Kind.ACT, *hop) for hop in hops),
+            tuple(travel_s(Kind.GRAD, stage, target, source) for stage, source, target in hops),
+            tuple(sum(cost.duration_s(Instruction(Op.STEP, s, version=0), rank) for s in own[rank]) for rank in ranks),
+            tuple(takes),
+            tuple(halves),
+            tuple(room),
+            split,
+        )
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one update."""
+        return self.header.num_microbatches
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank."""
+        return tuple(self.header.stages_of(rank) for rank in range(self.header.num_ranks))
+
+    @cached_property
+    def home(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(ranks[0] for ranks in self.header.placement)
+
+    @cached_property
+    def feeds(self) -> list[tuple[int, float]]:
+        """For each step what feeds it, and how long that travels; −1: nothing beside earlier steps of its stage.
+
+        What feeds is a forward or, for backwards whole or in halves alike, a first half.
+        """
+        count = self.header.num_stages
+        forwards = [(-1, 0.0), *((stage, self.act_s[stage]) for stage in range(count - 1))]
+        backwards = [*((count + stage + 1, self.grad_s[stage]) for stage in range(count - 1)), (count - 1, 0.0)]
+        return [*forwards, *backwards, *([(-1, 0.0)] * count), *backwards]
+
+    def keeps(self, rank: int, order: Sequence[int]) -> bool:
+        """Whether every micro-batch of a rank takes its steps in turn, and what is held has room."""
+        count, held, room = self.header.num_stages, 0.0, self.room[rank]
+        done = [0] * (4 * count)
+        for step in order:
+            kind, stage = divmod(step, count)
+            if kind == FORWARD:
+                held += self.takes[stage]
+            elif kind == INPUT:
+                held += self.halves[stage]
+            if held > room:
+                return False
+            done[step] += 1
+            firsts = done[count + stage] + done[3 * count + stage]
+            if firsts > done[stage] or done[2 * count + stage] > done[count + stage]:
+                return False
+            if kind == WEIGHT:
+                held -= self.takes[stage] + self.halves[stage]
+            elif kind == BACKWARD:
+                held -= self.takes[stage]
+        return True
+
+    def instructions(self, order: Order) -> list[list[Instruction]]:
+        """The same order as instructions."""
+        count = self.header.num_stages
+        result = []
+        for steps in order:
+            begun = [0] * (2 * count)
+            # First halves whose second is still to come: the oldest takes the next.
+            open_halves: list[list[int]] = [[] for _ in range(count)]
+            listed = []
+            for step in steps:
+                kind, stage = divmod(step, count)
+                if kind == WEIGHT:
+                    listed.append(Instruction(_OPS[kind], stage, open_halves[stage].pop(0)))
+                    continue
+                place = stage if kind == FORWARD else count + stage
+                if kind == INPUT:
+                    open_halves[stage].append(begun[place])
+                listed.append(Instruction(_OPS[kind], stage, begun[place]))
+                begun[place] += 1
+            result.append(listed)
+        return result
+
+    def steps(self, program: Program) -> Order:
+        """The order of a program; its micro-batches are taken to be in turn."""
+        count = self.header.num_stages
+        kinds = {op: kind * count for kind, op in enumerate(_OPS)}
+        return [[kinds[i.op] + i.stage for i in instructions if i.op in kinds] for instructions in program.ranks]

@@ -1,0 +1,192 @@
+"""From costs and memory to a schedule: built-in ones, list schedules, and what lies around the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from pipefit.cost import CostModel, unit
+from pipefit.errors import InfeasibleError, PipefitError, ScheduleError
+from pipefit.ir.liveness import device_peak_bytes
+from pipefit.ir.op import Kind
+from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.ir.values import Value
+from pipefit.schedules import Schedule, Shape, find, names
+from pipefit.schedules.shape import Layout
+from pipefit.schedules.written import written
+from pipefit.simulate import simulate
+from pipefit.synthesize.bound import bound_s
+from pipefit.synthesize.improve import with_whole_backwards
+from pipefit.synthesize.problem import BACKWARD, INPUT, WEIGHT, Limit, Order, Problem
+from pipefit.synthesize.walk import Walk
+from pipefit.verify import verify
+
+__all__ = ["NAME", "Synthesis", "header_of", "synthesize"]
+
+NAME = "synthesized"
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """A schedule that was found.
+
+    Attributes:
+        schedule: it, for this one shape; `program` is what it makes.
+        program: proved by the verifier.
+        makespan_s: simulated.
+        bound_s: what no order can beat.
+        built_in: seconds of each built-in schedule of this shape that keeps the limit.
+        num_candidates: orders that were looked at.
+        is_cut_short: whether the clock ended the search, so that another run may find something else.
+    """
+
+    schedule: Schedule
+    program: Program
+    makespan_s: float
+    bound_s: float
+    built_in: dict[str, float]
+    num_candidates: int
+    is_cut_short: bool
+
+    @property
+    def gap(self) -> float:
+        """How far it is from the bound, as a share of that; 0: nothing can be faster."""
+        return max(self.makespan_s / self.bound_s - 1, 0.0) if self.bound_s else 0.0
+
+    @property
+    def best_built_in(self) -> str | None:
+        """The fastest built-in schedule; None: none keeps the limit."""
+        return min(self.built_in, key=self.built_in.__getitem__, default=None)
+
+
+def header_of(num_ranks: int, num_microbatches: int, num_chunks: int = 1, layout: Layout = "loop") -> Header:
+    """The header of what is looked for: a cost model is made for it.
+
+    Raises:
+        ScheduleError: a count below 1, or an unknown layout.
+    """
+    if layout not in ("loop", "wave"):
+        raise ScheduleError(f"layout: expected loop or wave, got {layout!r}")
+    return Shape(num_ranks, num_microbatches, num_chunks).header(NAME, layout, WeightRule.FLUSH)
+
+
+def synthesize(
+    header: Header,
+    cost: CostModel | None = None,
+    *,
+    in_flight: float | Sequence[float] | None = None,
+    capacity_bytes: float | Sequence[float] | None = None,
+    split: bool = True,
+    candidates: int = 20_000,
+    seconds: float = 5.0,
+    seed: int = 0,
+) -> Synthesis:
+    """Searches for the order of forwards and backwards with the least makespan.
+
+    The built-in schedules of the shape and list schedules are the starts; from the best of them steps of critical paths
+    are moved. It ends at the bound, after so many candidates, or when the time is over; up to there the same arguments
+    give the same schedule. What is returned keeps the limit, is proved by the verifier, and is no slower than any
+    built-in schedule that keeps the limit too.
+
+    >>> found = synthesize(header_of(num_ranks=4, num_microbatches=8), in_flight=4)
+    >>> found.makespan_s, found.bound_s, found.best_built_in
+    (27, 27.0, 'zb-h1')
+
+    Args:
+        header: ranks, stages and micro-batches, as `header_of` makes it.
+        cost: seconds and bytes; None: a forward takes 1 and so does each half of a backward. With a topology messages
+            take turns on its links.
+        in_flight: micro-batches of a rank's layers whose activations it may hold, for each rank or for all.
+        capacity_bytes: memory of each rank, likewise.
+        split: whether backwards may come in halves.
+        candidates: orders to look at.
+        seconds: to search.
+        seed: of the random moves.
+
+    Raises:
+        ScheduleError: a stage has several ranks, or a limit makes no sense.
+        InfeasibleError: nothing that was found keeps the limit.
+    """
+    if candidates < 1 or not seconds > 0:
+        raise PipefitError(f"expected at least one candidate and more than 0 seconds, got {candidates} and {seconds}")
+    cost = cost or unit(header, 1, 2)
+    limit = Limit(_each("in_flight", in_flight, header, 1), _each("capacity_bytes", capacity_bytes, header, 0))
+    rivals = list(_built_in(header))
+    problem = Problem.of(header, cost, limit, _static_bytes(rivals, cost), split)
+    fitting = {program.header.schedule: program for program in rivals if limit.keeps(program, cost)}
+    starts = [problem.steps(program) for program in fitting.values() if split or not _has_halves(program)]
+    walk = Walk(problem, bound_s(problem), candidates, seconds)
+    best = walk.run([*starts, *(_split(problem, start) for start in starts if split)], Random(seed))
+    if split and best:
+        best.insert(0, with_whole_backwards(problem, best[0]))
+    made = [written(NAME, header, problem.instructions(order)) for order in [*best, *starts]]
+    found = [(schedule, program) for schedule in made if limit.keeps(program := schedule(_shape(header)), cost)]
+    if not found:
+        raise InfeasibleError(
+            "no order was found that keeps the limit, under which every rank must be able to hold at least one "
+            "micro-batch; allow more, or use more ranks"
+        )
+    took = [_makespan_s(program, cost) for _, program in found]
+    fastest = min(range(len(found)), key=took.__getitem__)
+    schedule, program = found[fastest]
+    verify(program).raise_if_bad()
+    built_in = {name: _makespan_s(rival, cost) for name, rival in fitting.items()}
+    return Synthesis(schedule, program, took[fastest], walk.bound, built_in, walk.looked_at, walk.is_cut_short)
+
+
+def _shape(header: Header) -> Shape:
+    return Shape(header.num_ranks, header.num_microbatches, header.num_stages // header.num_ranks)
+
+
+def _makespan_s(program: Program, cost: CostModel) -> float:
+    """As `pipefit simulate` has it: real links are shared and wait for receives, unit costs know no such thing."""
+    real = cost.topology is not None
+    return simulate(program, cost, contention=real, rendezvous=real, memory=False).makespan_s
+
+
+def _each(name: str, given: float | Sequence[float] | None, header: Header, least: float) -> tuple[float, ...] | None:
+    if given is None:
+        return None
+    values = (given,) * header.num_ranks if isinstance(given, int | float) else tuple(given)
+    if len(values) != header.num_ranks or not all(value >= least for value in values):
+        raise ScheduleError(
+            f"{name}: expected one figure of at least {least}, or one for each of {header.num_ranks} ranks, got {given}"
+        )
+    return values
+
+
+def _built_in(header: Header) -> Iterator[Program]:
+    """The programs of the schedules that have this shape."""
+    for name in names():
+        made = find(name)
+        if not made.is_synchronous or made.spills or made.layout not in ("loop", "wave"):
+            continue
+        try:
+            program = made(_shape(header))
+        except ScheduleError:
+            continue
+        if program.header.placement == header.placement:
+            yield program
+
+
+def _static_bytes(programs: Sequence[Program], cost: CostModel) -> list[float]:
+    """What ranks hold beside activations: the least of the schedules there are."""
+
+    def size(value: Value) -> float:
+        return 0 if value.kind in (Kind.SAVED.value, Kind.HALF.value) else cost.size_bytes(value)
+
+    header = programs[0].header
+    states = [cost.resident_bytes(header.stages_of(rank)) for rank in range(header.num_ranks)]
+    return [min(device_peak_bytes(p, rank, size, state)[0] for p in programs) for rank, state in enumerate(states)]
+
+
+def _has_halves(program: Program) -> bool:
+    return any(short[0] == "W" for order in program.order for short in order)
+
+
+def _split(problem: Problem, order: Order) -> Order:
+    """The same order with whole backwards in two halves: then gradients leave earlier."""
+    count = problem.header.num_stages
+    halves = {BACKWARD * count + s: (INPUT * count + s, WEIGHT * count + s) for s in range(count)}
+    return [[half for step in steps for half in halves.get(step, (step,))] for steps in order]
