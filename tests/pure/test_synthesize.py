@@ -1,15 +1,19 @@
 """Schedules found by search: optimal where theory or brute force says what that is, proved, and within their limits."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
 
 import pytest
 
+from pipefit.cli import main
 from pipefit.cost import CostModel, unit
 from pipefit.errors import InfeasibleError, PipefitError, ScheduleError
+from pipefit.ir import text
 from pipefit.ir.liveness import device_peak_bytes, peak_inflight
-from pipefit.schedules import Shape, generate
+from pipefit.passes import build
+from pipefit.schedules import Shape, find, generate
 from pipefit.simulate import simulate
 from pipefit.synthesize import header_of, synthesize
 from pipefit.synthesize.bound import bound_s
@@ -100,18 +104,12 @@ def test_the_clock_of_the_search_is_that_of_the_simulator():
         for split in (True, False):
             problem = problem_of(header, cost, limit, split)
             order = next(found for policy in policies(problem) if (found := listed(problem, policy)))
-            program = synthesize_program(header, problem, order)
+            program = build(header, problem.instructions(order))
             assert timed(problem, order).makespan_s == pytest.approx(
                 simulate(program, cost, rendezvous=False).makespan_s, rel=1e-12
             )
             assert all(problem.keeps(rank, steps) for rank, steps in enumerate(order))
             assert bound_s(problem) <= timed(problem, order).makespan_s * (1 + 1e-9)
-
-
-def synthesize_program(header, problem, order):
-    from pipefit.passes import build
-
-    return build(header, problem.instructions(order))
 
 
 def test_a_slow_stage_and_latency_leave_every_built_in_behind():
@@ -171,3 +169,74 @@ def test_stages_need_one_rank_each():
         header_of(2, 4, layout="spiral")
     with pytest.raises(ScheduleError, match="one rank per stage"):
         synthesize(generate("1f1b", Shape(2, 4, replicas=(2, 1))).header, CostModel((1, 1), (1, 1), (1, 1)))
+
+
+def test_a_pipe_file_is_a_schedule_for_its_shape_for_copies_of_it_and_for_several_updates(tmp_path):
+    found = synthesize(header_of(2, 3, 2, "wave"), in_flight=1.5, **QUICK)
+    path = str(text.save(found.program, tmp_path / "found.pipe"))
+    assert find(path) is find(path)
+    again = generate(path, Shape(2, 3, 2))
+    assert (again.order, again.header.placement) == (found.program.order, found.program.header.placement)
+    copies = generate(path, Shape(2, 6, 2, num_steps=2, replicas=(2,)))
+    assert verify(copies).ok
+    assert len(copies.order[0]) == 2 * len(again.order[0])
+    assert [op[:3] for op in copies.order[3][: len(again.order[1])]] == [op[:3] for op in again.order[1]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (Shape(2, 4, 2), "is for 2 ranks, 3 micro-batches, 2 chunks, got 2 ranks, 4 micro-batches, 2 chunks"),
+        (Shape(4, 3), "got 4 ranks, 3 micro-batches"),
+        (Shape(2, 3, 2, replicas=(2,)), "6 micro-batches, 2 chunks for 2 copies of the pipeline"),
+    ],
+)
+def test_a_pipe_file_refuses_other_shapes_and_says_its_own(tmp_path, shape, message):
+    path = text.save(generate("interleaved", Shape(2, 3, 2)), tmp_path / "mine.pipe")
+    with pytest.raises(ScheduleError, match=message):
+        generate(str(path), shape)
+
+
+def test_a_pipe_file_that_is_no_schedule_is_refused(tmp_path):
+    with pytest.raises(ScheduleError, match="No such file"):
+        find(str(tmp_path / "none.pipe"))
+    two = text.save(generate("1f1b", Shape(2, 3, num_steps=2)), tmp_path / "two.pipe")
+    with pytest.raises(ScheduleError, match="expected one update of a schedule with a flush, got 2"):
+        find(str(two))
+    replicated = text.save(generate("1f1b", Shape(2, 4, replicas=(2, 1))), tmp_path / "replicated.pipe")
+    with pytest.raises(ScheduleError, match="one rank per stage"):
+        find(str(replicated))
+
+
+def test_the_verb_says_makespan_bound_and_what_built_in_schedules_take(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = ["synthesize", "-p", "4", "-m", "12", "--memory", "4", "--stage-work", "1,2,1,1", "--latency", "0.5"]
+    assert main([*words, "-o", "found.pipe"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "no schedule takes less than 73.5: none is faster",
+        "best of the built-in: zb-h1 takes 75.5, 2.7 % more",
+        "wrote found.pipe",
+    ]
+    assert main(["verify", "found.pipe"]) == 0
+    capsys.readouterr()
+    assert main(["draw", "found.pipe", "-p", "4", "-m", "12", "--input", "1", "--weight", "1", "--json"]) == 0
+    order = json.loads(capsys.readouterr().out)["order"]
+    assert main([*words, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["order"] == order and max(data["peak_inflight"]) <= 4
+    assert (data["makespan"], data["bound"], data["gap"], data["best_built_in"]) == (73.5, 73.5, 0, "zb-h1")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "expected -p ranks and -m micro-batches"),
+        (("-p", "2", "-m", "4", "--memory", "0"), "--memory: expected numbers above 0"),
+        (("-p", "2", "-m", "4", "--stage-work", "1,2,3"), "--stage-work: expected a figure for each of 2 stages"),
+        (("-p", "2", "-m", "4", "--capacity", "1GiB"), "--capacity needs --profile"),
+        (("-p", "2", "--plan", "plan.json"), "leave out -p, -m and -v"),
+    ],
+)
+def test_the_verb_refuses_what_contradicts_itself(words, message, capsys):
+    assert main(["synthesize", *words]) == 2
+    assert message in capsys.readouterr().err

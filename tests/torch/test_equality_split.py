@@ -2,16 +2,19 @@
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.torch.equality_models import MODELS, make
 
-from pipefit.ir import Instruction, bwd_input, bwd_weight, fwd
+from pipefit.cost import CostModel
+from pipefit.ir import Instruction, bwd_input, bwd_weight, fwd, text
 from pipefit.ir.op import Op
 from pipefit.schedules import Task, generate, schedule
 from pipefit.schedules.registry import REGISTRY
 from pipefit.schedules.shape import Shape
+from pipefit.synthesize import header_of, synthesize
 from pipefit.testing import check
 
 CHUNKS = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2}
@@ -85,3 +88,15 @@ def test_a_split_program_has_halves_and_no_whole_backward(all_at_the_end: str) -
 @pytest.mark.parametrize("model", MODELS)
 def test_weight_halves_in_another_order_are_exact(all_at_the_end: str, model: str) -> None:
     assert_equal(model, all_at_the_end, 3, 4, steps=2)
+
+
+@pytest.mark.parametrize(("model", "copies"), [("dropout", 1), ("batch norm", 2)])
+def test_an_order_that_was_found_by_search_trains_as_one_process_does(model: str, copies: int, tmp_path: Path) -> None:
+    times = (1, 2, 1, 1)
+    cost = CostModel(times, times, times, latency_s=0.5)
+    found = synthesize(header_of(2, 3, 2, "wave"), cost, in_flight=1.5, candidates=300, seconds=60)
+    path = str(text.save(found.program, tmp_path / "found.pipe"))
+    layers, example = make(model)
+    sizes = {"num_ranks": 2 * copies, "num_microbatches": 3 * copies, "num_chunks": 2, "replicas": (copies,)}
+    result = check(layers, example=example, schedule=path, steps=2, **sizes)
+    assert result.equal, result

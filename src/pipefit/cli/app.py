@@ -20,8 +20,8 @@ from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossErr
 __all__ = ["VERBS", "make_app", "run"]
 
 VERBS: Final = (
-    "train", "run", "check", "compare", "profile", "plan", "draw", "verify", "simulate", "schedules", "study", "bench",
-    "report", "links", "doctor",
+    "train", "run", "check", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize", "schedules",
+    "study", "bench", "report", "links", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 

@@ -27,6 +27,7 @@ __all__ = [
     "exact",
     "flag",
     "help_of",
+    "numbers",
     "pairs",
     "sizes",
     "whole_numbers",
@@ -120,6 +121,24 @@ def whole_numbers(name: str, text: str | None) -> tuple[int, ...]:
     for number in numbers:
         count(name, number)
     return numbers
+
+
+def numbers(name: str, text: str | None) -> tuple[float, ...]:
+    """The numbers of a list such as "2,1.5", all finite and more than 0.
+
+    Raises:
+        PipefitError: the text is no such list.
+    """
+    if not text:
+        return ()
+    try:
+        found = tuple(int(part) if part.strip().isdecimal() else float(part) for part in text.split(","))
+    except ValueError:
+        raise PipefitError(f"{name}: expected numbers with commas between them, like 2,1.5; got {text!r}") from None
+    for number in found:
+        if not (math.isfinite(number) and number > 0):
+            raise PipefitError(f"{name}: expected numbers above 0, got {number}")
+    return found
 
 
 def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:

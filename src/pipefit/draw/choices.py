@@ -156,10 +156,10 @@ def _spilled_pipelines(facts: Facts) -> Iterator[_Wish]:
 
 def _drawn(wish: _Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None:
     """A drawing that was wished for; None where it has no meaning."""
-    made = find(wish.name)
-    per_update, steps = updates_of(made, wish.microbatches, None)
-    shape = Shape(wish.stages, per_update, wish.chunks, steps)
     try:
+        made = find(wish.name)
+        per_update, steps = updates_of(made, wish.microbatches, None)
+        shape = Shape(wish.stages, per_update, wish.chunks, steps)
         program = made(spilled(made, shape, wish.slots, how) if wish.slots else shape)
     except ScheduleError:
         return None

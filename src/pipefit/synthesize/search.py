@@ -8,13 +8,13 @@ from random import Random
 
 from pipefit.cost import CostModel, unit
 from pipefit.errors import InfeasibleError, PipefitError, ScheduleError
-from pipefit.ir.liveness import device_peak_bytes
+from pipefit.ir.liveness import device_peak_bytes, peak_inflight
 from pipefit.ir.op import Kind
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.values import Value
 from pipefit.schedules import Schedule, Shape, find, names
 from pipefit.schedules.shape import Layout
-from pipefit.schedules.written import written
+from pipefit.schedules.written import layout_of, written
 from pipefit.simulate import simulate
 from pipefit.synthesize.bound import bound_s
 from pipefit.synthesize.improve import with_whole_backwards
@@ -25,6 +25,7 @@ from pipefit.verify import verify
 __all__ = ["NAME", "Synthesis", "header_of", "synthesize"]
 
 NAME = "synthesized"
+_EQUAL = 1e-9  # of a time: less is no difference
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,8 @@ def synthesize(
     """
     if candidates < 1 or not seconds > 0:
         raise PipefitError(f"expected at least one candidate and more than 0 seconds, got {candidates} and {seconds}")
+    if layout_of(header.placement) is None:
+        raise ScheduleError("expected one rank per stage, in a loop or a wave; copies of a pipeline follow one order")
     cost = cost or unit(header, 1, 2)
     limit = Limit(_each("in_flight", in_flight, header, 1), _each("capacity_bytes", capacity_bytes, header, 0))
     rivals = list(_built_in(header))
@@ -128,11 +131,16 @@ def synthesize(
             "micro-batch; allow more, or use more ranks"
         )
     took = [_makespan_s(program, cost) for _, program in found]
-    fastest = min(range(len(found)), key=took.__getitem__)
+    # Of those that are as fast, what holds least.
+    fastest = min(range(len(found)), key=lambda n: (took[n] > min(took) * (1 + _EQUAL), _held(found[n][1])))
     schedule, program = found[fastest]
     verify(program).raise_if_bad()
     built_in = {name: _makespan_s(rival, cost) for name, rival in fitting.items()}
     return Synthesis(schedule, program, took[fastest], walk.bound, built_in, walk.looked_at, walk.is_cut_short)
+
+
+def _held(program: Program) -> float:
+    return sum(peak_inflight(program, rank) for rank in range(len(program.ranks)))
 
 
 def _shape(header: Header) -> Shape:
