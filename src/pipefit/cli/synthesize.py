@@ -61,7 +61,7 @@ def command(
     layers: Annotated[str | None, help_of("With a profile and no plan: layers of each stage, like 3,3.")] = None,
     topology: Annotated[str | None, help_of("Links and devices: a TOML file, or local:N.")] = None,
     whole: Annotated[bool, flag("Backwards stay whole: inputs and weights in one.")] = False,
-    seconds: Annotated[Number, help_of("Time to search, at most.")] = 5,
+    seconds: Annotated[Number, help_of("Time to search, at most.")] = 10,
     candidates: Annotated[int, help_of("Orders to look at, at most.")] = 20_000,
     seed: Annotated[int, help_of("Of the search.")] = 0,
     output: Annotated[

@@ -10,7 +10,8 @@ from pipefit.synthesize.problem import BACKWARD, INPUT, WEIGHT, Order, Problem
 
 __all__ = ["improved", "with_whole_backwards"]
 
-_MEMORY = 60  # orders ago: what a new one must not be worse than, unless it is no worse than the last
+_MEMORY = 30  # orders ago: what a new one must not be worse than, unless it is no worse than the last
+_TRIES = 20  # moves until one makes sense
 _REACH = 12  # places that a step moves at most
 
 
@@ -33,9 +34,12 @@ def improved(problem: Problem, order: Order, random: Random) -> Iterator[tuple[f
     past = [worth] * _MEMORY
     turn = 0
     while True:
-        rank, index = random.choice(path)
-        moved = _moved(order[rank], index, random)
-        if moved == order[rank] or not problem.keeps(rank, moved):
+        for _ in range(_TRIES):
+            rank, index = random.choice(path)
+            moved = _moved(order[rank], index, random)
+            if moved != order[rank] and problem.keeps(rank, moved):
+                break
+        else:
             yield times.makespan_s, order
             continue
         new = [*order[:rank], moved, *order[rank + 1 :]]

@@ -80,7 +80,7 @@ def synthesize(
     capacity_bytes: float | Sequence[float] | None = None,
     split: bool = True,
     candidates: int = 20_000,
-    seconds: float = 5.0,
+    seconds: float = 10.0,
     seed: int = 0,
 ) -> Synthesis:
     """Searches for the order of forwards and backwards with the least makespan.

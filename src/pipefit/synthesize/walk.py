@@ -16,7 +16,7 @@ from pipefit.synthesize.problem import Order, Problem
 __all__ = ["Walk"]
 
 _KEPT = 6  # the best orders, of which the first few are searched around
-_STARTS = 3
+_STARTS = 2
 _LISTED = 0.02  # of the candidates: list schedules of policies near the best
 _LISTING = 0.4  # of the seconds, at most: the same
 _EQUAL = 1e-9  # of a time: less is no difference
