@@ -16,7 +16,7 @@ XDIST      := -n 2
 BY_FILE    := $(XDIST) --dist loadfile
 # The pure half: everything that never imports torch and whose docstrings are run as tests.
 PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules verify simulate cost timeline partition \
-	planner draw,src/pipefit/$(part)))
+	planner synthesize draw,src/pipefit/$(part)))
 
 .NOTPARALLEL:
 .PHONY: help venv demo test fast check format lint types imports doctest docs golden bench clean

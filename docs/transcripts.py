@@ -20,7 +20,7 @@ from docs.pages import renew
 
 from pipefit.cli import main as pipefit
 
-QUICK = frozenset({"draw", "schedules", "verify", "simulate"})
+QUICK = frozenset({"draw", "schedules", "verify", "simulate", "synthesize"})
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _WIDTH = 90
 

@@ -112,6 +112,13 @@ def test_the_clock_of_the_search_is_that_of_the_simulator():
             assert bound_s(problem) <= timed(problem, order).makespan_s * (1 + 1e-9)
 
 
+def test_backwards_stay_whole_where_halves_take_more_and_the_bound_knows():
+    cost = CostModel((1, 1), (1, 1), (1, 1), split_s=(0.5, 0.5))
+    found = synthesize(header_of(2, 4), cost, in_flight=(2, 1), **QUICK)
+    assert found.bound_s <= found.makespan_s <= found.built_in["1f1b"]
+    assert sum(op[0] == "B" for op in found.program.order[0]) >= 2
+
+
 def test_a_slow_stage_and_latency_leave_every_built_in_behind():
     header = header_of(4, 16)
     times = (1, 2, 1, 1)

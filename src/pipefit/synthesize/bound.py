@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 from pipefit.synthesize.problem import BACKWARD, FORWARD, INPUT, WEIGHT, Problem
 
@@ -20,9 +21,13 @@ def bound_s(problem: Problem) -> float:
     Source: Carlier, The one-machine sequencing problem (European Journal of Operational Research 11, 1982), for heads,
     tails and the bound with interruptions.
     """
+    # A backward that stays whole may take less than its two halves.
+    count = problem.header.num_stages
+    inputs, weights, wholes = (problem.seconds[kind * count :][:count] for kind in (INPUT, WEIGHT, BACKWARD))
+    rests = (min(w, b - i) for i, w, b in zip(inputs, weights, wholes, strict=True))
+    problem = replace(problem, seconds=(*problem.seconds[: 2 * count], *rests, *wholes))
     chain = _chain(problem)
     heads, tails = _heads(problem, chain), _tails(problem, chain)
-    count = problem.header.num_stages
     bounds = []
     for own in problem.stages:
         jobs = [
