@@ -138,6 +138,19 @@ def test_the_same_seed_finds_the_same_and_more_candidates_nothing_slower():
     assert many.makespan_s <= few.makespan_s
 
 
+def test_shapes_that_no_built_in_schedule_has_get_one_even_with_room_for_one_microbatch():
+    found = synthesize(header_of(2, 3, 3, "wave"), in_flight=1, **QUICK)
+    assert found.built_in == {} and found.best_built_in is None
+    assert max(peak_inflight(found.program, rank) for rank in range(2)) <= 1
+    assert found.makespan_s < 3 * 3 * 2  # every micro-batch alone
+
+
+def test_where_backwards_stay_whole_only_such_schedules_stand_beside():
+    found = synthesize(header_of(3, 4), split=False, **QUICK)
+    assert not any(op[0] in "IW" for order in found.program.order for op in order)
+    assert not any(name.startswith("zb") for name in found.built_in)
+
+
 def test_less_memory_never_makes_it_faster():
     header = header_of(3, 6)
     took = [synthesize(header, in_flight=limit, **QUICK).makespan_s for limit in (3, 2, 1)]

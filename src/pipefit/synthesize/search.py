@@ -8,6 +8,7 @@ from random import Random
 
 from pipefit.cost import CostModel, unit
 from pipefit.errors import InfeasibleError, PipefitError, ScheduleError
+from pipefit.ir.instruction import bwd, fwd
 from pipefit.ir.liveness import device_peak_bytes, peak_inflight
 from pipefit.ir.op import Kind
 from pipefit.ir.program import Header, Program, WeightRule
@@ -107,7 +108,7 @@ def synthesize(
 
     Raises:
         ScheduleError: a stage has several ranks, or a limit makes no sense.
-        InfeasibleError: nothing that was found keeps the limit.
+        InfeasibleError: nothing keeps the limit.
     """
     if candidates < 1 or not seconds > 0:
         raise PipefitError(f"expected at least one candidate and more than 0 seconds, got {candidates} and {seconds}")
@@ -115,10 +116,11 @@ def synthesize(
         raise ScheduleError("expected one rank per stage, in a loop or a wave; copies of a pipeline follow one order")
     cost = cost or unit(header, 1, 2)
     limit = Limit(_each("in_flight", in_flight, header, 1), _each("capacity_bytes", capacity_bytes, header, 0))
-    rivals = list(_built_in(header))
-    problem = Problem.of(header, cost, limit, _static_bytes(rivals, cost), split)
+    alone = _one_by_one(header)
+    rivals = [program for program in _built_in(header) if split or not _has_halves(program)]
+    problem = Problem.of(header, cost, limit, _static_bytes([alone, *rivals], cost), split)
     fitting = {program.header.schedule: program for program in rivals if limit.keeps(program, cost)}
-    starts = [problem.steps(program) for program in fitting.values() if split or not _has_halves(program)]
+    starts = [problem.steps(program) for program in (*fitting.values(), alone)]
     walk = Walk(problem, bound_s(problem), candidates, seconds)
     best = walk.run([*starts, *(_split(problem, start) for start in starts if split)], Random(seed))
     if split and best:
@@ -127,8 +129,8 @@ def synthesize(
     found = [(schedule, program) for schedule in made if limit.keeps(program := schedule(_shape(header)), cost)]
     if not found:
         raise InfeasibleError(
-            "no order was found that keeps the limit, under which every rank must be able to hold at least one "
-            "micro-batch; allow more, or use more ranks"
+            "no order keeps the limit: each rank must be able to hold at least one micro-batch; allow more, or use "
+            "more ranks"
         )
     took = [_makespan_s(program, cost) for _, program in found]
     # Of those that are as fast, what holds least.
@@ -176,6 +178,14 @@ def _built_in(header: Header) -> Iterator[Program]:
             continue
         if program.header.placement == header.placement:
             yield program
+
+
+def _one_by_one(header: Header) -> Program:
+    """Every micro-batch alone: what needs the least memory, in any shape."""
+    mbs = range(header.num_microbatches)
+    own = [header.stages_of(rank) for rank in range(header.num_ranks)]
+    ways = [[*((fwd, stage) for stage in stages), *((bwd, stage) for stage in reversed(stages))] for stages in own]
+    return written(NAME, header, [[op(stage, mb) for mb in mbs for op, stage in way] for way in ways])(_shape(header))
 
 
 def _static_bytes(programs: Sequence[Program], cost: CostModel) -> list[float]:
