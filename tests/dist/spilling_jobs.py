@@ -1,11 +1,17 @@
 """What the ranks of the tests of spilling do."""
 
+import os
+import signal
 from pathlib import Path
 
 import torch
 
 from pipefit import Pipeline
+from pipefit.cli.ranks import train_rank
+from pipefit.memory.tierfile import TierFile
 from pipefit.models import build
+from pipefit.runtime.session import current
+from pipefit.train.config import RunConfig
 from pipefit.train.spilled import Spilled
 
 STEPS = 4
@@ -36,3 +42,23 @@ def train(spill: dict | None, settings: dict, plan: str = "") -> tuple[list[floa
         pipe.plan.save(Path(plan))
     pipe.close()
     return losses, held, claimed
+
+
+def killed(config: RunConfig, commits: int) -> None:
+    """A run whose second rank is killed while it writes what follows a commit."""
+    true, done = TierFile.write, []
+
+    def write(file: TierFile, data: memoryview, position: int) -> None:
+        if len(done) == commits:
+            true(file, data[: len(data) // 2], position)
+            os.kill(os.getpid(), signal.SIGKILL)
+        true(file, data, position)
+
+    def commit(file: TierFile, *rest: object) -> None:
+        committed(file, *rest)  # type: ignore[arg-type]
+        done.append(rest)
+
+    committed = TierFile.commit
+    if current().rank == 1:
+        TierFile.write, TierFile.commit = write, commit  # type: ignore[method-assign, assignment]
+    train_rank(config, True)

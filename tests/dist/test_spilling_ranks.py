@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dist.spilling_jobs import train
+import torch
+from safetensors.torch import load_file
+from tests.dist.spilling_jobs import killed, train
+from torch import Tensor
 
+from pipefit.cli.ranks import train_rank
 from pipefit.errors import InfeasibleError
-from pipefit.runtime.launch import launch
+from pipefit.runtime.launch import LaunchError, launch
+from pipefit.train.config import RunConfig
 
 CAP = 6 * 2**20
 
@@ -33,6 +39,29 @@ def test_processes_under_a_cap_have_the_losses_of_one_and_keep_it(place: str, tm
     if where:
         # The plan runs as it stands.
         assert [own for own, _, _ in trained(2, where, plan=plan)] == [losses, losses]
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return {k: v for file in sorted(run.glob("checkpoints/*/*.safetensors")) for k, v in load_file(file).items()}
+
+
+def test_processes_under_a_cap_of_which_one_was_killed_go_on_to_the_very_same_end(tmp_path: Path) -> None:
+    tier, end, whole = (str(tmp_path / name) for name in ("tier", "end", "whole"))
+    options = "layers=4,hidden=32,context=16,tied=false,dropout=0.1"
+    usual = RunConfig(
+        options=options, data=("synthetic",), ranks=2, schedule="auto", batch=8, steps=5, warmup=1, sample=0
+    )
+    config = replace(usual, device_memory="600 KiB", disk=tier, output=end)
+    with pytest.raises(LaunchError, match=r"rank 1 .*SIGKILL"):
+        launch(killed, 2, config, 2, threads=1, quiet=True)
+    found = launch(train_rank, 2, replace(config, resume=tier), True, threads=1, quiet=True)
+    assert found[0].predicted and max(found[0].predicted.peak_bytes) <= 600 * 1024
+    one = train_rank(replace(usual, ranks=1, schedule="naive", output=whole), True)
+    assert [result.losses for result in found] == [one.losses[2:]] * 2
+    a, b = weights(Path(end)), weights(Path(whole))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    # A run that has come to its end leaves nothing on the disk.
+    assert not list(Path(tier).iterdir())
 
 
 def test_a_cap_too_small_is_refused_by_all_processes_in_the_words_of_the_planner() -> None:

@@ -144,10 +144,15 @@ def command(
 
 
 def _run(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any:
+    from pipefit.runtime.launch import LaunchError
+
     try:
         result = _trained(settings, transport, threads, quiet)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how_to_go_on(settings.disk)) from None
+        raise KeyboardInterrupt(_how_to_go_on(settings)) from None
+    except LaunchError as problem:
+        told = _how_to_go_on(settings)
+        raise LaunchError(f"{problem}\n  {told}" if told else str(problem)) from None
     if settings.output and _is_first():
         from pipefit.report import write_report
 
@@ -155,12 +160,15 @@ def _run(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any
     return result
 
 
-def _how_to_go_on(disk: str) -> str:
+def _how_to_go_on(settings: Any) -> str:
     """With what a run that is cut off has committed, in words; nothing where that is nothing."""
     from pipefit.train.resumed import committed_step
 
-    step = committed_step(disk) if disk else None
-    return f"step {step} is committed: go on with the same command and --resume {disk}" if step else ""
+    disk = settings.disk
+    # The last that every rank has committed.
+    steps = [committed_step(disk, rank) or 0 for rank in range(settings.ranks)] if disk else [0]
+    told = f"step {min(steps)} is committed: go on with the same command and --resume {disk}"
+    return told if min(steps) else ""
 
 
 def _trained(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any:
