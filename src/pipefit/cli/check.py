@@ -115,9 +115,9 @@ def _told(result: CheckResult, model: ModelBundle, data: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{model.describe()}",
-            f"{data['schedule']} on {data['num_ranks']} ranks{_width(data)} ({data['transport']}), "
-            f"{data['num_microbatches']} "
-            f"micro-batches, {data['steps']} steps in {data.get('precision', data['dtype'])}: {verdict}",
+            f"{data['schedule']} on {data['num_ranks']} rank{'s' * (data['num_ranks'] > 1)}{_width(data)} "
+            f"({data['transport']}), {data['num_microbatches']} micro-batches, {data['steps']} steps in "
+            f"{data.get('precision', data['dtype'])}: {verdict}",
             f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
             f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})",
         ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Json, check_suffix, count, flag, help_of, whole_numbers
+from pipefit.cli.programs import read_profile
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def command(
             count(name, value)
     sizes = whole_numbers("--microbatch-size", microbatch_size)
     machine = _machine(topology, memory)
-    figures = _profile(profile, machine, sizes)
+    figures = read_profile(profile, machine, sizes[0] if sizes else 1)
     if refit is not None:
         figures = _refitted(figures, refit, of)
     elif of is not None:
@@ -234,15 +235,6 @@ def _machine(name: str, memory: str | None) -> Topology:
     return msgspec.structs.replace(
         machine, device=msgspec.structs.replace(machine.device, memory_bytes=size), devices=every
     )
-
-
-def _profile(name: str, machine: Topology, sizes: tuple[int, ...]) -> Profile:
-    from pipefit.planner.gpt import gpt_profile, gpt_settings
-    from pipefit.spec.published import load_profile
-
-    if not name.startswith("gpt:"):
-        return load_profile(name)
-    return gpt_profile(**gpt_settings(name), microbatch=sizes[0] if sizes else 1, device=machine.device)
 
 
 def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pipefit.spec import Partition, Plan, Profile, Topology
     from pipefit.timeline import Timeline
 
-__all__ = ["Source", "figures", "read_source", "save_timeline"]
+__all__ = ["Source", "figures", "read_profile", "read_source", "save_timeline"]
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,20 @@ class Source:
         )
         num_ranks = self.program.header.num_ranks
         links = self.topology or Topology.local(num_ranks)
-        return from_profile(
+        partition = self._partition()
+        cost = from_profile(
             figures,
-            self._partition(),
+            partition,
             msgspec.structs.replace(links, tiers=links.tiers_among(num_ranks)),
             placement=self.plan.placement if self.plan else None,
             loss_s=figures.loss_s,
             # Where stages are spilled the states of the optimizer matter: Adam's, as the planner takes them.
             optimizer_bytes_per_weight_byte=usual_state(figures) if self.program.header.spill else 0,
         )
+        if not self.program.header.spill:
+            return cost
+        steps = tuple(figures.optimizer_of(stage.layers) for stage in partition.stages)
+        return replace(cost, step_s=steps, host_step_s=cost.host_step_s or steps)
 
     def _partition(self) -> Partition:
         from pipefit.spec import Partition
@@ -79,8 +84,25 @@ class Source:
         return Partition.from_counts(self.layers, len(self.profile))
 
 
+def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profile:
+    """A profile from its file, of a model that was published, or computed for the machine: "gpt:layers=24,…".
+
+    Raises:
+        PipefitError: there is none, or no machine to compute it for.
+    """
+    from pipefit.planner.gpt import gpt_profile, gpt_settings
+    from pipefit.spec.published import load_profile
+
+    if not name.startswith("gpt:"):
+        return load_profile(name)
+    settings = gpt_settings(name)
+    if machine is None:
+        raise PipefitError(f"{name}: seconds are computed for a device; give --topology as well")
+    return gpt_profile(**settings, microbatch=microbatch, device=machine.device)
+
+
 def read_source(
-    path: Path, num_steps: int, profile: Path | None, topology: str | None, layers: tuple[int, ...]
+    path: Path, num_steps: int, profile: str | None, topology: str | None, layers: tuple[int, ...]
 ) -> Source:
     """Reads the program of a `.pipe` file or of a plan, and what goes with it.
 
@@ -88,19 +110,21 @@ def read_source(
         PipefitError: with the file and the place in it.
     """
     from pipefit.ir import text
+    from pipefit.planner.machines import load_topology
     from pipefit.schedules.planned import program_of
-    from pipefit.spec import Plan, Profile, Topology
+    from pipefit.spec import Plan
 
     plan = Plan.load(path) if path.suffix == ".json" else None
     if plan is None and path.is_file() and path.suffix != ".pipe":
         raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
     program = program_of(plan, num_steps=num_steps) if plan else text.load(path)
-    links = Topology.load(topology) if topology else None
+    links = load_topology(topology) if topology else None
     if links and links.num_devices < program.header.num_ranks:
         raise PipefitError(
             f"{topology} has {links.num_devices} devices, but {path} needs {program.header.num_ranks} ranks"
         )
-    return Source(program, plan, Profile.load(profile) if profile else None, links, layers)
+    size = plan.microbatch_size if plan else 0
+    return Source(program, plan, read_profile(profile, links, size or 1) if profile else None, links, layers)
 
 
 def figures(program: Program, timeline: Timeline, cost: CostModel) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def command(
         str | None,
         help_of("Room on the tier that stages are spilled to, for all ranks; needs --profile.", "--tier-capacity"),
     ] = None,
-    profile: Annotated[Path | None, help_of("Profile of the model, for the bytes of its values.")] = None,
+    profile: Annotated[str | None, help_of("Profile of the model, for the bytes of its values.")] = None,
     layers: Annotated[str | None, help_of("Layers of each stage, like 3,3: a .pipe file does not say them.")] = None,
     topology: Annotated[str | None, help_of("Topology whose device memory is the capacity.")] = None,
     max_versions: Annotated[int | None, help_of("Versions of one stage's weights that may be alive at once.")] = None,

@@ -62,7 +62,9 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ScheduleError(f"spill: expected tier host or disk, got {self.tier!r}")
         if self.weights_slots < 1:
             raise ScheduleError(f"spill: expected at least one slot for weights, got {self.weights_slots}")
-        if self.optim != (self.optim_slots > 0) or self.optim_slots < 0:
+        if self.optim_slots < 0:
+            raise ScheduleError(f"spill: expected 0 slots for the optimizer's states or more, got {self.optim_slots}")
+        if self.optim != (self.optim_slots > 0):
             raise ScheduleError(
                 f"spill: expected {'at least one slot' if self.optim else 'no slot'} for the optimizer's states, "
                 f"got {self.optim_slots}"
