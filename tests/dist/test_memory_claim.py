@@ -25,8 +25,8 @@ def trained(schedule: str, **settings: object) -> RunResult:
 
 @pytest.mark.parametrize(
     ("schedule", "settings"),
-    [("gpipe", _GPT), ("pipedream-2bw", _GPT), ("1f1b", _CONVNET)],
-    ids=["gpt-gpipe", "gpt-2bw", "convnet-1f1b"],
+    [("gpipe", _GPT), ("pipedream-2bw", _GPT), ("1f1b", _CONVNET), ("zb-h2", _GPT), ("zb-h1", _CONVNET)],
+    ids=["gpt-gpipe", "gpt-2bw", "convnet-1f1b", "gpt-zb-h2", "convnet-zb-h1"],
 )
 def test_the_memory_that_a_plan_claims_is_what_its_ranks_take(schedule: str, settings: dict[str, object]) -> None:
     result = trained(schedule, **settings)
