@@ -271,9 +271,9 @@ def _nothing_fits(task: Task, best: _Timed) -> str:
     on_each, per_rank = (f" on each of {task.num_ranks} ranks", " per rank") if several else ("", "")
     return (
         f"{task.profile.model} cannot be trained within {format_bytes(task.device_bytes)} of device memory{on_each}: "
-        f"the smallest cap that works is {format_bytes(least, up=True)}, with {count} stages, one slot{per_rank} "
-        f"and {task.num_microbatches} micro-batches per update; its largest layer, {largest.name}, has "
-        f"{format_bytes(largest.weight_bytes)} of weights, which need as much again for gradients"
+        f"the smallest cap that works is {format_bytes(least, up=True)}, with {count} stage{'s' * (count > 1)}, "
+        f"one slot{per_rank} and {task.num_microbatches} micro-batches per update; its largest layer, {largest.name}, "
+        f"has {format_bytes(largest.weight_bytes)} of weights, which need as much again for gradients"
     )
 
 

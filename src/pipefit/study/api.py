@@ -42,6 +42,9 @@ class Study:
         PipefitError: what was given does not fit together.
     """
 
+    stopped_by: int | None = None
+    """The signal that ended the last run early."""
+
     def __init__(
         self,
         trials: Sequence[Trial] = (),
@@ -81,13 +84,8 @@ class Study:
     @classmethod
     def load(cls, path: str | Path) -> Study:
         """A study from its file."""
-        return cls.of(load_study(path))
-
-    @classmethod
-    def of(cls, spec: StudySpec) -> Study:
-        """A study from its checked description."""
         study = cls.__new__(cls)
-        study.spec, study._define, study._search = spec, None, None
+        study.spec, study._define, study._search = load_study(path), None, None
         return study
 
     @staticmethod
@@ -123,6 +121,3 @@ class Study:
         result = run.run()
         self.stopped_by = run.stopped_by
         return result
-
-    stopped_by: int | None = None
-    """The signal that ended the last run early."""
