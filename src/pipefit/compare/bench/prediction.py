@@ -7,11 +7,11 @@ of micro-batches is measured for itself, all its strategies in turns, and told a
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipefit.compare.bench.devices import own_core
 from pipefit.compare.config import CompareConfig
 from pipefit.compare.measure import compare_on_ranks
 from pipefit.compare.result import Comparison, Row
@@ -21,7 +21,7 @@ from pipefit.runtime.session import current
 __all__ = ["CONFIGS", "CONVNET", "CONVNET_LARGE", "GPT", "prediction", "prediction_rank"]
 
 _ALONE = "one-thread"
-_SYNCHRONOUS = ("accumulate", "naive", "gpipe", "1f1b", "interleaved", "breadth-first")
+_SYNCHRONOUS = ("accumulate", "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1")
 _OTHERS = ("pipedream", "pipedream-2bw", "torch-gpipe", "torch-1f1b")
 _MIDDLE = 8
 
@@ -71,9 +71,7 @@ def prediction(configs: Sequence[CompareConfig] = CONFIGS) -> list[Comparison]:
 
 def prediction_rank(configs: Sequence[CompareConfig]) -> list[Comparison]:
     """The same on this rank, which stays on one core where the system lets it."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[current().rank % len(cores)]})
+    own_core(current().rank, current().num_ranks)
     return [_every_count(config) for config in configs]
 
 
