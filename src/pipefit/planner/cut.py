@@ -138,14 +138,16 @@ def _needs(ground: Ground, config: Config, holdings: tuple[Holding, ...], furthe
     import numpy as np
 
     profile = ground.at(config.microbatch_size, config.tensor)
-    sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in ("weight_bytes", "saved_bytes")}
+    names = ("weight_bytes", "saved_bytes", "kept_bytes")
+    sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in names}
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
     weights, saved = sums["weight_bytes"], sums["saved_bytes"]
     entering, leaving = cuts[:, None] + 0 * weights, cuts[None, :] + 0 * weights
     state = ground.state / (config.data if config.sharded else 1)
     result = []
     for stage, holding in enumerate(holdings):
-        sizes = {"weights": weights, "wgrad": weights, "saved": saved, "half": leaving}
+        half = sums["kept_bytes"] if stage else leaving
+        sizes = {"weights": weights, "wgrad": weights, "saved": saved, "half": half}
         need = 0 * weights
         for row in holding.rows + further * holding.growth:
             total = state * weights

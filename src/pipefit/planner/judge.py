@@ -74,9 +74,11 @@ def _judge(ground: Ground, config: Config) -> Judged:
             if found.fits:
                 return found
     if config.chunks == 1 and config.partitioner in ("minmax", "links"):
-        tight = cut(ground, config, recomputed, Within(mixed(holdings, recomputed), further, limits))
-        if tight is not None:
-            return _weigh(ground, config, tight, recomputed, holdings, further, limits)
+        every = set(range(config.num_stages))
+        for again in (recomputed, every) if config.recompute == "some" and recomputed != every else (recomputed,):
+            tight = cut(ground, config, again, Within(mixed(holdings, again), further, limits))
+            if tight is not None:
+                return _weigh(ground, config, tight, again, holdings, further, limits)
     return found
 
 

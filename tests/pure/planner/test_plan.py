@@ -367,3 +367,12 @@ def test_split_backwards_are_looked_at_where_what_they_cost_was_measured_and_cho
     assert not any("zb-h1" in c.summary for c in unknown.candidates)
     assert little.schedule == "zb-h1" and little.prediction.throughput > 1.05 * unknown.prediction.throughput
     assert much.schedule == unknown.schedule and any("zb-h1" in c.summary for c in much.candidates)
+
+
+def test_the_memory_that_a_refusal_asks_for_is_enough_for_split_backwards():
+    layers = tuple(msgspec.structs.replace(layer, half_bytes=3 * layer.saved_bytes + 1e6) for layer in model(8).layers)
+    profile = msgspec.structs.replace(model(8), layers=layers)
+    with pytest.raises(InfeasibleError, match="devices with") as refusal:
+        plan(profile, limited(4, 1e6), global_batch=32, depths=[4], schedules=["zb-h1"])
+    told = str(refusal.value).split("devices with ")[1].split(" of memory")[0]
+    assert plan(profile, limited(4, parse_quantity(told, "bytes")), global_batch=32, depths=[4], schedules=["zb-h1"])
