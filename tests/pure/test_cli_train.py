@@ -36,6 +36,14 @@ def test_without_options_a_run_is_the_default_run(settings):
     assert settings == [(RunConfig(), "distributed", None)]
 
 
+def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tmp_path):
+    stages, ranks = [2, 1, 1], tuple((rank,) for rank in range(3))
+    path = tmp_path / "plan.json"
+    Plan(Partition.from_counts(stages, 4), Placement(ranks), "1f1b", 4).save(path)
+    assert main(["train", "--plan", str(path)]) == main(["train", "--plan", str(path), "--ranks", "2"]) == 0
+    assert [config.ranks for config, *_ in settings] == [3, 2]
+
+
 def test_every_setting_of_a_run_has_an_option(settings):
     words = (
         "model=mlp options=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "

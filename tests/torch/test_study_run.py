@@ -185,6 +185,8 @@ def test_a_folder_is_never_taken_for_another_study(tmp_path):
         study(given, tmp_path / "s").run()
     with pytest.raises(StudyError, match="holds another study: its trials differ"):
         study(trials(3), tmp_path / "s").run(resume=True)
+    with pytest.raises(StudyError, match="were cut without a limit on device memory, 1 MiB are less"):
+        study(given, tmp_path / "s", device_memory="1 MiB").run(resume=True)
     with pytest.raises(StudyError, match="holds no study to resume"):
         study(given, tmp_path / "none").run(resume=True)
     again = study(given, tmp_path / "s").run(resume=True)

@@ -21,7 +21,9 @@ def command(
     model: ModelName = "gpt",
     option: ModelOptions = None,
     data: DataNames = None,
-    ranks: Annotated[int | None, help_of("Processes: 2, or 1 under --device-memory.", "--ranks", "-n")] = None,
+    ranks: Annotated[
+        int | None, help_of("Processes; default: the plan's, 1 under a cap, or 2.", "--ranks", "-n")
+    ] = None,
     transport: Annotated[
         Literal["distributed", "local"], help_of("A process for each rank, or all of them in this one.")
     ] = "distributed",
@@ -92,7 +94,7 @@ def command(
     """
     from pipefit.train.config import RunConfig
 
-    ranks = (1 if device_memory else 2) if ranks is None else ranks
+    ranks = _ranks(plan, device_memory) if ranks is None else ranks
     for name, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks), ("batch", batch)):
         count(f"--{name}", value)
     count("--tensor", tensor)
@@ -141,6 +143,15 @@ def command(
     )
     result = _run(settings, transport, threads, quiet=json)
     return Answer(_data(settings, result), lambda: _told(result))
+
+
+def _ranks(plan: Path | None, device_memory: str | None) -> int:
+    """Where nobody says how many processes there are."""
+    from pipefit.spec import Plan
+
+    if plan is not None:
+        return Plan.load(plan).num_processes
+    return 1 if device_memory else 2
 
 
 def _run(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any:

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from pipefit.spec.files import read_json, write_json
 from pipefit.study.trial import StudyError, StudySpec, plain
+from pipefit.units import format_bytes
 
 __all__ = ["StudyFolder"]
 
@@ -58,6 +59,7 @@ class StudyFolder:
             for key in ("trials", "stop", "tier"):
                 if before.get(key) != json.loads(json.dumps(told[key])):
                     raise StudyError(f"{self.path} holds another study: its {key} differ; give another output")
+            _check_cut(before["device_memory_bytes"], spec.device_memory_bytes)
         elif self._file.exists():
             raise StudyError(f"{self.path} holds a study already: resume it (--resume), or give another output")
         elif spec.tier == "disk" and self.state.exists():
@@ -103,6 +105,16 @@ class StudyFolder:
     def close(self) -> None:
         """Lets others in."""
         self._lock.close()
+
+
+def _check_cut(before: float, now: float) -> None:
+    """Refuses less memory than trials were cut for: shards stay as they are."""
+    if now and not 0 < before <= now:
+        was = f"for {format_bytes(before)} of" if before else "without a limit on"
+        raise StudyError(
+            f"device_memory: the trials of this study were cut {was} device memory, {format_bytes(now)} are less; "
+            "allow as much, or give another output"
+        )
 
 
 def _make(place: Path) -> None:
