@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from pipefit.cost import CostModel, unit
 from pipefit.errors import PipefitError, ScheduleError
 from pipefit.ir import Instruction, Op, Program, Spill
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
+from pipefit.ir.op import OP_SPEC, Lane
 from pipefit.ir.residency import kept_fetches
 from pipefit.ir.values import Value
 from pipefit.passes.stays import stays
@@ -258,3 +260,32 @@ def test_simulated_memory_is_what_the_law_says():
 def test_what_cannot_be_spilled_is_refused(name, shape, says):
     with pytest.raises(ScheduleError, match=says):
         generate(name, shape)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ranks_of_a_pipeline_wait_between_steps_until_what_they_wrote_is_committed(depth):
+    program = generate("breadth-first", Shape(depth, 2, 4 // depth, spill=Spill.of(4, 1, 1, "disk")))
+    cost = CostModel.unit(program.header, copy=4)
+    disk = msgspec.structs.replace(cost.tiers[0], commit_s=3)
+    plain, committed = (simulate(program, replace(cost, tiers=(tier,)), repeats=2) for tier in (cost.tiers[0], disk))
+
+    def waits(timeline):
+        """From the end of all writes of the first pass to the beginning of the second, by rank."""
+        return [
+            min(e.start_s for e in timeline.events if (e.rank, e.repeat) == (rank, 1) and computes(timeline, e))
+            - max(e.end_s for e in timeline.events if (e.rank, e.repeat) == (rank, 0) and is_write(timeline, e))
+            for rank in range(depth)
+        ]
+
+    if depth == 1:
+        assert committed.makespan_s == plain.makespan_s
+    else:
+        assert min(waits(committed)) >= 3 > min(waits(plain))
+
+
+def computes(timeline, event):
+    return OP_SPEC[timeline.instruction(event).op].lane is Lane.COMPUTE
+
+
+def is_write(timeline, event):
+    return timeline.instruction(event).op is Op.EVICT

@@ -52,7 +52,7 @@ def measure_tier(
     Raises:
         TierError: the folder cannot be used, or has no room.
     """
-    copies, check = _measured(folder, torch.device(device), num_bytes, repeats)
+    copies, check, commit_s = _measured(folder, torch.device(device), num_bytes, repeats)
     if capacity_bytes is None:
         capacity_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
     return Tier(
@@ -62,6 +62,7 @@ def measure_tier(
         copies.write_bytes_per_s,
         one_channel=copies.share_a_channel,
         check_bytes_per_s=check,
+        commit_s=commit_s,
     )
 
 
@@ -90,8 +91,10 @@ def measure_copies(
     return _measured(folder, torch.device(device), num_bytes, repeats)[0]
 
 
-def _measured(folder: str | Path | None, place: torch.device, num_bytes: int, repeats: int) -> tuple[Copies, float]:
-    """Rates of the copies, and of the checksums that whoever computes takes."""
+def _measured(
+    folder: str | Path | None, place: torch.device, num_bytes: int, repeats: int
+) -> tuple[Copies, float, float]:
+    """Rates of the copies, and of the checksums that whoever computes takes; and the seconds of a commit."""
     lanes = Lanes(place)
     name = f"probe-{os.getpid()}"
     tier: TierStore = HostTier(None, lanes, place) if folder is None else DiskTier(folder, name, lanes, device=place)
@@ -107,13 +110,14 @@ def _measured(folder: str | Path | None, place: torch.device, num_bytes: int, re
         for version in range(repeats):
             turns.append(_turn(tier, keys, slots, version))
         check = _check_bytes_per_s(slots[0], repeats) if folder is not None and place.type == "cpu" else 0.0
+        commit_s = _commit_s(tier, repeats) if folder is not None else 0.0
     finally:
         tier.close()
         lanes.close()
         for file in Path(folder or os.devnull).glob(f"{name}.*"):
             file.unlink()
     read_s, write_s, both_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
-    return Copies(num_bytes / read_s, num_bytes / write_s, 2 * num_bytes / both_s), check
+    return Copies(num_bytes / read_s, num_bytes / write_s, 2 * num_bytes / both_s), check, commit_s
 
 
 def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version: int) -> tuple[float, float, float]:
@@ -127,6 +131,13 @@ def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version
         copy.wait()
     both_s = max(copy.ended_s for copy in both) - min(copy.started_s for copy in both)
     return read.ended_s - read.started_s, write.ended_s - write.started_s, both_s
+
+
+def _commit_s(tier: TierStore, repeats: int) -> float:
+    commits = [tier.commit(step, step, b"") for step in range(repeats)]
+    for commit in commits:
+        commit.wait()
+    return median_of([commit.ended_s - commit.started_s for commit in commits[1:]])
 
 
 def _check_bytes_per_s(slot: Tensor, repeats: int) -> float:

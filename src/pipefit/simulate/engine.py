@@ -42,7 +42,7 @@ class Prices:
         checks: seconds before an instruction begins, once what it waits for has come: of a checksum; in the first pass
             and in later ones.
         channels: of copies that take turns with those of another lane, what both go through.
-        closing: of each rank, the reductions that nothing in the pass waits for; the next pass does.
+        closing: of each rank, what nothing in the pass waits for, but the next pass does.
         between: seconds a rank spends before each pass.
     """
 

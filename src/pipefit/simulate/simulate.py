@@ -187,6 +187,7 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
             if i.op is not Op.HOST_STEP and cost.tier_of(i).one_channel:
                 channels[number] = graph.ranks[number], i.tier
     hold = [hold_of[index] for index in layout.costs]
+    commit_s = _commit_s(graph, cost)
     kept, later = _kept(graph, later=False), _kept(graph, later=True)
     for number in kept:
         travel[number] = 0
@@ -200,8 +201,8 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
         later,
         (_checks(layout, cost, kept), _checks(layout, cost, later)),
         channels,
-        _closing(layout),
-        cost.pass_s,
+        _closing(layout, commit_s > 0),
+        cost.pass_s + commit_s,
     )
 
 
@@ -233,14 +234,29 @@ def _message_lanes(cost: CostModel, source: int, target: int, contention: bool) 
     return (*ports, (source, target)) if contention else ports
 
 
-def _closing(layout: Layout) -> list[list[int]]:
-    """Of each rank, the reductions whose end no instruction waits for, such as those that put weights together."""
+def _commit_s(graph: Graph, cost: CostModel) -> float:
+    """Seconds that ranks wait between two passes for what they have written to be committed; one alone does not."""
+    header = graph.program.header
+    if header.spill is None or header.num_ranks == 1:
+        return 0.0
+    return next((tier.commit_s for tier in cost.tiers if tier.name == header.spill.tier), 0.0)
+
+
+def _closing(layout: Layout, commits: bool) -> list[list[int]]:
+    """Of each rank, what the next pass waits for and nothing in this one.
+
+    Those are reductions whose end no instruction waits for, such as those that put weights together; and where steps
+    are committed, all that is written.
+    """
     awaited = {number for needed in layout.waits for number in needed}
     result: list[list[int]] = [[] for _ in layout.graph.starts[1:]]
     for group in layout.graph.collectives:
         for number in group:
             if number not in awaited:
                 result[layout.graph.ranks[number]].append(number)
+    for number, i in enumerate(layout.graph.instructions):
+        if commits and i.op is Op.EVICT:
+            result[layout.graph.ranks[number]].append(number)
     return result
 
 

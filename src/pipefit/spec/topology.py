@@ -67,6 +67,8 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step_bytes_per_s: bytes of weights that an optimizer steps in the host's memory; 0: not known.
         one_channel: whether reads and writes take turns, as on most disks; else each keeps its rate beside the other.
         check_bytes_per_s: bytes of which whoever computes takes the checksum, for all that is copied; 0: of nothing.
+        commit_s: seconds of committing a step, which the ranks of a pipeline wait for between two steps, when all is
+            written; 0: nothing is committed.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_bytes_per_s: float = 0.0
     one_channel: bool = False
     check_bytes_per_s: float = 0.0
+    commit_s: float = 0.0
 
 
 _UNITS = {
@@ -90,6 +93,7 @@ _UNITS = {
     "step_bytes_per_s": "bytes/s",
     "check_bytes_per_s": "bytes/s",
     "latency_s": "s",
+    "commit_s": "s",
 }
 
 

@@ -62,7 +62,12 @@ def capped(
         )
     where = config.host_memory or None, config.disk or None
     spill = Spilled(
-        config.device_memory, *where, step_on=config.step_on, keep=config.keep, activations=config.activations
+        config.device_memory,
+        *where,
+        step_on=config.step_on,
+        keep=config.keep,
+        activations=config.activations,
+        commit_every=config.commit_every,
     )
     device = torch.device(config.device) if config.device else None
     return plan_of(
@@ -230,6 +235,7 @@ def _shared(session: Session, own: Tier, num_sharing: int) -> Tier:
         step_bytes_per_s=step * num_sharing,
         one_channel=any(exchange(session, own.one_channel)),
         check_bytes_per_s=check,
+        commit_s=max(exchange(session, own.commit_s)),
     )
 
 

@@ -108,9 +108,11 @@ class Spilled:
         return None if folder is None else committed_step(folder, current().rank)
 
     def measured(self, device: torch.device) -> Tier:
-        """The tier with its rates, measured now."""
+        """The tier with its rates, measured now; a commit that is not made at each step is not counted."""
         folder, host = self.where.folder, in_bytes(self.host_memory, "host_memory")
-        return measure_tier(folder, device, capacity_bytes=host if folder is None else None)
+        tier = measure_tier(folder, device, capacity_bytes=host if folder is None else None)
+        often = self.commit_every == 1 or (self.commit_every is None and host is None)
+        return tier if often else msgspec.structs.replace(tier, commit_s=0.0)
 
     def of(self, num_stages: int, ties: Sequence[Sequence[int]] = ()) -> Spill:
         """As the programs know it.
