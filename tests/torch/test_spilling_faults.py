@@ -17,6 +17,8 @@ from pipefit.memory.host import HostTier
 from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
 from pipefit.memory.tierfile import Committed
 from pipefit.memory.tiers import Key
+from pipefit.train.config import RunConfig
+from pipefit.train.resumed import going_on
 from pipefit.train.spilled import Spilled
 
 SIZE = 3 * 4096
@@ -194,6 +196,14 @@ def test_two_runs_cannot_use_one_file(tmp_path):
     tier = DiskTier(tmp_path)
     with pytest.raises(TierError, match="another run uses it"):
         DiskTier(tmp_path)
+    tier.close()
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_run_that_still_lasts_is_not_taken_for_one_that_was_cut_off(resumes, tmp_path):
+    tier = written(tmp_path)
+    with pytest.raises(TierError, match="another run uses it"):
+        going_on(RunConfig(disk=str(tmp_path), resume=str(tmp_path) if resumes else ""), 0)
     tier.close()
 
 

@@ -18,7 +18,7 @@ from pipefit.errors import TierError
 from pipefit.spec.files import sync_folder
 from pipefit.units import format_bytes
 
-__all__ = ["Aside", "Committed", "TierFile", "read_commits", "read_table"]
+__all__ = ["Aside", "Committed", "TierFile", "check_unused", "read_commits", "read_table"]
 
 _FORMAT = "pipefit.tier/3"
 
@@ -84,10 +84,10 @@ class TierFile:
             why = told.get(problem.errno or 0, problem.strerror)
             raise TierError(f"{folder}: cannot keep spilled records there: {why}") from None
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            _take(self._fd, self.path)
+        except TierError:
             os.close(self._fd)
-            raise TierError(f"{self.path}: another run uses it; give each run a --disk folder of its own") from None
+            raise
         self._inode = os.fstat(self._fd).st_ino
 
     def cure(self) -> str:
@@ -254,6 +254,24 @@ def _open(path: Path, direct: bool) -> tuple[int, bool]:
         with contextlib.suppress(OSError):
             return os.open(path, flags | os.O_DIRECT, 0o600), True
     return os.open(path, flags, 0o600), False
+
+
+def _take(handle: int, path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise TierError(f"{path}: another run uses it; give each run a --disk folder of its own") from None
+
+
+def check_unused(folder: Path, name: str) -> None:
+    """Refuses a tier that a run has open.
+
+    Raises:
+        TierError: one has.
+    """
+    path = folder / f"{name}.tier"
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        _take(file.fileno(), path)
 
 
 def read_commits(folder: Path, name: str) -> list[Committed]:

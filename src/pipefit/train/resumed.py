@@ -16,7 +16,7 @@ from torch import nn
 from pipefit.checkpoint.committed import standing_of
 from pipefit.checkpoint.exchange import agree, attempt, exchange
 from pipefit.errors import PlanError, TierError
-from pipefit.memory.tierfile import Committed, read_commits, read_table
+from pipefit.memory.tierfile import Committed, check_unused, read_commits, read_table
 from pipefit.runtime.session import Session
 from pipefit.runtime.spilling import Spilling, tier_name
 from pipefit.runtime.worker import MakeOptimizer, Training
@@ -84,6 +84,8 @@ def going_on(config: RunConfig, rank: int) -> tuple[RunConfig, Plan | None]:
     Raises:
         TierError: the records are of another run, cannot be gone on from where they are, or would be lost.
     """
+    if config.disk or config.resume:
+        check_unused(Path(config.resume or config.disk), tier_name(rank))
     if config.resume and (Path(config.resume) / f"{tier_name(rank)}.json").exists():
         folder = Path(config.resume)
         if config.disk and Path(config.disk).resolve() != folder.resolve():
