@@ -58,8 +58,8 @@ def capped(
     if told:
         raise PlanError(
             f"a cap on the device's memory makes its own plan: leave out {' and '.join(told)}, or --device-memory; "
-            "without it, --disk and --host-memory spill the stages of any pipeline; copies of the whole one under a cap "
-            "are --data-parallel"
+            "without it, --disk and --host-memory spill the stages of any pipeline; under a cap, equal copies are "
+            "--data-parallel"
         )
     where = config.host_memory or None, config.disk or None
     spill = Spilled(
