@@ -17,6 +17,7 @@ from pipefit.stage.split import named_layers
 from pipefit.train import capped
 from pipefit.train.spilled import Spilled
 
+_NOTES_BYTES = 32 << 10
 TINY = bench.OffloadConfig("cpu", 4, 64, 2, 64, 32, cap_bytes=3 << 20, part=64, fsdp_part=64, steps=1)
 
 
@@ -40,7 +41,7 @@ def test_all_ways_train_the_same_model_and_the_peer_is_torchs_own(here):
     # Random tokens: nothing can be learnt, so all are near the logarithm of the vocabulary.
     assert all(row.loss == pytest.approx(torch.tensor(64.0).log().item(), abs=0.2) for row in rows)
     assert spilled.loss == pytest.approx(resident.loss, abs=0.01) and spilled.predicted_s > 0
-    assert "stages, 2 slots" in spilled.note and offloaded.note == "2 micro-batches"
+    assert "5 stages" in spilled.note and offloaded.note == "2 micro-batches"
     assert not dist.is_initialized()
 
 
@@ -53,7 +54,9 @@ def test_a_plan_for_autocast_knows_what_it_keeps_and_how_fast_the_device_is_in_i
         found = capped.plan_of(named_layers(bundle.layers), Spilled("1 GiB"), bench._adam, (x, y), 1, half=half)
         with torch.autocast("cpu", half, enabled=half is not None):
             kept, _ = survey(as_chain(bundle.layers), x)
-        assert [layer.saved_bytes for layer in found[1].layers] == [one.saved_bytes for one in kept]
+        # Some KiB more: what autograd and the allocator note beside the tensors.
+        pairs = zip(found[1].layers, kept, strict=True)
+        assert all(one.saved_bytes <= layer.saved_bytes <= one.saved_bytes + _NOTES_BYTES for layer, one in pairs)
     assert seen == [torch.float32, torch.bfloat16]
 
 
