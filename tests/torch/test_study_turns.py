@@ -8,6 +8,7 @@ from tests.torch.study_cases import CPU, GPT, MLP, SMALL, TIED, alone, by_pipeli
 from pipefit.errors import InfeasibleError, PipefitError
 from pipefit.study.execute import between
 from pipefit.study.execute import live as live_module
+from pipefit.study.execute.boundary import packed, unpacked
 from pipefit.study.execute.cursor import read_cursor, read_losses
 from pipefit.study.execute.export import export
 from pipefit.study.execute.live import LiveTrial, NoRoomError
@@ -151,6 +152,14 @@ def test_under_a_limit_the_model_is_cut_so_that_each_shard_fits_and_an_impossibl
     with pytest.raises(InfeasibleError, match="the smallest capacity that works is"):
         LiveTrial(0, trial, tmp_path / "b", CPU, capacity_bytes=10_000).admit()
     assert not (tmp_path / "b").exists()
+
+
+def test_what_waits_between_two_shards_lies_in_memory_as_it_did(tmp_path):
+    given = [torch.randn(4, 3, 5).transpose(0, 2), torch.randn(6)[::2], torch.ones(2).expand(3, 2), torch.tensor(2.0)]
+    write_record(tmp_path / "r", 1, *packed("act", 0, [7], {("act", 0, 7): given}))
+    found = unpacked("act", 0, read_record(tmp_path / "r", 1), CPU)["act", 0, 7]
+    assert all(torch.equal(one, other) for one, other in zip(found, given, strict=True))
+    assert found[0].stride() == given[0].stride()
 
 
 def test_what_an_optimizer_of_the_users_keeps_is_counted_where_the_model_is_cut(tmp_path):

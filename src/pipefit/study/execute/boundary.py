@@ -21,11 +21,14 @@ def packed(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Activations or gradients of a boundary as a record."""
     tensors: dict[str, Tensor] = {}
-    extra: dict[str, Any] = {"mbs": mbs, "flags": {}, "counts": {}}
+    extra: dict[str, Any] = {"mbs": mbs, "flags": {}, "counts": {}, "orders": {}}
     for mb in mbs:
         value = values[kind, stage, mb]
         leaves = value.leaves if isinstance(value, Message) else value
-        tensors |= {f"{mb}.{index}": leaf for index, leaf in enumerate(leaves)}
+        for index, leaf in enumerate(leaves):
+            order = _order(leaf)
+            tensors[f"{mb}.{index}"] = leaf.permute(order)
+            extra["orders"][f"{mb}.{index}"] = order
         extra["counts"][str(mb)] = len(leaves)
         if isinstance(value, Message):
             extra["flags"][str(mb)] = list(value.flags)
@@ -39,10 +42,24 @@ def unpacked(kind: str, stage: int, record: Record, device: torch.device) -> dic
     structure = _structure_of(extra["structure"]) if "structure" in extra else None
     found: dict[tuple[str, int, int], Any] = {}
     for mb in extra["mbs"]:
-        leaves = [record.tensors[f"{mb}.{index}"].to(device) for index in range(extra["counts"][str(mb)])]
+        names = [f"{mb}.{index}" for index in range(extra["counts"][str(mb)])]
+        leaves = [_reordered(record.tensors[name], extra["orders"][name]).to(device) for name in names]
         flags = extra["flags"].get(str(mb))
         found[kind, stage, mb] = leaves if flags is None else Message(leaves, list(flags), structure)
     return found
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """The dimensions as they lie in memory: it comes back so, for what computes with it may add up so.
+
+    One that has gaps, or lies twice in the same place, is copied in the order of its dimensions.
+    """
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    return order if tensor.permute(order).is_contiguous() else list(range(tensor.dim()))
+
+
+def _reordered(tensor: Tensor, order: list[int]) -> Tensor:
+    return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
 def _structure_of(text: str) -> Any:
