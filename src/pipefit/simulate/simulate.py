@@ -238,8 +238,9 @@ def _commit_s(graph: Graph, cost: CostModel) -> float:
     """Seconds that ranks wait between two passes for what they have written to be committed; one alone does not."""
     header = graph.program.header
     if header.spill is None or header.num_ranks == 1:
-        return 0.0
-    return next((tier.commit_s for tier in cost.tiers if tier.name == header.spill.tier), 0.0)
+        return 0
+    # A whole 0, so that exact costs stay exact.
+    return next((tier.commit_s for tier in cost.tiers if tier.name == header.spill.tier and tier.commit_s), 0)
 
 
 def _closing(layout: Layout, commits: bool) -> list[list[int]]:
