@@ -113,6 +113,15 @@ def test_weights_that_stepped_on_the_host_are_waited_for_and_read_again():
     assert twice.makespan_s == 2 * once.makespan_s and not kept_fetches(program, 0, later=True)
 
 
+def test_a_pass_begins_when_the_steps_on_the_host_of_the_one_before_have_ended():
+    """Between two passes the optimizers may be read, also those of stages that the next pass needs late."""
+    program = generate("spilled", Shape(3, 1, spill=Spill("host", 2, 1, True, (0, 1, 2), on_host=(2,))))
+    cost = replace(unit(program.header, 2, 4), host_step_s=(100, 100, 100))
+    timeline = simulate(program, cost, repeats=2)
+    (ended,) = (e.end_s for e in timeline.events if timeline.instruction(e).op is Op.HOST_STEP and not e.repeat)
+    assert ended == min(e.start_s for e in timeline.events if e.repeat)
+
+
 def test_weights_are_kept_only_in_the_slot_they_left_last_and_only_in_their_last_version():
     header = generate("spilled", Shape(2, 1, spill=Spill.of(2, slots=2))).header
     drop = Instruction(Op.DROP, 1, version=1, kind="weights")

@@ -246,8 +246,8 @@ def _commit_s(graph: Graph, cost: CostModel) -> float:
 def _closing(layout: Layout, commits: bool) -> list[list[int]]:
     """Of each rank, what the next pass waits for and nothing in this one.
 
-    Those are reductions whose end no instruction waits for, such as those that put weights together; and where steps
-    are committed, all that is written.
+    Those are reductions whose end no instruction waits for, such as those that put weights together; steps on the host,
+    whose optimizers may be read between two passes; and where steps are committed, all that is written.
     """
     awaited = {number for needed in layout.waits for number in needed}
     result: list[list[int]] = [[] for _ in layout.graph.starts[1:]]
@@ -256,7 +256,7 @@ def _closing(layout: Layout, commits: bool) -> list[list[int]]:
             if number not in awaited:
                 result[layout.graph.ranks[number]].append(number)
     for number, i in enumerate(layout.graph.instructions):
-        if commits and i.op is Op.EVICT:
+        if i.op is Op.HOST_STEP or (commits and i.op is Op.EVICT):
             result[layout.graph.ranks[number]].append(number)
     return result
 
