@@ -5,6 +5,7 @@ The tiers are folders: `pure` (no torch), `torch` (one process), `dist` (several
 
 import os
 import random
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# A shell starts what runs behind it without Ctrl-C, and a process hands that on: tests send it to those they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest

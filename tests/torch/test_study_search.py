@@ -40,6 +40,19 @@ def test_a_chosen_trial_must_be_judged_as_the_others_are(tmp_path):
     assert result.trials[2].reason == "define must give a Trial, got int"
 
 
+def test_workers_compute_with_threads_though_they_are_forks_of_a_program_that_has(tmp_path):
+    """The threads of OpenMP do not survive a fork; whoever waits for them waits for ever."""
+    trial = {"options": {**MLP["options"], "width": 512}, "batch": 256, "steps": 2}
+    torch.set_num_threads(2)
+    try:
+        torch.randn(1 << 20).exp()
+        search = Listed([trial])
+        result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=2, workers=1)
+    finally:
+        torch.set_num_threads(1)
+    assert [row.status for row in result.trials] == ["finished"]
+
+
 @pytest.mark.parametrize("own", ["listed", "optuna", "optuna that has lasted"])
 def test_a_search_that_was_cut_off_goes_on_and_is_told_of_all(own, tmp_path):
     kept = []

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import OrderedDict
@@ -81,6 +82,15 @@ def work(settings: Settings, pipe: Connection) -> None:
     _settle(settings)
     if settings.capacity_bytes:
         _give_back()
+    # OpenMP's threads belong to the thread that first computed with several. After a fork they are there on paper only,
+    # and that thread would wait for them for ever: another computes.
+    thread = threading.Thread(target=_work, args=(settings, pipe), name="pipefit-worker")
+    thread.start()
+    thread.join()
+    os._exit(1)  # it has raised; else it ends the process
+
+
+def _work(settings: Settings, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(settings.threads)
