@@ -15,13 +15,14 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# A shell starts what runs behind it without Ctrl-C, and a process hands that on: tests send it to those they start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import pytest
 
 TESTS = Path(__file__).parent
+
+# A shell starts what runs behind it without Ctrl-C, and a process hands that on: tests send it to those they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 # The same cases on every run: what fails there must fail at the desk too.
