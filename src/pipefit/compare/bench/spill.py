@@ -40,7 +40,7 @@ __all__ = ["LargeResult", "SpeedRow", "large", "speed"]
 GIB = 2**30
 _CONTEXT = 128
 _PART_TOKENS = 256
-_KEPT_BYTES, _NUM_KEPT = 32 << 20, 8
+_KEPT_BYTES, _NUM_KEPT = 32 << 20, 11
 """malloc keeps blocks of up to 32 MiB that were let go; about so many of them."""
 
 
