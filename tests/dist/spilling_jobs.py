@@ -55,11 +55,11 @@ def killed(config: RunConfig, commits: int) -> None:
         true(file, data, position)
 
     def commit(file: TierFile, *rest: object) -> None:
-        committed(file, *rest)  # type: ignore[arg-type]
+        committed(file, *rest)
         # Those that measure what a commit takes are of another file.
         done.extend([rest] * (file.path.stem == "rank-1"))
 
     committed = TierFile.commit
     if current().rank == 1:
-        TierFile.write, TierFile.commit = write, commit  # type: ignore[method-assign, assignment]
+        TierFile.write, TierFile.commit = write, commit
     train_rank(config, True)

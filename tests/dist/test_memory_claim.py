@@ -18,7 +18,7 @@ _CONVNET = {"model": "convnet", "options": "", "batch": 64}
 
 
 def trained(schedule: str, **settings: object) -> RunResult:
-    config = RunConfig(data=("synthetic",), ranks=2, schedule=schedule, microbatches=4, steps=2, sample=0, **settings)  # type: ignore[arg-type]
+    config = RunConfig(data=("synthetic",), ranks=2, schedule=schedule, microbatches=4, steps=2, sample=0, **settings)
     result: RunResult = launch(train_rank, 2, config, True, threads=1, quiet=True)[0]
     return result
 

@@ -247,6 +247,15 @@ def test_the_verb_says_makespan_bound_and_what_built_in_schedules_take(capsys, m
     assert (data["makespan"], data["bound"], data["gap"], data["best_built_in"]) == (73.5, 73.5, 0, "zb-h1")
 
 
+def test_a_capacity_is_for_the_states_of_the_optimizer_too(capsys):
+    words = ["synthesize", "--profile", "gpt:layers=8,hidden=1024,heads=16", "--topology", "dgx-a100-8", "-p", "4"]
+    words += ["-m", "2", "--layers", "3,2,2,3", "--candidates", "50"]
+    # 78 million parameters on the first rank: 0.3 GiB of weights and gradients; six times the weights for Adam.
+    assert main([*words, "--capacity", "2GiB"]) != 0
+    assert "no order keeps the limit" in capsys.readouterr().err
+    assert main([*words, "--capacity", "3GiB"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -20,6 +20,8 @@ __all__ = [
     "Json",
     "Latency",
     "Number",
+    "ProfileName",
+    "TopologyName",
     "WeightGradient",
     "check_suffix",
     "check_times",
@@ -81,6 +83,8 @@ Backward = Annotated[Number | None, help_of("Time of a full backward; default: i
 InputGradient = Annotated[Number | None, help_of("Time of a backward's input-gradient half.", "--input")]
 WeightGradient = Annotated[Number | None, help_of("Time of a backward's weight-gradient half.", "--weight")]
 Latency = Annotated[Number, help_of("Time of a message between ranks.")]
+ProfileName = Annotated[str | None, help_of("Profile of the model: seconds, bytes; or gpt:layers=24,….")]
+TopologyName = Annotated[str | None, help_of("Links and devices: a TOML file, local:N, or a name.")]
 Copy = Annotated[Number, help_of("Time of moving all stages of a rank to or from the tier they are spilled to.")]
 
 

@@ -14,6 +14,8 @@ from pipefit.cli.options import (
     Json,
     Latency,
     Number,
+    ProfileName,
+    TopologyName,
     WeightGradient,
     check_suffix,
     check_times,
@@ -23,7 +25,7 @@ from pipefit.cli.options import (
     numbers,
     whole_numbers,
 )
-from pipefit.cli.programs import Source, figures, save_timeline
+from pipefit.cli.programs import Source, figures, read_profile, save_timeline
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
@@ -57,9 +59,9 @@ def command(
     ] = None,
     capacity: Annotated[str | None, help_of("Memory of each rank, like 8GiB; needs --profile.")] = None,
     plan: Annotated[Path | None, help_of("Stages, ranks and micro-batches of this plan; needs --profile.")] = None,
-    profile: Annotated[Path | None, help_of("Profile of the model: times in seconds, memory in bytes.")] = None,
+    profile: ProfileName = None,
     layers: Annotated[str | None, help_of("With a profile and no plan: layers of each stage, like 3,3.")] = None,
-    topology: Annotated[str | None, help_of("Links and devices: a TOML file, or local:N.")] = None,
+    topology: TopologyName = None,
     whole: Annotated[bool, flag("Backwards stay whole: inputs and weights in one.")] = False,
     seconds: Annotated[Number, help_of("Time to search, at most.")] = 10,
     candidates: Annotated[int, help_of("Orders to look at, at most.")] = 20_000,
@@ -142,7 +144,7 @@ def _shape(
 def _cost(
     header: Header,
     plan: Plan | None,
-    profile: Path | None,
+    profile: str | None,
     topology: str | None,
     layers: tuple[int, ...],
     stage_work: str | None,
@@ -150,15 +152,21 @@ def _cost(
 ) -> CostModel:
     """Costs from a profile, or unit costs of stages that may differ."""
     from pipefit.ir import Program
-    from pipefit.spec import Profile, Topology
+    from pipefit.planner.gpt import usual_state
+    from pipefit.planner.machines import load_topology
 
     if plan and profile is None:
         raise PipefitError("a plan does not say what its layers cost: --plan needs --profile")
-    links = Topology.load(topology) if topology else None
+    links = load_topology(topology) if topology else None
     if links and links.num_devices < header.num_ranks:
         raise PipefitError(f"{topology} has {links.num_devices} devices, but {header.num_ranks} ranks are asked for")
-    loaded = Profile.load(profile) if profile else None
+    size = plan.microbatch_size if plan else 0
+    loaded = read_profile(profile, links, size or 1) if profile else None
     cost = Source(Program(header, ()), plan, loaded, links, layers).cost(**times)
+    if loaded:
+        # A rank's memory holds the states of the optimizer too: as the planner takes them.
+        state = usual_state(loaded)
+        cost = replace(cost, optim_bytes=tuple(state * size for size in cost.weight_bytes))
     work = numbers("--stage-work", stage_work)
     if not work:
         return cost

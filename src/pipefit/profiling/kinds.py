@@ -37,8 +37,10 @@ from pipefit.stage.split import NamedLayer
 __all__ = ["with_measured_kinds"]
 
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
-_NOTES_BYTES = 1024
+_ROUNDED_TO_BYTES = 1024
+"""What is noted beside tensors differs from time to time by less: other threads allocate too."""
 _SMALL_BYTES = 64 << 20
+"""Of a layer that is run whatever the room."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,7 @@ def _noted_bytes(run: _Forward) -> float:
             output = run()
         grown.append(tell() - before)
         output = None
-    # Other threads allocate too: what differs by a few bytes from time to time is rounded away.
-    return -(-max(median_of(grown) - tensors, 0.0) // _NOTES_BYTES) * _NOTES_BYTES
+    return -(-max(median_of(grown) - tensors, 0.0) // _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES
 
 
 def _of_a_graph(tensor: Tensor) -> Tensor:

@@ -42,13 +42,13 @@ class HeldMemory:
 
     Args:
         worker: whose pass it is.
-        in_use: bytes in use now.
+        tell: bytes in use now.
     """
 
-    def __init__(self, worker: Worker, in_use: Callable[[], float]) -> None:
-        self._in_use = in_use
+    def __init__(self, worker: Worker, tell: Callable[[], float]) -> None:
+        self._tell = tell
         self._kept = _kept_bytes(worker)
-        self._begin = self._highest = in_use()
+        self._begin = self._highest = tell()
         self._left_s = _PATIENCE_S
         self._worker = worker
 
@@ -66,7 +66,7 @@ class HeldMemory:
         # What a step on the host takes for a moment is not the device's, but of a processor the allocator is the same.
         if self._left_s > 0 and all(step.ended() for step in self._steps()):
             began = time.perf_counter()
-            self._highest = max(self._highest, self._in_use())
+            self._highest = max(self._highest, self._tell())
             self._left_s -= time.perf_counter() - began
 
     @property
