@@ -17,7 +17,7 @@ from pipefit.stage.split import named_layers
 from pipefit.train import capped
 from pipefit.train.spilled import Spilled
 
-_NOTES_BYTES = 32 << 10
+_NOTES_BYTES = 100 << 10
 TINY = bench.OffloadConfig("cpu", 4, 64, 2, 64, 32, cap_bytes=3 << 20, part=64, fsdp_part=64, steps=1)
 
 
@@ -49,12 +49,12 @@ def test_a_plan_for_autocast_knows_what_it_keeps_and_how_fast_the_device_is_in_i
     """A GPU multiplies bfloat16 some ten times as fast as float32; activations are halved, weights cast and kept."""
     seen, measure = [], capped.measure_device
     monkeypatch.setattr(capped, "measure_device", lambda *a, **more: seen.append(more["dtype"]) or measure(*a, **more))
-    bundle, (x, y) = bench._gpt(TINY, "cpu"), next(bench._batches(TINY, 64))
+    bundle, (x, y) = bench._gpt(TINY, "cpu"), next(bench._batches(TINY, 1024))
     for half in (None, torch.bfloat16):
         found = capped.plan_of(named_layers(bundle.layers), Spilled("1 GiB"), bench._adam, (x, y), 1, half=half)
         with torch.autocast("cpu", half, enabled=half is not None):
             kept, _ = survey(as_chain(bundle.layers), x)
-        # Some KiB more: what autograd and the allocator note beside the tensors.
+        # Some KiB more, by the allocator's leave: what autograd notes beside the tensors. Halving is at least 120 KiB.
         pairs = zip(found[1].layers, kept, strict=True)
         assert all(one.saved_bytes <= layer.saved_bytes <= one.saved_bytes + _NOTES_BYTES for layer, one in pairs)
     assert seen == [torch.float32, torch.bfloat16]
