@@ -1,10 +1,12 @@
 """Searches that choose trials while a study runs, and go on after it was cut off."""
 
+import gc
 import os
 import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.torch.study_cases import MLP, SMALL
 
 import pipefit as pf
@@ -51,6 +53,33 @@ def test_workers_compute_with_threads_though_they_are_forks_of_a_program_that_ha
     finally:
         torch.set_num_threads(1)
     assert [row.status for row in result.trials] == ["finished"]
+
+
+def test_what_a_program_had_thrown_away_is_not_deleted_in_the_forks_of_it(tmp_path):
+    """A group of processes has threads, which are not there in a fork; deleting it waits for them."""
+    program = os.getpid()
+
+    def define_in_a_worker(values):
+        if os.getpid() != program:
+            gc.collect()
+        return define(values)
+
+    gc.disable()
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.barrier()
+        thrown_away = [dist.group.WORLD]
+        thrown_away.append(thrown_away)
+        dist.destroy_process_group()
+        del thrown_away
+        result = pf.study(
+            [], define=define_in_a_worker, search=Listed([{"steps": 1}] * 3), output=tmp_path / "s", workers=1
+        )
+    finally:
+        gc.enable()
+    # The third is chosen, and defined in the worker, after the workers began.
+    assert [row.status for row in result.trials] == ["finished"] * 3
+    assert not (tmp_path / "s" / "logs" / "worker-0.log").read_text()
 
 
 @pytest.mark.parametrize("own", ["listed", "optuna", "optuna that has lasted"])

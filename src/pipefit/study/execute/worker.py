@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -79,6 +80,9 @@ class Order(NamedTuple):
 
 def work(settings: Settings, pipe: Connection) -> None:
     """The process's main function: jobs come over the pipe, and what became of each goes back."""
+    # What a fork has brought along is not its to throw away: a group of processes, deleted where its threads are not,
+    # waits for them for ever.
+    gc.freeze()
     _settle(settings)
     if settings.capacity_bytes:
         _give_back()
