@@ -370,7 +370,7 @@ def test_a_tiny_model_takes_no_more_than_its_plan_claims(name, options, optimize
     assert pipe.plan.spill is not None and pipe.held_bytes is not None
     [claimed] = pipe.plan.prediction.peak_bytes
     # Bookkeeping is as much as tensors here; it is counted too.
-    assert 0.6 * claimed < pipe.held_bytes <= claimed <= cap
+    assert 0.5 * claimed < pipe.held_bytes <= claimed <= cap
     pipe.close()
 
 

@@ -63,7 +63,7 @@ def test_ranks_under_a_cap_train_as_one_process_that_holds_everything(ranks, whe
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_clipping_and_shared_weights_over_ranks_under_a_cap_are_those_of_the_same_pipeline_without(tied):
-    pipe, _ = capped("420 KiB", 2, tied=tied, clip=0.5)
+    pipe, _ = capped("500 KiB", 2, tied=tied, clip=0.5)
     assert pipe.plan.spill is not None
     bundle = model(tied)
     plan = msgspec.structs.replace(pipe.plan, spill=None)
@@ -74,7 +74,7 @@ def test_clipping_and_shared_weights_over_ranks_under_a_cap_are_those_of_the_sam
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_copies_under_a_cap_train_as_the_same_copies_without(ranks):
-    pipe, _ = capped("420 KiB", ranks, replicas=2)
+    pipe, _ = capped("500 KiB", ranks, replicas=2)
     assert pipe.plan.spill and pipe.plan.data == 2 and pipe.plan.placement.num_ranks == ranks
     bundle = model()
     plan = msgspec.structs.replace(pipe.plan, spill=None)
@@ -85,7 +85,7 @@ def test_copies_under_a_cap_train_as_the_same_copies_without(ranks):
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 5), ("gpipe", 1), ("breadth-first", 5)])
 def test_a_schedule_that_is_asked_for_is_taken(schedule, chunks):
-    cap, place = ("940 KiB", "host") if chunks == 1 else ("420 KiB", "device")
+    cap, place = ("940 KiB", "host") if chunks == 1 else ("500 KiB", "device")
     pipe, _ = capped(cap, 2, schedule=schedule, chunks=chunks, step_on=place)
     assert (pipe.plan.schedule, pipe.plan.num_chunks) == (schedule, chunks)
     bundle = model()
@@ -115,7 +115,7 @@ def test_an_asynchronous_schedule_is_refused():
 
 
 def test_the_memory_of_the_host_is_for_all_ranks_together():
-    pipe, _ = capped("420 KiB", 2, host_memory="4 MiB")
+    pipe, _ = capped("500 KiB", 2, host_memory="4 MiB")
     held = [worker.spilling.tier._capacity_bytes for worker in pipe.workers]
     assert 0.99 * 4 * 2**20 < sum(held) <= 4 * 2**20 and min(held) > 0
     pipe.close()

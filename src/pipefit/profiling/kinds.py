@@ -39,6 +39,9 @@ __all__ = ["with_measured_kinds"]
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
 _ROUNDED_TO_BYTES = 1024
 """What is noted beside tensors differs from time to time by less: other threads allocate too."""
+_NUM_HELD, _HELD_BYTES = 10, 1 << 20
+"""Forwards are held one beside the other until malloc has none of its small pieces in store, which count as in use; at
+a layer that saves more than so many bytes these matter nothing."""
 _SMALL_BYTES = 64 << 20
 """Of a layer that is run whatever the room."""
 
@@ -215,15 +218,16 @@ def _noted_bytes(run: _Forward) -> float:
     tensors = sum(storage.nbytes() for key, storage in seen.items() if key not in known)
     output = None
     seen.clear()
-    grown = []
-    for _ in range(3):
+    held, grown = [], []
+    for _ in range(_NUM_HELD):
+        if tensors > _HELD_BYTES:
+            held.clear()
         before = tell()
         # Hooks have their notes too, and a stage that keeps what was saved while its weights are away has hooks.
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            output = run()
+            held.append(run())
         grown.append(tell() - before)
-        output = None
-    return -(-max(median_of(grown) - tensors, 0.0) // _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES
+    return -(-max(median_of(grown[-3:]) - tensors, 0.0) // _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES
 
 
 def _of_a_graph(tensor: Tensor) -> Tensor:
