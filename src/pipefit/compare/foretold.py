@@ -1,17 +1,18 @@
 """What cells should take: profile, links and the executor's costs, measured in the same turns as the cells.
 
 A prediction and what it is held against must be of the same machine, and a shared one is another from minute to minute.
-So the executor's costs are measured in every turn, and before and after each cell the model itself, whole, by the wall
-clock, on every rank: the prediction of a turn is for those paces. No pace describes a turn in which the machine
-changed, or others had much of it: predictions are of the calmer half of the turns.
+So the layers and the executor's costs are measured in every turn, and before and after each cell the whole model, by
+the wall clock, on every rank: the prediction of a turn is for those paces. Paces are samples, so all turns count: those
+with the best would be those that chance made too good, and all that is measured between them would look slow.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from pipefit.compare.config import CompareConfig
 from pipefit.compare.pipelines import ScheduledPipeline
@@ -25,11 +26,12 @@ from pipefit.train.calibrate import Calibration
 from pipefit.train.optimizers import STATE_PER_WEIGHT
 from pipefit.train.pace import WAITS_S, Pace
 from pipefit.train.predicted import RuntimeCosts, cost_of, links_of, per_core, predict
-from pipefit.train.profiled import agreed_profile
+from pipefit.train.profiled import agreed_profile, merged
 
-__all__ = ["Foretelling", "Foretold", "Turn", "calmer_half"]
+__all__ = ["Foretelling", "Foretold", "Turn"]
 
 _PASSES = 8
+_PROFILED, _PROFILED_S = 2, 0.5
 
 
 class Turn(NamedTuple):
@@ -43,24 +45,17 @@ class Turn(NamedTuple):
         """Of each rank, the mean of both."""
         return tuple((a + b) / 2 for a, b in zip(self.before, self.after, strict=True))
 
-    @property
-    def worst(self) -> float:
-        """The slowest of all."""
-        return max(*self.before, *self.after)
-
 
 @dataclass(frozen=True)
 class Foretold:
     """What a cell should take.
 
     Attributes:
-        turns: the calmer half of those that were measured, to which the next belong.
-        step_s: seconds per update in each of them, at its paces.
+        step_s: seconds per update in each turn, at its paces.
         bubble: of the simulation; None where nothing was simulated.
         processor_s: of each rank per update, at the median pace.
     """
 
-    turns: tuple[int, ...]
     step_s: tuple[float, ...]
     bubble: float | None = None
     processor_s: tuple[float, ...] = ()
@@ -71,8 +66,8 @@ class Foretold:
         return statistics.median(self.step_s)
 
     def over(self, measured_s: Sequence[float]) -> float:
-        """Predicted over measured, the median of the turns; what was measured is of all turns."""
-        return statistics.median(a / measured_s[turn] for turn, a in zip(self.turns, self.step_s, strict=True))
+        """Predicted over measured, the median of the turns."""
+        return statistics.median(a / b for a, b in zip(self.step_s, measured_s, strict=True))
 
 
 @dataclass
@@ -80,16 +75,18 @@ class Foretelling:
     """All that predictions are made of; every rank makes one, and calls it alike.
 
     Attributes:
-        profiles: of the model at each number of micro-batches, at one pace: that at which the whole micro-batch takes
-            what its layers' processor time adds up to.
+        profiles: of the model at each number of micro-batches, as first measured. Its pace is 1: at that the whole
+            micro-batch takes what the processor time of the layers adds up to.
     """
 
     session: Session
     optimizer: str
     profiles: dict[int, Profile]
+    _profiled: Callable[[int], Profile]
     _paces: dict[int, Pace]
     _calibration: Calibration
     _waking: list[list[float]] = field(default_factory=list)
+    _again: list[dict[int, Profile]] = field(default_factory=list)
 
     @classmethod
     def begin(
@@ -99,19 +96,25 @@ class Foretelling:
         layers = named_layers(subject.make())
         sizes = {num: largest_part(batch[0], num) for num in counts}
         how = {"loss": subject.loss, "optimizer": subject.optimizer}
-        profiles = {num: agreed_profile(layers, batch, [sizes[num]], session, **how) for num in counts}
+
+        def profiled(num: int, **limits: Any) -> Profile:
+            return agreed_profile(layers, batch, [sizes[num]], session, **how, **limits)
+
+        profiles = {num: profiled(num) for num in counts}
         paces = {num: Pace(layers, batch, sizes[num], session, subject.loss) for num in counts}
         schedules = [name for name in config.strategies or STRATEGIES if STRATEGIES[name].kind == "schedule"]
         calibration = Calibration(session, links_of(session, session.num_ranks), schedules)
-        return cls(session, config.optimizer, profiles, paces, calibration)
+        again = partial(profiled, repeats=_PROFILED, limit_s=_PROFILED_S)
+        return cls(session, config.optimizer, profiles, again, paces, calibration)
 
     def calibrate(self) -> None:
-        """A turn of the executor's costs, and of what it costs to have waited."""
+        """A turn of the executor's costs, of what it costs to have waited, and of the layers' shares."""
         # The smallest micro-batch costs least, and what waiting costs does not grow with it.
         num = max(self.profiles)
         pace = statistics.fmean(self.pace(num) or (1.0,))
         self._calibration.turn(pace, _PASSES)
         self._waking.append([seconds / pace for seconds in self._paces[num].waking_s()])
+        self._again.append({num: self._profiled(num) for num in self.profiles})
 
     def pace(self, num_microbatches: int) -> tuple[float, ...] | None:
         """How much longer the model takes on each rank now than its profile; None: there is none for this number."""
@@ -124,29 +127,33 @@ class Foretelling:
 
     def of(self, name: str, trainer: Trainer, num: int, steps: int, turns: list[Turn]) -> Foretold | None:
         """What a strategy should take, at the paces of its turns; None where nothing is foretold."""
-        profile = self.profiles.get(num)
-        if profile is None:
+        if num not in self.profiles:
             return None
-        calm = calmer_half(turns)
+        profile = self._profile(num)
         if name in ("accumulate", "one-thread"):
             update_s = _layers_s(profile) * num + profile.optimizer_s
-            return Foretold(calm, tuple(update_s * turns[turn].pace[0] for turn in calm))
+            return Foretold(tuple(update_s * turn.pace[0] for turn in turns))
         if not isinstance(trainer, ScheduledPipeline):
             return None
         program, passes = trainer.timeline(steps).program, trainer.num_passes(steps)
         runtime = self._calibration.costs(trainer.plan.schedule)
         timelines = []
-        for turn in calm:
-            cost = self._cost(profile, trainer, runtime, turns[turn].pace)
-            timelines.append(predict(program, cost, passes, self._after_waits(turns[turn].pace)))
-        middle = tuple(statistics.median(paces) for paces in zip(*(turns[turn].pace for turn in calm), strict=True))
+        for turn in turns:
+            cost = self._cost(profile, trainer, runtime, turn.pace)
+            timelines.append(predict(program, cost, passes, self._after_waits(turn.pace)))
+        middle = tuple(statistics.median(paces) for paces in zip(*(turn.pace for turn in turns), strict=True))
         cost = self._cost(profile, trainer, runtime, middle)
         busy = tuple(
             (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) / program.header.num_steps
             for rank, instructions in enumerate(program.ranks)
         )
         bubble = statistics.median(timeline.bubble_fraction for timeline in timelines)
-        return Foretold(calm, tuple(timeline.makespan_s / steps for timeline in timelines), bubble, busy)
+        return Foretold(tuple(timeline.makespan_s / steps for timeline in timelines), bubble, busy)
+
+    def _profile(self, num: int) -> Profile:
+        """The median of the turns, each as it would be at pace 1."""
+        found = [self.profiles[num], *(turn[num] for turn in self._again)]
+        return merged([one.scaled(_layers_s(found[0]) / _layers_s(one)) for one in found], statistics.median)
 
     def _cost(
         self, profile: Profile, trainer: ScheduledPipeline, runtime: RuntimeCosts, pace: tuple[float, ...]
@@ -163,12 +170,6 @@ class Foretelling:
             least = max(least, statistics.median(turns) * statistics.fmean(pace))
             points.append((wait_s, least))
         return points
-
-
-def calmer_half(turns: Sequence[Turn]) -> tuple[int, ...]:
-    """Which turns came while the machine was fastest, and stayed so."""
-    by_pace = sorted(range(len(turns)), key=lambda turn: turns[turn].worst)
-    return tuple(sorted(by_pace[: -(-len(turns) // 2)]))
 
 
 def _layers_s(profile: Profile) -> float:

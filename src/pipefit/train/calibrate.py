@@ -244,31 +244,45 @@ def _from_rank_0(costs: RuntimeCosts) -> RuntimeCosts:
     return RuntimeCosts(**json.loads(told[0]))
 
 
-class _Sweep(torch.autograd.Function):
-    """Passes a tensor on, both ways, and reads through a buffer meanwhile."""
+class _Work:
+    """A little of what a model does, forward and backward; afterwards the processor's caches hold that."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.ones(_COLD)
+        self._image = torch.randn(2, 32, 8, 8)
+        self._layers = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+
+    def __call__(self) -> None:
+        self._buffer.sum()
+        with torch.enable_grad():
+            self._layers(self._image).sum().backward()
+
+
+class _Works(torch.autograd.Function):
+    """Passes a tensor on, both ways, and works meanwhile."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-        ctx.buffer = buffer
-        buffer.sum()
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, work: _Work) -> torch.Tensor:
+        ctx.work = work
+        work()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.buffer.sum()
+        ctx.work()
         return grad, None, None
 
 
 class _Cold(nn.Module):
-    """Nothing, but afterwards the processor's caches hold other things, as after the layers of a real model."""
+    """Nothing, but afterwards the caches hold other data and other code, as after the layers of a real model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.anchor = nn.Parameter(torch.zeros(1))
-        self._buffer = torch.ones(_COLD)
+        self._work = _Work()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sweep.apply(x, self.anchor, self._buffer)
+        return _Works.apply(x, self.anchor, self._work)
 
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

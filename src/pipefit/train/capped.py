@@ -25,7 +25,7 @@ from pipefit.stage.split import NamedLayer
 from pipefit.train.batch import largest_part
 from pipefit.train.config import RunConfig
 from pipefit.train.predicted import links_of
-from pipefit.train.profiled import mean_of
+from pipefit.train.profiled import merged
 from pipefit.train.sizes import sizes_of, state_per_weight
 from pipefit.train.spilled import Spilled, in_bytes
 from pipefit.train.ties import tied_layers
@@ -167,7 +167,7 @@ def plan_of(
         dist.barrier()
     # All at the same time, so that they slow each other down as they will in the run.
     found = agree(session, attempt(profiled)) if session.is_distributed else [profiled()]
-    profile = mean_of([msgspec.convert(data, Profile) for data in found])
+    profile = merged([msgspec.convert(data, Profile) for data in found])
 
     def planned() -> Any:
         found = plan_spilling(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
 from typing import Any
@@ -18,7 +18,10 @@ from torch.optim import Optimizer
 
 from pipefit.errors import PlanError, ProfileError
 from pipefit.profiling import profile_sizes
-from pipefit.profiling.payload import batch_of
+from pipefit.profiling.clock import Clock
+from pipefit.profiling.passes import Step
+from pipefit.profiling.payload import batch_of, placed, take
+from pipefit.profiling.untouched import untouched
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.spec.files import decode, encode
@@ -26,7 +29,9 @@ from pipefit.stage.batchnorm import DeferredBatchNorm, commit, deferred
 from pipefit.stage.split import NamedLayer
 from pipefit.train.batch import largest_part
 
-__all__ = ["agreed_profile", "as_trained", "mean_of", "profile_of"]
+__all__ = ["agreed_profile", "as_trained", "merged", "profile_of"]
+
+_FEWEST, _MOST, _LIMIT_S = 3, 15, 0.5
 
 
 def profile_of(
@@ -90,35 +95,57 @@ def agreed_profile(
             optimizer=optimizer,
             clips=clips,
         )
-    profile = _with_commits(profile, layers, batch_of(x))
+        profile = _with_commits(profile, layers, example, loss)
     return _from_rank_0(profile) if session.is_distributed else profile
 
 
-def mean_of(profiles: Sequence[Profile]) -> Profile:
-    """The same model as several ranks have measured it: bytes of the one that has most of them, mean seconds."""
+def merged(profiles: Sequence[Profile], middle: Callable[[Iterable[float]], float] = fmean) -> Profile:
+    """The same model as several ranks, or one at several times, have measured it.
+
+    Args:
+        profiles: at one micro-batch size.
+        middle: of the seconds: their mean, or median. Of bytes it is the most.
+    """
     first = profiles[0]
     layers = []
     for same in zip(*(profile.layers for profile in profiles), strict=True):
-        seconds = {name: fmean(getattr(layer, name) for layer in same) for name in _SECONDS}
-        saved_bytes = max(layer.saved_bytes for layer in same)
-        layers.append(msgspec.structs.replace(same[0], saved_bytes=saved_bytes, **seconds))
-    whole = {name: fmean(getattr(profile, name) for profile in profiles) for name in ("loss_s", "optimizer_s")}
+        seconds = {name: middle(getattr(layer, name) for layer in same) for name in _SECONDS}
+        splits = [layer.split_s for layer in same if layer.split_s is not None]
+        layers.append(
+            msgspec.structs.replace(
+                same[0],
+                saved_bytes=max(layer.saved_bytes for layer in same),
+                split_s=middle(splits) if splits else None,
+                **seconds,
+            )
+        )
+    whole = {name: middle(getattr(profile, name) for profile in profiles) for name in ("loss_s", "optimizer_s")}
     return msgspec.structs.replace(first, layers=tuple(layers), **whole)
 
 
 _SECONDS = ("forward_s", "backward_input_s", "backward_weight_s", "step_s")
 
 
-def _with_commits(profile: Profile, layers: Sequence[NamedLayer], num_samples: int) -> Profile:
+def _with_commits(
+    profile: Profile,
+    layers: Sequence[NamedLayer],
+    example: tuple[Any, Any],
+    loss: Callable[[Any, Any], Tensor] | None,
+) -> Profile:
     """A step also moves the running averages of batch norms by all micro-batches, those of a stage together."""
     sizes = [[m.num_features for m in layer.module.modules() if isinstance(m, _BatchNorm)] for layer in layers]
     features = [num for own in sizes for num in own]
     if not features:
         return profile
+    chain = [(layer.prefix, layer.module) for layer in layers]
+    place = next(p.device for layer in layers for p in (*layer.module.parameters(), *layer.module.buffers()))
 
     def slower(one: Profile) -> Profile:
-        num_microbatches = -(-num_samples // one.microbatch_size)
-        one_s, all_s = (_commit_s(some, num_microbatches) for some in (features[:1], features))
+        x, y = (placed(take(part, one.microbatch_size, batch_of(part)), place, None) for part in example)
+        training = Step(chain, x, loss, y, Clock(place))
+        num_microbatches = -(-batch_of(example[0]) // one.microbatch_size)
+        with untouched(chain, place, None):
+            one_s, all_s = (_commit_s(some, num_microbatches, training.plain) for some in (features[:1], features))
         each_s = max(all_s - one_s, 0.0) / max(len(features) - 1, 1)
         slow = [
             msgspec.structs.replace(layer, step_s=layer.step_s + len(own) * each_s)
@@ -131,19 +158,21 @@ def _with_commits(profile: Profile, layers: Sequence[NamedLayer], num_samples: i
     return slower(profile)
 
 
-def _commit_s(features: Sequence[int], num_microbatches: int) -> float:
-    """Seconds to move the running averages of batch norms by a mini-batch, the median of several."""
+def _commit_s(features: Sequence[int], num_microbatches: int, before: Callable[[], object]) -> float:
+    """Seconds to move the running averages of batch norms by a mini-batch, the median of several.
+
+    `before` does what else a training does, so that of all this nothing is in the processor's caches.
+    """
     norms = [nn.BatchNorm1d(num) for num in features]
     for norm in norms:
         DeferredBatchNorm.adopt(norm)
     found = list(deferred(norms))
-    samples = []
-    elsewhere = torch.ones(1 << 20)
-    for _ in range(15):
+    samples: list[float] = []
+    started = time.perf_counter()
+    while len(samples) < _FEWEST or (len(samples) < _MOST and time.perf_counter() - started < _LIMIT_S):
         for norm in norms * num_microbatches:
             norm(torch.ones(2, norm.num_features))
-        # What a training does meanwhile leaves nothing of it in the processor's caches.
-        elsewhere.sum()
+        before()
         began = time.perf_counter()
         commit(found, 0)
         samples.append(time.perf_counter() - began)

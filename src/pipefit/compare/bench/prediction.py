@@ -49,15 +49,16 @@ CONVNET = CompareConfig(
     strategies=(_ALONE, *_SYNCHRONOUS),
     microbatches=(4, 8, 32),
     batch=64,
-    steps=20,
-    repeats=15,
+    steps=10,
+    repeats=25,
 )
 """The small convolutional network with batch norm, whose steps take some tens of milliseconds.
 
+Its turns are short, as a longer one would be at several paces on a shared server.
 At 32 micro-batches of two samples an instruction takes as long as a message.
 """
 
-CONVNET_LARGE = replace(CONVNET, batch=256, steps=6)
+CONVNET_LARGE = replace(CONVNET, batch=256, steps=4)
 """The same at a batch at which one would divide it: micro-batches of 8 to 64 samples."""
 
 CONFIGS = (GPT, CONVNET, CONVNET_LARGE)
