@@ -1,5 +1,7 @@
 """Predictions are held against measurements of the same moment: the pace of the machine, and costs over turns."""
 
+import statistics
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from pipefit.stage.split import named_layers
 from pipefit.train import calibrate
 from pipefit.train.pace import WAITS_S, Pace
 from pipefit.train.predicted import USUAL, cost_of, predict
+from pipefit.train.profiled import merged
 from pipefit.train.setup import make_plan
 
 ALONE = Session(0, 1, None, Progress())
@@ -36,6 +39,17 @@ def test_taking_the_pace_leaves_the_model_as_it_was():
     assert 0 < seconds < 1 and len(pace.waking_s()) == len(WAITS_S)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert type(model[1]) is nn.BatchNorm1d
+
+
+def test_profiles_of_several_times_are_merged_layer_by_layer():
+    def profile(seconds, split_s, saved_bytes):
+        layer = Layer("a", seconds, seconds, seconds, 4, saved_bytes, 6, split_s=split_s, step_s=seconds)
+        return Profile("m", 1, (layer,), loss_s=seconds, optimizer_s=seconds)
+
+    found = [profile(1, 3, 5), profile(2, None, 7), profile(9, 5, 6)]
+    mean, middle = merged(found), merged(found, statistics.median)
+    assert mean.layers == (Layer("a", 4, 4, 4, 4, 7, 6, split_s=4, step_s=4),) and mean.loss_s == mean.optimizer_s == 4
+    assert middle.layers == (Layer("a", 2, 2, 2, 4, 7, 6, split_s=4, step_s=2),) and middle.loss_s == 2
 
 
 def test_costs_are_the_medians_of_turns_each_at_its_pace():

@@ -137,13 +137,13 @@ def _with_commits(
     features = [num for own in sizes for num in own]
     if not features:
         return profile
-    chain = [(layer.prefix, layer.module) for layer in layers]
+    chain, batch = [(layer.prefix, layer.module) for layer in layers], batch_of(example[0])
     place = next(p.device for layer in layers for p in (*layer.module.parameters(), *layer.module.buffers()))
 
     def slower(one: Profile) -> Profile:
-        x, y = (placed(take(part, one.microbatch_size, batch_of(part)), place, None) for part in example)
+        x, y = (placed(take(part, one.microbatch_size, batch), place, None) for part in example)
         training = Step(chain, x, loss, y, Clock(place))
-        num_microbatches = -(-batch_of(example[0]) // one.microbatch_size)
+        num_microbatches = -(-batch // one.microbatch_size)
         with untouched(chain, place, None):
             one_s, all_s = (_commit_s(some, num_microbatches, training.plain) for some in (features[:1], features))
         each_s = max(all_s - one_s, 0.0) / max(len(features) - 1, 1)
