@@ -34,7 +34,7 @@ _SCHEDULES = ("naive", "gpipe", _USUAL_SCHEDULE, "interleaved", "breadth-first")
 
 
 def runtime_costs(session: Session, topology: Topology, schedule: str = _USUAL_SCHEDULE) -> RuntimeCosts:
-    """Measures, in about two seconds; every rank of the run must ask, and all get the first rank's figures.
+    """Measures, in a few seconds; every rank of the run must ask, and all get the first rank's figures.
 
     Args:
         session: of the run.
@@ -249,8 +249,8 @@ class _Work:
 
     def __init__(self) -> None:
         self._buffer = torch.ones(_COLD)
-        self._image = torch.randn(2, 32, 8, 8)
-        self._layers = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+        self._image = torch.randn(1, 16, 8, 8)
+        self._layers = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
 
     def __call__(self) -> None:
         self._buffer.sum()
