@@ -31,7 +31,8 @@ from pipefit.train.profiled import agreed_profile, merged
 __all__ = ["Foretelling", "Foretold", "Turn"]
 
 _PASSES = 8
-_PROFILED, _PROFILED_S = 2, 0.5
+_REPEATS, _LIMIT_S = 2, 0.5
+"""Of the layers, in each turn."""
 
 
 class Turn(NamedTuple):
@@ -82,11 +83,11 @@ class Foretelling:
     session: Session
     optimizer: str
     profiles: dict[int, Profile]
-    _profiled: Callable[[int], Profile]
+    _measure_layers: Callable[[int], Profile]
     _paces: dict[int, Pace]
     _calibration: Calibration
     _waking: list[list[float]] = field(default_factory=list)
-    _again: list[dict[int, Profile]] = field(default_factory=list)
+    _later_profiles: list[dict[int, Profile]] = field(default_factory=list)
 
     @classmethod
     def begin(
@@ -104,7 +105,7 @@ class Foretelling:
         paces = {num: Pace(layers, batch, sizes[num], session, subject.loss) for num in counts}
         schedules = [name for name in config.strategies or STRATEGIES if STRATEGIES[name].kind == "schedule"]
         calibration = Calibration(session, links_of(session, session.num_ranks), schedules)
-        again = partial(profiled, repeats=_PROFILED, limit_s=_PROFILED_S)
+        again = partial(profiled, repeats=_REPEATS, limit_s=_LIMIT_S)
         return cls(session, config.optimizer, profiles, again, paces, calibration)
 
     def calibrate(self) -> None:
@@ -114,7 +115,7 @@ class Foretelling:
         pace = statistics.fmean(self.pace(num) or (1.0,))
         self._calibration.turn(pace, _PASSES)
         self._waking.append([seconds / pace for seconds in self._paces[num].waking_s()])
-        self._again.append({num: self._profiled(num) for num in self.profiles})
+        self._later_profiles.append({num: self._measure_layers(num) for num in self.profiles})
 
     def pace(self, num_microbatches: int) -> tuple[float, ...] | None:
         """How much longer the model takes on each rank now than its profile; None: there is none for this number."""
@@ -152,7 +153,7 @@ class Foretelling:
 
     def _profile(self, num: int) -> Profile:
         """The median of the turns, each as it would be at pace 1."""
-        found = [self.profiles[num], *(turn[num] for turn in self._again)]
+        found = [self.profiles[num], *(turn[num] for turn in self._later_profiles)]
         return merged([one.scaled(_layers_s(found[0]) / _layers_s(one)) for one in found], statistics.median)
 
     def _cost(

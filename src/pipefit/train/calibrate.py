@@ -258,7 +258,7 @@ class _Work:
             self._layers(self._image).sum().backward()
 
 
-class _Works(torch.autograd.Function):
+class _WorksBetween(torch.autograd.Function):
     """Passes a tensor on, both ways, and works meanwhile."""
 
     @staticmethod
@@ -282,7 +282,7 @@ class _Cold(nn.Module):
         self._work = _Work()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Works.apply(x, self.anchor, self._work)
+        return _WorksBetween.apply(x, self.anchor, self._work)
 
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
