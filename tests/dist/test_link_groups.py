@@ -1,8 +1,11 @@
 """Process groups of links: all ranks make the same ones in the same order, however many programs and pipelines come."""
 
 import faulthandler
+import os
 import random
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,6 +45,20 @@ def test_a_second_pipeline_finds_its_groups_after_a_first_one_has_run_several_pr
     losses = launch(train_by_turns, 3, threads=1, quiet=True, deadline_s=15)
     assert losses[0] == losses[1] == losses[2]
     assert all(len(told) == steps for told, steps in zip(losses[0], STEPS * 2, strict=True))
+
+
+def policies() -> tuple[list[int], int]:
+    """How Gloo's threads, and this one, are scheduled once a pipeline has run."""
+    train_by_turns()
+    threads = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
+    return [os.sched_getscheduler(int(task.name)) for task in threads], os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="policies of Linux")
+def test_threads_that_carry_messages_do_not_take_the_core_from_one_that_computes() -> None:
+    for carrying, computing in launch(policies, 2, threads=1, quiet=True, deadline_s=15):
+        assert carrying and set(carrying) == {os.SCHED_BATCH}
+        assert computing == os.SCHED_OTHER
 
 
 SHAPES: list[dict[str, Any]] = [

@@ -1,5 +1,6 @@
 """Simulated times equal the closed forms wherever those hold; rounds of exact numbers, so equality is equality."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -13,6 +14,7 @@ from pipefit.ir.op import Op
 from pipefit.ir.text import parse
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import metrics, simulate, steady_period_s
+from pipefit.spec import Topology
 
 times = st.integers(1, 9).map(Fraction)
 latencies = st.integers(0, 5).map(Fraction)
@@ -153,6 +155,43 @@ def test_period_of_unequal_replicas_is_per_step_and_not_per_update():
     program = generate("pipedream", Shape(2, 1, num_steps=24, replicas=(2, 1)))
     cost = CostModel((2, 1), (2, 1), (2, 1))
     assert simulate(program, cost).period_s == 3
+
+
+# ------------------------------------------------------------------------------------------- messages that have come
+
+
+@pytest.mark.parametrize("cores", [None, 1])
+def test_a_message_that_has_come_costs_its_receiver_before_it_goes_on(cores):
+    """Naive: nobody works meanwhile, so all messages count; also where the ranks share one core."""
+    program = generate("naive", Shape(2, 5))
+    links = Topology.local(2, 1e30, 0.0, cores=cores)
+    plain = CostModel((2, 2), (2, 2), (2, 2), topology=links)
+    added = simulate(program, replace(plain, arrival_s=3)).makespan_s - simulate(program, plain).makespan_s
+    assert added == pytest.approx(3 * 2 * 5)
+
+
+def test_messages_that_come_while_their_receiver_works_cost_it_as_much():
+    """Rank 1 is the slow one; rank 0 only waits for the last gradient at the end."""
+    program = generate("gpipe", Shape(2, 5))
+    plain = CostModel((1, 10), (0, 10), (1, 10))
+    added = simulate(program, replace(plain, arrival_s=3)).makespan_s - simulate(program, plain).makespan_s
+    assert added == 3 * 5 + 3
+
+
+def test_forwards_and_backwards_may_vary_and_nothing_else_does():
+    program = generate("gpipe", Shape(2, 4))
+    plain = CostModel((1, 1), (1, 1), (1, 1), step_s=(5, 5), loss_s=7)
+    twice = CostModel((2, 2), (2, 2), (2, 2), step_s=(5, 5), loss_s=7)
+    assert simulate(program, plain, vary=lambda seconds: 2 * seconds) == simulate(program, twice)
+    # Of all passes alike.
+    seconds = iter(range(1, 100))
+    timeline = simulate(program, plain, repeats=2, vary=lambda _: next(seconds))
+    spent = {(e.rank, e.position): e.end_s - e.start_s for e in timeline.events}
+    assert all(spent[e.rank, e.position] == e.end_s - e.start_s for e in timeline.events if is_work(timeline, e))
+
+
+def is_work(timeline, event):
+    return timeline.instruction(event).op in (Op.FWD, Op.BWD)
 
 
 # -------------------------------------------------------------------------------------------------------------- peaks

@@ -1,6 +1,7 @@
 """Predictions are held against measurements of the same moment: the pace of the machine, and costs over turns."""
 
 import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pipefit.train.pace import WAITS_S, Pace
 from pipefit.train.predicted import USUAL, cost_of, predict
 from pipefit.train.profiled import merged
 from pipefit.train.setup import make_plan
+from pipefit.train.spread import Spread
 
 ALONE = Session(0, 1, None, Progress())
 
@@ -99,3 +101,47 @@ def test_a_profile_at_another_pace_has_all_its_seconds_scaled_and_no_bytes():
     assert slow.layers == (Layer("a", 2, 4, 6, 4, 5, 6, grad_bytes=7, spread_s=16, step_s=18),)
     assert (slow.step_s, slow.loss_s, slow.optimizer_s) == (6, 2, 20)
     assert slow.whole_over_sum == profile.whole_over_sum == 3 / 7
+
+
+def test_what_is_drawn_from_a_spread_varies_by_the_root_of_its_length():
+    spread = Spread()
+    assert spread.draws(0)(3.0) == 3.0
+    spread.add([1.0, 1.0, 1.0, 1.4])
+    draws, again = spread.draws(1), spread.draws(1)
+    found = [draws(1.1) for _ in range(400)]
+    assert {round(one, 9) for one in found} == {1.0, 1.4}
+    assert found == [again(1.1) for _ in range(400)]
+    assert statistics.fmean(found) == pytest.approx(1.1, rel=0.02)
+    long = {spread.draws(seed)(4.4) for seed in range(30)}
+    assert sorted(round(one - 4.4, 9) for one in long) == [-0.2, 0.6]
+
+
+def test_ranks_that_wait_for_each_other_lose_by_every_delay_of_either():
+    profile = Profile("m", 1, tuple(Layer(f"l{k}", 1, 1, 1, 0, 0, 4) for k in range(2)))
+    layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
+    spread = Spread()
+    spread.add([1.0, 1.0, 1.0, 1.0, 2.0])
+
+    def lost(schedule: str) -> float:
+        plan = make_plan(layers, num_ranks=2, schedule=schedule, num_microbatches=8, stages=[1, 1])
+        program, cost = program_of(plan), cost_of(profile, plan, links, 0.0)
+        drawn = statistics.fmean(predict(program, cost, vary=spread.draws(seed)).makespan_s for seed in range(60))
+        return drawn / predict(program, cost).makespan_s
+
+    assert lost("naive") == pytest.approx(1, abs=0.02)
+    assert 1.05 < lost("gpipe") < 1.3
+
+
+def test_what_messages_cost_is_found_in_passes_that_were_simulated_with_it():
+    profile = Profile("m", 1, tuple(Layer(f"l{k}", 1e-3, 1e-3, 1e-3, 0, 0, 4) for k in range(2)))
+    layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+    plan = make_plan(layers, num_ranks=2, schedule="1f1b", num_microbatches=16, stages=[1, 1])
+    links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
+    told = USUAL._replace(host_s={"load": 0.0})
+    program, cost = program_of(plan), cost_of(profile, plan, links, 0.0, told._replace(arrival_s=3e-4))
+    whole = predict(program, cost, calibrate._RUN)
+    kinds_s = {key: item.median_s for key, item in whole.by_kind().items()}
+    pipe = calibrate._Pipe(SimpleNamespace(layers=layers, plan=plan, program=program), [], [], Spread())
+    pipe.runs.append(calibrate._Run(whole.makespan_s / calibrate._RUN, 0.0, kinds_s))
+    assert pipe.arrival_s(0, told, profile, links) == pytest.approx(3e-4, rel=0.1)

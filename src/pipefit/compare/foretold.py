@@ -18,6 +18,8 @@ from pipefit.compare.config import CompareConfig
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import STRATEGIES, Batch, Subject, Trainer
 from pipefit.cost import CostModel
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.split import named_layers
@@ -139,17 +141,20 @@ class Foretelling:
         program, passes = trainer.timeline(steps).program, trainer.num_passes(steps)
         runtime = self._calibration.costs(trainer.plan.schedule)
         timelines = []
-        for turn in turns:
+        spread = self._paces[num].spread
+        for number, turn in enumerate(turns):
             cost = self._cost(profile, trainer, runtime, turn.pace)
-            timelines.append(predict(program, cost, passes, self._after_waits(turn.pace)))
+            timelines.append(predict(program, cost, passes, self._after_waits(turn.pace), spread.draws(number)))
         middle = tuple(statistics.median(paces) for paces in zip(*(turn.pace for turn in turns), strict=True))
         cost = self._cost(profile, trainer, runtime, middle)
         busy = tuple(
-            (sum(cost.duration_s(i, rank) for i in instructions) + cost.pass_s) / program.header.num_steps
+            (sum(_busy_s(cost, i, rank) for i in instructions) + cost.pass_s) / program.header.num_steps
             for rank, instructions in enumerate(program.ranks)
         )
         bubble = statistics.median(timeline.bubble_fraction for timeline in timelines)
-        return Foretold(tuple(timeline.makespan_s / steps for timeline in timelines), bubble, busy)
+        fit_s = [runtime.fit_s * statistics.fmean(turn.pace) for turn in turns]
+        step_s = tuple((one.makespan_s + more) / steps for one, more in zip(timelines, fit_s, strict=True))
+        return Foretold(step_s, bubble, busy)
 
     def _profile(self, num: int) -> Profile:
         """The median of the turns, each as it would be at pace 1."""
@@ -171,6 +176,12 @@ class Foretelling:
             least = max(least, statistics.median(turns) * statistics.fmean(pace))
             points.append((wait_s, least))
         return points
+
+
+def _busy_s(cost: CostModel, instruction: Instruction, rank: int) -> float:
+    """Seconds that an instruction keeps its rank at work."""
+    arrival_s = cost.arrival_s if instruction.op is Op.RECV else 0.0
+    return cost.duration_s(instruction, rank) + arrival_s
 
 
 def _layers_s(profile: Profile) -> float:

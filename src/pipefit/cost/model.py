@@ -72,6 +72,8 @@ class CostModel:
         copy_s_per_byte: further seconds per byte the rank spends inside a send: Gloo copies on the caller's core.
         host_s: seconds the rank itself spends on an instruction beyond its work, by the name of its operation; for
             those it does not name, `overhead_s` or `post_s`.
+        arrival_s: seconds the rank itself spends on a message that has come, before what needs it begins: the threads
+            that carry messages run on its core.
         pass_s: seconds a rank spends before each pass over the program: cutting the next batch, and the like.
         overhead_s: seconds the rank spends on every instruction of the compute lane but `drop`, whatever its speed.
         speed: of each rank, as a multiple of the device the seconds are for; (): all 1.
@@ -104,6 +106,7 @@ class CostModel:
     post_s: float = 0
     copy_s_per_byte: float = 0
     host_s: Mapping[str, float] = field(default_factory=dict)
+    arrival_s: float = 0
     pass_s: float = 0
     overhead_s: float = 0
     speed: tuple[float, ...] = ()

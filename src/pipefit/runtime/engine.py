@@ -15,6 +15,7 @@ from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
+from pipefit.memory.malloc import keep_freed
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
@@ -108,6 +109,7 @@ class Engine:
         Raises:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
         """
+        is_new = program.digest not in self._prepared
         self._prepare(program)
         sent, inside = self._moved_bytes()
         executions = []
@@ -129,9 +131,20 @@ class Engine:
                 store.rebase()
             if worker.spilling:
                 worker.spilling.end_pass()
+        if is_new and self.session.is_distributed:
+            self._settle_in()
         now_sent, now_inside = self._moved_bytes()
         losses = {mb: loss for run in executions for mb, loss in run.losses}
         return PassResult(losses, executions, (now_sent - sent, now_inside - inside))
+
+    def _settle_in(self) -> None:
+        """What is arranged once a program has run: all threads are there, and sizes have been seen."""
+        for transport in self.transports:
+            if isinstance(transport, DistributedTransport):
+                transport.let_work_finish()
+        # Under a cap, what is free is rather given back.
+        if not any(worker.spilling for worker in self.workers):
+            keep_freed()
 
     def _moved_bytes(self) -> tuple[float, float]:
         """Bytes that this process has sent so far: to other ranks, and to those it shares its rank with."""

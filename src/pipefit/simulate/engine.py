@@ -39,8 +39,8 @@ class Prices:
         groups: the members of the collective it belongs to.
         copies: each fetch and evict, with the evictions of the pass before that it must wait for.
         kept: the fetches that find what they want in their slot, in a pass that follows another.
-        checks: seconds before an instruction begins, once what it waits for has come: of a checksum; in the first pass
-            and in later ones.
+        arrivals: seconds that a rank spends on what has come before the instruction that waited for it begins; in the
+            first pass and in later ones.
         channels: of copies that take turns with those of another lane, what both go through.
         closing: of each rank, what nothing in the pass waits for, but the next pass does.
         between: seconds a rank spends before each pass.
@@ -53,7 +53,7 @@ class Prices:
     groups: dict[int, tuple[int, ...]]
     copies: dict[int, tuple[int, ...]]
     kept: frozenset[int]
-    checks: tuple[dict[int, float], dict[int, float]]
+    arrivals: tuple[dict[int, float], dict[int, float]]
     channels: dict[int, Key]
     closing: list[list[int]]
     between: float = 0
@@ -117,7 +117,7 @@ class Engine:
         plain = not self.contention and blocks is None
         for lap in range(begin, self.repeats):
             base = lap * size
-            checks = prices.checks[lap > 0]
+            arrivals = prices.arrivals[lap > 0]
             if lap and i == first:
                 for q in prices.closing[rank]:
                     arrival = end[base - size + q]
@@ -137,8 +137,8 @@ class Engine:
                                 return
                             if arrival > now:
                                 now = arrival
-                        if checks:
-                            now += checks.get(i, 0)
+                        if arrivals:
+                            now += arrivals.get(i, 0)
                     start[n] = now
                     now += hold[i]
                     end[n] = now

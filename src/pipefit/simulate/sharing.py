@@ -128,7 +128,7 @@ class SharingEngine(Engine):
             return False
         self.start[n] = self.clock[rank]
         self.works[rank] = True
-        return self._busy(rank, self.prices.hold[i] + self.prices.checks[n != i].get(i, 0))
+        return self._busy(rank, self.prices.hold[i] + self.prices.arrivals[n != i].get(i, 0))
 
     def _end(self, rank: int) -> bool:
         n, prices = self.at[rank], self.prices

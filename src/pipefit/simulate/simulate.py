@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise, repeat
 
 from pipefit.cost.model import CostModel
@@ -22,6 +23,8 @@ from pipefit.timeline import Event, Timeline
 
 __all__ = ["collector_paused", "simulate"]
 
+_VARIED = (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
+
 
 def simulate(
     program: Program,
@@ -33,6 +36,7 @@ def simulate(
     overlap: bool = True,
     rendezvous: bool = True,
     memory: bool = True,
+    vary: Callable[[float], float] | None = None,
 ) -> Timeline:
     """When each instruction starts and ends.
 
@@ -60,6 +64,7 @@ def simulate(
         rendezvous: False: a message starts when it is sent, whether or not its receive is posted yet, so that how far
             ahead receives are posted changes nothing: the closed forms of the papers assume this.
         memory: whether to follow the memory of each rank.
+        vary: from the seconds of a forward or backward to those of one of them, in all repeats.
 
     Raises:
         InvalidProgramError: something waits for what never comes; the message names both.
@@ -84,7 +89,7 @@ def simulate(
     if cost.has_ports:
         notes["port_unit"] = float(cost.port_unit)
     with collector_paused():
-        engine = _run(program, cost, repeats, contention, _blocking(blocking_sends, overlap), rendezvous)
+        engine = _run(program, cost, repeats, contention, _blocking(blocking_sends, overlap), rendezvous, vary)
         samples = memory_over_time(program, cost, engine) if memory else ()
         return Timeline(program, _events(engine), samples, num_repeats=repeats, notes=notes)
 
@@ -106,11 +111,22 @@ def collector_paused() -> Iterator[None]:
 
 
 def _run(
-    program: Program, cost: CostModel, repeats: int, contention: bool, blocked: set[Op], rendezvous: bool
+    program: Program,
+    cost: CostModel,
+    repeats: int,
+    contention: bool,
+    blocked: set[Op],
+    rendezvous: bool,
+    vary: Callable[[float], float] | None,
 ) -> Engine:
     layout = layout_of(program)
     _check(layout)
     prices = _prices(layout, cost, contention, blocked, rendezvous)
+    if vary:
+        varied = (
+            vary(s) if i.op in _VARIED else s for i, s in zip(layout.graph.instructions, prices.hold, strict=True)
+        )
+        prices = replace(prices, hold=list(varied))
     engine = _engine(layout, prices, repeats, contention or cost.has_ports, cost)
     engine.run()
     if min(engine.end, default=0) < 0:
@@ -199,7 +215,7 @@ def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op],
         groups,
         _copies(graph) | dict.fromkeys(later, ()),
         later,
-        (_checks(layout, cost, kept), _checks(layout, cost, later)),
+        (_arrivals(layout, cost, kept), _arrivals(layout, cost, later)),
         channels,
         _closing(layout, commit_s > 0),
         cost.pass_s + commit_s,
@@ -212,19 +228,22 @@ def _kept(graph: Graph, later: bool) -> frozenset[int]:
     return frozenset(start + index for rank, start in ranks for index in kept_fetches(graph.program, rank, later))
 
 
-def _checks(layout: Layout, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
-    """Seconds of the checksums of fetches, taken by the first that waits for them, on its own rank."""
+def _arrivals(layout: Layout, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
+    """Seconds a rank spends on what has come, by the first that waits for it: on messages, and checksums of fetches."""
     graph = layout.graph
-    if graph.program.header.spill is None or not any(tier.check_bytes_per_s for tier in cost.tiers):
+    checks = graph.program.header.spill is not None and any(tier.check_bytes_per_s for tier in cost.tiers)
+    if not (checks or cost.arrival_s):
         return {}
     found: dict[int, float] = {}
-    checked = set(kept)
+    counted = set(kept)
     for number, code in enumerate(layout.codes):
         for awaited in layout.waits[number] if code == Code.WAIT else ():
-            fetch = graph.instructions[awaited]
-            if fetch.op is Op.FETCH and awaited not in checked:
-                checked.add(awaited)
-                found[number] = found.get(number, 0) + cost.check_s(fetch)
+            came = graph.instructions[awaited]
+            if awaited in counted or came.op not in (Op.RECV, Op.FETCH):
+                continue
+            counted.add(awaited)
+            seconds = cost.arrival_s if came.op is Op.RECV else cost.check_s(came)
+            found[number] = found.get(number, 0) + seconds
     return found
 
 

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,15 +23,16 @@ from pipefit.timeline import Timeline
 from pipefit.train.batch import feed_of
 from pipefit.train.pipeline import Pipeline
 from pipefit.train.predicted import USUAL, RuntimeCosts, cost_of, per_core, predict
+from pipefit.train.spread import Spread
 
 __all__ = ["Calibration", "runtime_costs"]
 
 _WIDTH, _PASSES, _RUN = 8, 40, 8
 _MANY = 16
 _COLD = 1 << 19
-_HALVINGS = 10
-_USUAL_SCHEDULE = "1f1b"
-_SCHEDULES = ("naive", "gpipe", _USUAL_SCHEDULE, "interleaved", "breadth-first")
+_HALVINGS = 8
+_USUAL_SCHEDULE, _WAITING = "1f1b", "naive"
+_SCHEDULES = (_WAITING, "gpipe", _USUAL_SCHEDULE, "interleaved", "breadth-first")
 
 
 def runtime_costs(session: Session, topology: Topology, schedule: str = _USUAL_SCHEDULE) -> RuntimeCosts:
@@ -46,43 +48,105 @@ def runtime_costs(session: Session, topology: Topology, schedule: str = _USUAL_S
     return calibration.costs(schedule)
 
 
+class _Run(NamedTuple):
+    """Some passes in a row.
+
+    Attributes:
+        pass_s: mean seconds of one.
+        beside_s: of the call that ran them, beyond the passes.
+        kinds_s: mean seconds of each (operation, stage); where ranks share cores, medians.
+    """
+
+    pass_s: float
+    beside_s: float
+    kinds_s: dict[tuple[str, int], float]
+
+
 class _Pipe(NamedTuple):
-    """A pipeline of tiny layers, the batches of a run of it, and the mean seconds of a pass in each run so far."""
+    """A pipeline of tiny layers, the batches of a run of it, its runs so far, and how much work on layers varied."""
 
     pipe: Pipeline
     batches: list[tuple[torch.Tensor, torch.Tensor]]
-    pass_s: list[float]
+    runs: list[_Run]
+    spread: Spread
 
     @property
     def num_layers(self) -> int:
         """One for each stage."""
         return len(self.pipe.layers)
 
-    def run(self, pace: float) -> None:
-        """Trains on the batches in a row, as a training does."""
+    def run(self, pace: float, crowded: bool) -> Timeline:
+        """Trains on the batches in a row, as a training does; what was measured of it.
+
+        Args:
+            pace: how much slower the machine is now than at the speed for which costs are wanted.
+            crowded: ranks share cores.
+        """
         began = time.perf_counter()
         self.pipe.fit(self.batches)
-        self.pass_s.append((time.perf_counter() - began) / _RUN / pace)
+        took_s = time.perf_counter() - began
+        timeline = self.pipe.timeline(last=_RUN)
+        makespan_s, kinds = timeline.makespan_s, timeline.by_kind()
+        if crowded:
+            # Means and their scatter hold what ranks wait for each other's turns; the simulation adds that.
+            kinds_s = {key: item.median_s / pace for key, item in kinds.items()}
+        else:
+            kinds_s = {key: item.total_s / item.num_times / pace for key, item in kinds.items()}
+            self._note_spread(timeline)
+        self.runs.append(_Run(makespan_s / _RUN / pace, (took_s - makespan_s) / pace, kinds_s))
+        return timeline
 
-    def foretold_s(self, costs: RuntimeCosts, alone: Profile, topology: Topology) -> float:
-        """Seconds of a pass of a run, as the simulator has it."""
-        cost = cost_of(alone, self.pipe.plan, topology, 0.0, costs)
-        return predict(self.pipe.program, cost, _RUN).makespan_s / _RUN
+    def _note_spread(self, timeline: Timeline) -> None:
+        times: dict[tuple[Op, int], list[float]] = {}
+        for event in timeline.events:
+            i = timeline.instruction(event)
+            if i.op in (Op.FWD, Op.BWD):
+                times.setdefault((i.op, i.stage), []).append(event.end_s - event.start_s)
+        for found in times.values():
+            self.spread.add(found)
+
+    def arrival_s(self, number: int, told: RuntimeCosts, alone: Profile, topology: Topology) -> float:
+        """Seconds that each message must have cost once it had come, for the simulator to have a run as it was.
+
+        The simulator is given what instructions took in the same run.
+        """
+        run, stages = self.runs[number], range(self.num_layers)
+
+        def every(op: Op) -> tuple[float, ...]:
+            return tuple(run.kinds_s[op.value, stage] for stage in stages)
+
+        cost = replace(
+            cost_of(alone, self.pipe.plan, topology, 0.0, told),
+            forward_s=every(Op.FWD),
+            backward_input_s=every(Op.BWD),
+            backward_weight_s=(0.0,) * len(stages),
+            step_s=every(Op.STEP),
+            loss_s=run.kinds_s[Op.LOSS.value, -1],
+            load_s=run.kinds_s[Op.LOAD.value, 0],
+            overhead_s=0.0,
+            host_s={},
+        )
+        low, high = 0.0, run.pass_s / _MANY
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            whole = predict(self.pipe.program, replace(cost, arrival_s=middle), _RUN, vary=self.spread.draws(number))
+            low, high = (middle, high) if whole.makespan_s < run.pass_s * _RUN else (low, middle)
+        return low
 
 
 class Calibration:
     """Pipelines of tiny layers, timed in turns with whatever the figures are for.
 
     Forward, backward, loss, load, send, step, and the time between passes are timed in the executor, less what the
-    profiler says of the same tiny layer. What the simulator then still lacks of the time of a pass is what messages
-    cost, and differs from schedule to schedule: on few cores the threads that carry messages have none of their own,
-    and how long a message lies there depends on what the ranks do meanwhile. So it is found for each schedule by a
-    pipeline under the same. Every rank of the run must make a calibration, and call it alike.
+    profiler says of the same tiny layer. What the simulator, given what instructions took, still lacks of the time of a
+    pass is what messages cost: on few cores the threads that carry them have none of their own, and how long a message
+    lies there depends on whether the ranks are at work meanwhile. So it is found by pipelines under several schedules,
+    and apart under the one whose ranks only wait. Every rank of the run must make a calibration, and call it alike.
 
     Args:
         session: of the run.
         topology: the links between its ranks.
-        schedules: that costs will be asked for; those without a flush have the costs of 1F1B.
+        schedules: that costs will be asked for.
 
     Attributes:
         topology: the same.
@@ -94,6 +158,7 @@ class Calibration:
         if self._is_usual:
             return
         self._told: list[RuntimeCosts] = []
+        self._arrivals_s: dict[str, float] = {}
         self._alone: dict[int, list[Profile]] = {}
         self._pipes: dict[str, _Pipe] = {}
         random = torch.get_rng_state()
@@ -114,18 +179,19 @@ class Calibration:
         """
         if self._is_usual:
             return
+        self._arrivals_s.clear()
         loss, x = nn.functional.mse_loss, self._x[:1]
         for num, layers in self._layers.items():
             alone = profile_layers(list(layers), x, loss, x, repeats=passes, threads=None, optimizer=_sgd)
             self._alone.setdefault(num, []).append(alone.scaled(1 / pace))
         cut_s = _cut_s(self._x)
-        for one in self._pipes.values():
-            for _ in range(-(-passes // _RUN)):
-                one.run(pace)
         usual = self._pipes[_USUAL_SCHEDULE]
         # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
         crowd = per_core(self.topology, usual.num_layers)
-        told = _told(usual.pipe.timeline(last=_RUN), cut_s, len(self._x)).scaled(1 / pace)
+        timelines = {
+            name: [one.run(pace, crowd > 1) for _ in range(-(-passes // _RUN))] for name, one in self._pipes.items()
+        }
+        told = _told(timelines[_USUAL_SCHEDULE][-1], cut_s, len(self._x)).scaled(1 / pace)
         told = _beyond(told, self._alone[usual.num_layers][-1])
         self._told.append(told._replace(pass_s=told.pass_s / crowd))
 
@@ -133,26 +199,21 @@ class Calibration:
         """The costs under a schedule by all turns so far; all ranks get the first rank's."""
         if self._is_usual:
             return USUAL
-        one = self._pipes[_standing_for(schedule)]
-        return _from_rank_0(self._with_messages(_medians(self._told), one))
+        told, waiting = _medians(self._told), schedule == _WAITING
+        # A message to a rank that is at work costs as much under every schedule; the mean of several is the surer.
+        names = [name for name in self._pipes if (name == _WAITING) == waiting]
+        fit_s = statistics.median(run.beside_s for run in self._pipes[_USUAL_SCHEDULE].runs)
+        arrival_s = statistics.fmean(self._arrival_s(name, told) for name in names)
+        return _from_rank_0(told._replace(arrival_s=arrival_s, fit_s=fit_s))
 
-    def _with_messages(self, told: RuntimeCosts, one: _Pipe) -> RuntimeCosts:
-        """What the simulator lacks of a pipeline's passes, as the receives'."""
-
-        def receiving(seconds: float) -> RuntimeCosts:
-            return told._replace(host_s={**told.host_s, Op.RECV.value: seconds})
-
-        turns = self._alone[one.num_layers]
-        alone = sorted(turns, key=lambda turn: turn.step_s or 0.0)[len(turns) // 2]
-        # The median of runs, not of passes: a message now and then stands still for a while, and so do those of a real
-        # model.
-        measured_s = statistics.median(one.pass_s)
-        low, high = 0.0, measured_s / _MANY
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            short = one.foretold_s(receiving(middle), alone, self.topology) < measured_s
-            low, high = (middle, high) if short else (low, middle)
-        return receiving(low)
+    def _arrival_s(self, name: str, told: RuntimeCosts) -> float:
+        """What the simulator lacks of a pipeline's passes, as what messages cost that have come; median of the runs."""
+        if name not in self._arrivals_s:
+            one = self._pipes[name]
+            alone = self._alone[one.num_layers][-1]
+            found = [one.arrival_s(number, told, alone, self.topology) for number in range(len(one.runs))]
+            self._arrivals_s[name] = statistics.median(found)
+        return self._arrivals_s[name]
 
 
 def _standing_for(schedule: str) -> str:
@@ -177,7 +238,7 @@ def _pipe(layers: nn.Sequential, x: torch.Tensor, schedule: str) -> _Pipe:
     batches = [(x, x)] * _RUN
     # Shapes are agreed on, and groups meet, in the first pass.
     pipe.fit(batches)
-    return _Pipe(pipe, batches, [])
+    return _Pipe(pipe, batches, [], Spread())
 
 
 _PLAIN = ("overhead_s", "post_s", "pass_s", "cut_s", "taking_s")

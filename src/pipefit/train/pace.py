@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from pipefit.profiling.payload import batch_of, take
 from pipefit.runtime.session import Session
 from pipefit.stage.split import NamedLayer
 from pipefit.train.profiled import as_trained
+from pipefit.train.spread import Spread
 
 __all__ = ["WAITS_S", "Pace"]
 
@@ -40,6 +42,9 @@ class Pace:
         microbatch_size: samples of it.
         session: the ranks of the run, all of which must ask at once.
         loss: (output, target) -> scalar.
+
+    Attributes:
+        spread: of all that `microbatch_s` has timed on this rank.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class Pace:
         session: Session,
         loss: Callable[[Any, Any], Tensor],
     ) -> None:
-        self._layers, self._session = layers, session
+        self._layers, self._session, self.spread = layers, session, Spread()
         x, y = (take(part, microbatch_size, batch_of(part)) for part in example)
         chain = [(layer.prefix, layer.module) for layer in layers]
         self._step = Step(chain, x, loss, y, Clock(torch.device("cpu")))
@@ -60,11 +65,12 @@ class Pace:
         if self._session.is_distributed:
             dist.barrier()
         with as_trained(self._layers):
-            began, num = time.perf_counter(), 0
-            while not num or time.perf_counter() - began < _LEAST_S:
+            times = [time.perf_counter()]
+            while len(times) < 2 or times[-1] - times[0] < _LEAST_S:
                 self._step.plain()
-                num += 1
-            seconds = (time.perf_counter() - began) / num
+                times.append(time.perf_counter())
+        seconds = (times[-1] - times[0]) / (len(times) - 1)
+        self.spread.add([after - before for before, after in pairwise(times)])
         return [turn[0] for turn in self._of_ranks([seconds])]
 
     def waking_s(self) -> list[float]:

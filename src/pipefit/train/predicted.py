@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from types import MappingProxyType
@@ -33,13 +33,13 @@ class RuntimeCosts(NamedTuple):
     Attributes:
         overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond what the profile measured.
         post_s: of posting one message.
-        host_s: on instructions by operation, beyond what the profile measured; on a receive, what a message costs the
-            ranks, where no core is left for the threads that carry it.
+        host_s: on instructions by operation, beyond what the profile measured.
         pass_s: of a rank between two passes over a synchronous program.
         cut_s: of cutting the batch, for each of its micro-batches.
         copy_s_per_byte: of a send, on the sender's core.
         taking_s: of a forward or replay that takes a message, beyond `host_s`.
-        wake_s: from the arrival of a message until a rank that waits for it goes on, beyond the link's latency.
+        arrival_s: on a message that has come, where no core is left for the threads that carry it.
+        fit_s: of a call that trains some steps, beyond its passes.
     """
 
     overhead_s: float
@@ -49,11 +49,13 @@ class RuntimeCosts(NamedTuple):
     cut_s: float = 0.0
     copy_s_per_byte: float = 0.2e-9
     taking_s: float = 0.0
+    arrival_s: float = 0.0
+    fit_s: float = 0.0
 
     def scaled(self, factor: float) -> RuntimeCosts:
         """The costs on a machine that takes so many times as long for everything but copying."""
         host_s = {name: seconds * factor for name, seconds in self.host_s.items()}
-        plain = ("overhead_s", "post_s", "pass_s", "cut_s", "taking_s")
+        plain = ("overhead_s", "post_s", "pass_s", "cut_s", "taking_s", "arrival_s", "fit_s")
         return self._replace(host_s=host_s, **{name: getattr(self, name) * factor for name in plain})
 
 
@@ -120,6 +122,7 @@ def cost_of(
         post_s=runtime.post_s,
         copy_s_per_byte=runtime.copy_s_per_byte,
     )
+    cost = replace(cost, arrival_s=runtime.arrival_s)
     if runtime.taking_s:
         first, *beyond = cost.forward_s
         cost = replace(cost, forward_s=(first, *(seconds + runtime.taking_s for seconds in beyond)), recompute_s=())
@@ -140,7 +143,11 @@ def cost_of(
 
 
 def predict(
-    program: Program, cost: CostModel, repeats: int = 1, waking: Sequence[tuple[float, float]] = ()
+    program: Program,
+    cost: CostModel,
+    repeats: int = 1,
+    waking: Sequence[tuple[float, float]] = (),
+    vary: Callable[[float], float] | None = None,
 ) -> Timeline:
     """The timeline that the program should have.
 
@@ -150,9 +157,11 @@ def predict(
         repeats: passes over it.
         waking: (seconds a rank has waited, seconds the forward or backward after it takes longer), by the first; the
             program is simulated once to know how long ranks wait, and once more with what that costs on average.
+        vary: see `simulate`.
     """
-    timeline = simulate(program, cost, repeats=repeats)
-    return simulate(program, _after_waits(cost, timeline, waking), repeats=repeats) if waking else timeline
+    if waking:
+        cost = _after_waits(cost, simulate(program, cost, repeats=repeats), waking)
+    return simulate(program, cost, repeats=repeats, vary=vary)
 
 
 def _after_waits(cost: CostModel, timeline: Timeline, waking: Sequence[tuple[float, float]]) -> CostModel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -23,8 +21,6 @@ from pipefit.study.trial import Trial
 
 __all__ = ["Order", "Settings", "reason_of", "work"]
 
-_M_MMAP_THRESHOLD = -3
-_OWN_MAPPING_BYTES = 1 << 20
 _KEPT_BYTES = 1 << 30
 """What a worker keeps of trials between their turns where no limit is given for the device."""
 
@@ -84,8 +80,6 @@ def work(settings: Settings, pipe: Connection) -> None:
     # waits for them for ever.
     gc.freeze()
     _settle(settings)
-    if settings.capacity_bytes:
-        _give_back()
     # OpenMP's threads belong to the thread that first computed with several. After a fork they are there on paper only,
     # and that thread would wait for them for ever: another computes.
     thread = threading.Thread(target=_work, args=(settings, pipe), name="pipefit-worker")
@@ -97,6 +91,10 @@ def work(settings: Settings, pipe: Connection) -> None:
 def _work(settings: Settings, pipe: Connection) -> None:
     import torch
 
+    from pipefit.memory.malloc import give_back_freed
+
+    if settings.capacity_bytes:
+        give_back_freed()
     torch.set_num_threads(settings.threads)
     # The first optimizer of a process imports torch's compiler, which takes seconds: not in somebody's first turn.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
@@ -148,12 +146,6 @@ def _settle(settings: Settings) -> None:
     handle = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
-
-
-def _give_back() -> None:
-    """Memory that is let go of goes back to the system at once: else glibc keeps up to 32 MiB of every size it saw."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
 
 
 def _device(settings: Settings) -> Any:
