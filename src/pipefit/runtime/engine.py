@@ -142,8 +142,8 @@ class Engine:
         for transport in self.transports:
             if isinstance(transport, DistributedTransport):
                 transport.let_work_finish()
-        # Under a cap, what is free is rather given back.
-        if not any(worker.spilling for worker in self.workers):
+        # Under a cap, what is free is rather given back; with a GPU, activations are there.
+        if self.device.type == "cpu" and not any(worker.spilling for worker in self.workers):
             keep_freed()
 
     def _moved_bytes(self) -> tuple[float, float]:

@@ -122,7 +122,6 @@ def cost_of(
         post_s=runtime.post_s,
         copy_s_per_byte=runtime.copy_s_per_byte,
     )
-    cost = replace(cost, arrival_s=runtime.arrival_s)
     if runtime.taking_s:
         first, *beyond = cost.forward_s
         cost = replace(cost, forward_s=(first, *(seconds + runtime.taking_s for seconds in beyond)), recompute_s=())
@@ -139,7 +138,15 @@ def cost_of(
         host_s[Op.LOAD.value] += runtime.cut_s
     pass_s = runtime.pass_s + runtime.cut_s * plan.num_microbatches if synchronous else 0.0
     on_host = cost.host_step_s if any(cost.host_step_s) else steps
-    return replace(cost, step_s=steps, host_step_s=on_host, host_s=host_s, pass_s=pass_s, tensor=plan.tensor)
+    return replace(
+        cost,
+        step_s=steps,
+        host_step_s=on_host,
+        host_s=host_s,
+        arrival_s=runtime.arrival_s,
+        pass_s=pass_s,
+        tensor=plan.tensor,
+    )
 
 
 def predict(
