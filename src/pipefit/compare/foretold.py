@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pipefit.compare.config import CompareConfig
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import STRATEGIES, Batch, Subject, Trainer
@@ -21,9 +23,10 @@ from pipefit.cost import CostModel
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.runtime.session import Session
-from pipefit.spec import Profile
+from pipefit.spec import Plan, Profile
 from pipefit.stage.split import named_layers
 from pipefit.train.batch import largest_part
+from pipefit.train.by_stage import Alone, ByStage
 from pipefit.train.calibrate import Calibration
 from pipefit.train.optimizers import STATE_PER_WEIGHT
 from pipefit.train.pace import WAITS_S, Pace
@@ -32,6 +35,8 @@ from pipefit.train.profiled import agreed_profile, merged
 
 __all__ = ["Foretelling", "Foretold", "Turn"]
 
+_Cut = tuple[int, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+"""Micro-batches, the layers of each stage, and its ranks."""
 _PASSES = 8
 _REPEATS, _LIMIT_S = 2, 0.5
 """Of the layers, in each turn."""
@@ -89,6 +94,7 @@ class Foretelling:
     _paces: dict[int, Pace]
     _calibration: Calibration
     _waking: list[list[float]] = field(default_factory=list)
+    _stages: dict[_Cut, ByStage] = field(default_factory=dict)
     _later_profiles: list[dict[int, Profile]] = field(default_factory=list)
 
     @classmethod
@@ -110,14 +116,24 @@ class Foretelling:
         again = partial(profiled, repeats=_REPEATS, limit_s=_LIMIT_S)
         return cls(session, config.optimizer, profiles, again, paces, calibration)
 
+    def follow(self, num_microbatches: int, plan: Plan) -> None:
+        """From now on, the stages of this plan are measured in every turn."""
+        if num_microbatches in self._paces:
+            pace = self._paces[num_microbatches]
+            self._stages.setdefault(
+                _cut_of(num_microbatches, plan), ByStage(pace.step, pace.layers, plan, self.session)
+            )
+
     def calibrate(self) -> None:
-        """A turn of the executor's costs, of what it costs to have waited, and of the layers' shares."""
+        """A turn of the executor's costs, of what it costs to have waited, of the layers' shares, and of stages."""
         # The smallest micro-batch costs least, and what waiting costs does not grow with it.
         num = max(self.profiles)
         pace = statistics.fmean(self.pace(num) or (1.0,))
         self._calibration.turn(pace, _PASSES)
         self._waking.append([seconds / pace for seconds in self._paces[num].waking_s()])
         self._later_profiles.append({num: self._measure_layers(num) for num in self.profiles})
+        for stages in self._stages.values():
+            stages.turn()
 
     def pace(self, num_microbatches: int) -> tuple[float, ...] | None:
         """How much longer the model takes on each rank now than its profile; None: there is none for this number."""
@@ -140,11 +156,14 @@ class Foretelling:
             return None
         program, passes = trainer.timeline(steps).program, trainer.num_passes(steps)
         runtime = self._calibration.costs(trainer.plan.schedule)
+        alone = self._stages[_cut_of(num, trainer.plan)].found()
+        profile, again = _in_stages(profile, trainer.plan, alone), _again(profile, trainer.plan, alone)
         timelines = []
         spread = self._paces[num].spread
         for number, turn in enumerate(turns):
             cost = self._cost(profile, trainer, runtime, turn.pace)
-            timelines.append(predict(program, cost, passes, self._after_waits(turn.pace), spread.draws(number)))
+            waking = self._after_waits(turn.pace)
+            timelines.append(predict(program, cost, passes, waking, spread.draws(number), again))
         middle = tuple(statistics.median(paces) for paces in zip(*(turn.pace for turn in turns), strict=True))
         cost = self._cost(profile, trainer, runtime, middle)
         busy = tuple(
@@ -176,6 +195,36 @@ class Foretelling:
             least = max(least, statistics.median(turns) * statistics.fmean(pace))
             points.append((wait_s, least))
         return points
+
+
+def _cut_of(num: int, plan: Plan) -> _Cut:
+    return num, tuple(tuple(stage.layers) for stage in plan.partition.stages), plan.placement.ranks
+
+
+def _in_stages(profile: Profile, plan: Plan, alone: Sequence[Alone]) -> Profile:
+    """The profile with every layer as its stage has it where forwards and backwards take turns."""
+    layers = list(profile.layers)
+    for stage, part in zip(plan.partition.stages, alone, strict=True):
+        forward, backward = part.in_turn
+        for index in stage.layers:
+            own = layers[index]
+            layers[index] = msgspec.structs.replace(
+                own,
+                forward_s=own.forward_s * forward,
+                backward_input_s=own.backward_input_s * backward,
+                backward_weight_s=own.backward_weight_s * backward,
+            )
+    return msgspec.structs.replace(profile, layers=tuple(layers))
+
+
+def _again(profile: Profile, plan: Plan, alone: Sequence[Alone]) -> dict[Op, list[float]]:
+    """Seconds that a stage's forward or backward takes longer, or less, right after another of them."""
+    again: dict[Op, list[float]] = {Op.FWD: [], Op.BWD: []}
+    for stage, part in zip(plan.partition.stages, alone, strict=True):
+        layers = [profile.layers[index] for index in stage.layers]
+        again[Op.FWD].append(sum(one.forward_s for one in layers) * (part.in_a_row[0] - part.in_turn[0]))
+        again[Op.BWD].append(sum(one.backward_s for one in layers) * (part.in_a_row[1] - part.in_turn[1]))
+    return again
 
 
 def _busy_s(cost: CostModel, instruction: Instruction, rank: int) -> float:

@@ -132,6 +132,9 @@ def _repeat(
 ) -> None:
     """Goes round the cells, once to warm up and then as often as is asked and the time allows."""
     started = time.monotonic()
+    for cell in cells:
+        if isinstance(cell.trainer, ScheduledPipeline):
+            foretelling.follow(cell.num_microbatches, cell.trainer.plan)
     for turn in range(config.repeats + 1):
         turning = f"repetition {turn} of {config.repeats}" if turn else "warming up"
         say(f"{turning}, {len(cells)} cells in turns")

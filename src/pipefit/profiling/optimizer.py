@@ -56,8 +56,9 @@ def step_seconds(
         owned.append(mine)
     whole_s = _step_s([p for mine in owned for p in mine], optimizer, clock, repeats, clips, before)
     few = min(repeats, _FEW)
-    base_s = _step_s([nn.Parameter(torch.zeros(1))], optimizer, clock, few, clips)
-    above = [max(_step_s(mine, optimizer, clock, few, clips) - base_s, 0.0) for mine in owned]
+    least = [nn.Parameter(torch.zeros(1))]
+    base_s, warm_s = (_step_s(least, optimizer, clock, few, clips, first) for first in (before, int))
+    above = [max(_step_s(mine, optimizer, clock, few, clips) - warm_s, 0.0) for mine in owned]
     scale = max(whole_s - base_s, 0.0) / sum(above) if sum(above) else 0.0
     return StepSeconds(whole_s, tuple(seconds * scale for seconds in above))
 

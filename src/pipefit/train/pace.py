@@ -44,6 +44,8 @@ class Pace:
         loss: (output, target) -> scalar.
 
     Attributes:
+        layers: the same.
+        step: the whole model with that micro-batch.
         spread: of all that `microbatch_s` has timed on this rank.
     """
 
@@ -55,19 +57,19 @@ class Pace:
         session: Session,
         loss: Callable[[Any, Any], Tensor],
     ) -> None:
-        self._layers, self._session, self.spread = layers, session, Spread()
+        self.layers, self._session, self.spread = layers, session, Spread()
         x, y = (take(part, microbatch_size, batch_of(part)) for part in example)
         chain = [(layer.prefix, layer.module) for layer in layers]
-        self._step = Step(chain, x, loss, y, Clock(torch.device("cpu")))
+        self.step = Step(chain, x, loss, y, Clock(torch.device("cpu")))
 
     def microbatch_s(self) -> list[float]:
         """Wall-clock seconds of a forward and backward on each rank now; it takes some hundredths of a second."""
         if self._session.is_distributed:
             dist.barrier()
-        with as_trained(self._layers):
+        with as_trained(self.layers):
             times = [time.perf_counter()]
             while len(times) < 2 or times[-1] - times[0] < _LEAST_S:
-                self._step.plain()
+                self.step.plain()
                 times.append(time.perf_counter())
         seconds = (times[-1] - times[0]) / (len(times) - 1)
         self.spread.add([after - before for before, after in pairwise(times)])
@@ -81,13 +83,13 @@ class Pace:
         if self._session.is_distributed:
             dist.barrier()
         samples: list[list[float]] = [[] for _ in (0.0, *WAITS_S)]
-        with as_trained(self._layers):
+        with as_trained(self.layers):
             for _ in range(_TURNS):
                 for found, wait_s in zip(samples, (0.0, *WAITS_S), strict=True):
-                    self._step.plain()
+                    self.step.plain()
                     if wait_s:
                         time.sleep(wait_s)
-                    found.append(self._step.plain())
+                    found.append(self.step.plain())
         at_once_s, *later_s = (statistics.median(found) for found in samples)
         ranks = self._of_ranks([seconds - at_once_s for seconds in later_s])
         return [statistics.fmean(values) for values in zip(*ranks, strict=True)]

@@ -155,6 +155,7 @@ def predict(
     repeats: int = 1,
     waking: Sequence[tuple[float, float]] = (),
     vary: Callable[[float], float] | None = None,
+    again: Mapping[Op, Sequence[float]] = MappingProxyType({}),
 ) -> Timeline:
     """The timeline that the program should have.
 
@@ -165,28 +166,36 @@ def predict(
         waking: (seconds a rank has waited, seconds the forward or backward after it takes longer), by the first; the
             program is simulated once to know how long ranks wait, and once more with what that costs on average.
         vary: see `simulate`.
+        again: seconds that a forward or backward of each stage takes longer (or, below 0, less) right after another.
     """
-    if waking:
-        cost = _after_waits(cost, simulate(program, cost, repeats=repeats), waking)
+    if waking or again:
+        cost = _in_place(cost, simulate(program, cost, repeats=repeats), waking, again)
     return simulate(program, cost, repeats=repeats, vary=vary)
 
 
-def _after_waits(cost: CostModel, timeline: Timeline, waking: Sequence[tuple[float, float]]) -> CostModel:
-    """Costs in which every forward and backward also takes what the waits before it cost, the mean of each stage's."""
+def _in_place(
+    cost: CostModel, timeline: Timeline, waking: Sequence[tuple[float, float]], again: Mapping[Op, Sequence[float]]
+) -> CostModel:
+    """Costs with what forwards and backwards take longer for what comes before them, the mean of each stage's."""
     longer: dict[tuple[Op, int], list[float]] = {}
     free: dict[int, float] = {}
+    last: dict[int, tuple[Op, int]] = {}
     for event in timeline.events:
         i = timeline.instruction(event)
         if event.position == 0:
             free[event.rank] = max(free.get(event.rank, 0.0) + cost.pass_s, event.start_s if not event.repeat else 0.0)
         if i.op in (Op.FWD, Op.BWD):
-            longer.setdefault((i.op, i.stage), []).append(_interpolated(waking, event.start_s - free[event.rank]))
+            more_s = _interpolated(waking, event.start_s - free[event.rank])
+            if again and last.get(event.rank) == (i.op, i.stage):
+                more_s += again[i.op][i.stage]
+            longer.setdefault((i.op, i.stage), []).append(more_s)
+            last[event.rank] = (i.op, i.stage)
         computes = OP_SPEC[i.op].lane is Lane.COMPUTE
         end_s = event.end_s if computes else event.start_s + cost.duration_s(i, event.rank)
         free[event.rank] = max(free[event.rank], end_s)
 
     def more(op: Op, seconds: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(own + fmean(longer.get((op, stage), [0.0])) for stage, own in enumerate(seconds))
+        return tuple(max(own + fmean(longer.get((op, stage), [0.0])), 0.0) for stage, own in enumerate(seconds))
 
     return replace(cost, forward_s=more(Op.FWD, cost.forward_s), backward_input_s=more(Op.BWD, cost.backward_input_s))
 

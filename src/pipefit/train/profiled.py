@@ -132,7 +132,10 @@ def _with_commits(
     example: tuple[Any, Any],
     loss: Callable[[Any, Any], Tensor] | None,
 ) -> Profile:
-    """A step also moves the running averages of batch norms by all micro-batches, those of a stage together."""
+    """A step also moves the running averages of batch norms by all micro-batches, those of a stage together.
+
+    Two go together as many do, and one does not.
+    """
     sizes = [[m.num_features for m in layer.module.modules() if isinstance(m, _BatchNorm)] for layer in layers]
     features = [num for own in sizes for num in own]
     if not features:
@@ -145,13 +148,13 @@ def _with_commits(
         training = Step(chain, x, loss, y, Clock(place))
         num_microbatches = -(-batch // one.microbatch_size)
         with untouched(chain, place, None):
-            one_s, all_s = (_commit_s(some, num_microbatches, training.plain) for some in (features[:1], features))
-        each_s = max(all_s - one_s, 0.0) / max(len(features) - 1, 1)
+            few_s, all_s = (_commit_s(some, num_microbatches, training.plain) for some in (features[:2], features))
+        each_s = max(all_s - few_s, 0.0) / max(len(features) - 2, 1)
         slow = [
             msgspec.structs.replace(layer, step_s=layer.step_s + len(own) * each_s)
             for layer, own in zip(one.layers, sizes, strict=True)
         ]
-        total_s = one.optimizer_s + one_s + (len(features) - 1) * each_s
+        total_s = one.optimizer_s + all_s
         others = tuple(map(slower, one.others))
         return msgspec.structs.replace(one, layers=tuple(slow), optimizer_s=total_s, others=others)
 
