@@ -25,10 +25,13 @@ from pipefit.profiling import (
     links,
     measure_device,
     measure_links,
+    passes,
     profile_layers,
     profile_sizes,
 )
+from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import ping_pong, topology_of
+from pipefit.runtime.halves import input_half
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 from pipefit.spec.profile import Profile
@@ -563,3 +566,24 @@ def test_what_halves_of_a_backward_take_beyond_a_whole_one_is_told_where_there_a
     assert profile_layers(frozen, x, **QUICK).layers[2].split_s == 0
     in_place = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True))
     assert all(layer.split_s is not None for layer in profile_layers(in_place, x, **QUICK).layers)
+
+
+def test_the_halves_of_a_layer_are_timed_on_its_own_graph(monkeypatch):
+    """Autograd looks through all that lies below, and in a stage of its own nothing does."""
+    sizes = []
+
+    def noted(saved, grads):
+        seen, stack = set(), [edge.node for edge in saved.edges]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += [child for child, _ in node.next_functions if child is not None]
+        sizes.append(len(seen))
+        return input_half(saved, grads)
+
+    monkeypatch.setattr(passes, "input_half", noted)
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    step = passes.Step([*layers.named_children()], torch.randn(2, 6), None, None, Clock(torch.device("cpu")))
+    assert len(step.halved()) == 5
+    assert len(set(sizes[:-1])) == 1

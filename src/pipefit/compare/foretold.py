@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import msgspec
-
 from pipefit.compare.config import CompareConfig
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import STRATEGIES, Batch, Subject, Trainer
@@ -26,7 +24,7 @@ from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile
 from pipefit.stage.split import named_layers
 from pipefit.train.batch import largest_part
-from pipefit.train.by_stage import Alone, ByStage
+from pipefit.train.by_stage import ByStage
 from pipefit.train.calibrate import Calibration
 from pipefit.train.optimizers import STATE_PER_WEIGHT
 from pipefit.train.pace import WAITS_S, Pace
@@ -120,9 +118,8 @@ class Foretelling:
         """From now on, the stages of this plan are measured in every turn."""
         if num_microbatches in self._paces:
             pace = self._paces[num_microbatches]
-            self._stages.setdefault(
-                _cut_of(num_microbatches, plan), ByStage(pace.step, pace.layers, plan, self.session)
-            )
+            stages = ByStage(pace.step, pace.layers, plan, self.session)
+            self._stages.setdefault(_cut_of(num_microbatches, plan), stages)
 
     def calibrate(self) -> None:
         """A turn of the executor's costs, of what it costs to have waited, of the layers' shares, and of stages."""
@@ -156,8 +153,7 @@ class Foretelling:
             return None
         program, passes = trainer.timeline(steps).program, trainer.num_passes(steps)
         runtime = self._calibration.costs(trainer.plan.schedule)
-        alone = self._stages[_cut_of(num, trainer.plan)].found()
-        profile, again = _in_stages(profile, trainer.plan, alone), _again(profile, trainer.plan, alone)
+        profile, again = self._stages[_cut_of(num, trainer.plan)].applied(profile)
         timelines = []
         spread = self._paces[num].spread
         for number, turn in enumerate(turns):
@@ -199,32 +195,6 @@ class Foretelling:
 
 def _cut_of(num: int, plan: Plan) -> _Cut:
     return num, tuple(tuple(stage.layers) for stage in plan.partition.stages), plan.placement.ranks
-
-
-def _in_stages(profile: Profile, plan: Plan, alone: Sequence[Alone]) -> Profile:
-    """The profile with every layer as its stage has it where forwards and backwards take turns."""
-    layers = list(profile.layers)
-    for stage, part in zip(plan.partition.stages, alone, strict=True):
-        forward, backward = part.in_turn
-        for index in stage.layers:
-            own = layers[index]
-            layers[index] = msgspec.structs.replace(
-                own,
-                forward_s=own.forward_s * forward,
-                backward_input_s=own.backward_input_s * backward,
-                backward_weight_s=own.backward_weight_s * backward,
-            )
-    return msgspec.structs.replace(profile, layers=tuple(layers))
-
-
-def _again(profile: Profile, plan: Plan, alone: Sequence[Alone]) -> dict[Op, list[float]]:
-    """Seconds that a stage's forward or backward takes longer, or less, right after another of them."""
-    again: dict[Op, list[float]] = {Op.FWD: [], Op.BWD: []}
-    for stage, part in zip(plan.partition.stages, alone, strict=True):
-        layers = [profile.layers[index] for index in stage.layers]
-        again[Op.FWD].append(sum(one.forward_s for one in layers) * (part.in_a_row[0] - part.in_turn[0]))
-        again[Op.BWD].append(sum(one.backward_s for one in layers) * (part.in_a_row[1] - part.in_turn[1]))
-    return again
 
 
 def _busy_s(cost: CostModel, instruction: Instruction, rank: int) -> float:

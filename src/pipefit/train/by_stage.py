@@ -8,14 +8,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipefit.ir.op import Op
 from pipefit.profiling.passes import Step
 from pipefit.profiling.payload import map_tensors, tensors_of
 from pipefit.runtime.session import Session
-from pipefit.spec import Plan
+from pipefit.spec import Plan, Profile
 from pipefit.stage.split import NamedLayer
 from pipefit.train.profiled import as_trained
 
@@ -79,6 +81,26 @@ class ByStage:
         if self._session.is_distributed:
             dist.all_reduce(table)
         return [Alone((a, b), (c, d)) for a, b, c, d in table.tolist()]
+
+    def applied(self, profile: Profile) -> tuple[Profile, dict[Op, list[float]]]:
+        """The profile with every layer as its stage has it, and what a stage takes longer, or less, in a row.
+
+        The layers are for forwards and backwards that take turns; seconds in a row are for every stage, by operation.
+        """
+        layers = list(profile.layers)
+        again: dict[Op, list[float]] = {Op.FWD: [], Op.BWD: []}
+        for numbers, (in_turn, in_a_row) in zip(self._stages, self.found(), strict=True):
+            own = [profile.layers[number] for number in numbers]
+            again[Op.FWD].append(sum(layer.forward_s for layer in own) * (in_a_row[0] - in_turn[0]))
+            again[Op.BWD].append(sum(layer.backward_s for layer in own) * (in_a_row[1] - in_turn[1]))
+            for number, layer in zip(numbers, own, strict=True):
+                layers[number] = msgspec.structs.replace(
+                    layer,
+                    forward_s=layer.forward_s * in_turn[0],
+                    backward_input_s=layer.backward_input_s * in_turn[1],
+                    backward_weight_s=layer.backward_weight_s * in_turn[1],
+                )
+        return msgspec.structs.replace(profile, layers=tuple(layers)), again
 
     def _inputs(self) -> list[Any]:
         """What each stage takes, cut off from the graph that made it."""

@@ -169,14 +169,14 @@ def predict(
         again: seconds that a forward or backward of each stage takes longer (or, below 0, less) right after another.
     """
     if waking or again:
-        cost = _in_place(cost, simulate(program, cost, repeats=repeats), waking, again)
+        cost = _by_what_precedes(cost, simulate(program, cost, repeats=repeats), waking, again)
     return simulate(program, cost, repeats=repeats, vary=vary)
 
 
-def _in_place(
+def _by_what_precedes(
     cost: CostModel, timeline: Timeline, waking: Sequence[tuple[float, float]], again: Mapping[Op, Sequence[float]]
 ) -> CostModel:
-    """Costs with what forwards and backwards take longer for what comes before them, the mean of each stage's."""
+    """Costs with what forwards and backwards take longer for what precedes them, the mean of each stage's."""
     longer: dict[tuple[Op, int], list[float]] = {}
     free: dict[int, float] = {}
     last: dict[int, tuple[Op, int]] = {}
