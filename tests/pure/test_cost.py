@@ -37,6 +37,17 @@ def test_a_full_backward_takes_as_long_as_its_halves_and_a_replay_as_its_forward
     assert cost.duration_s(recompute(0, 0), 0) == cost.duration_s(fwd(0, 0), 0) == 3
 
 
+def test_each_half_of_a_backward_takes_what_it_was_found_to_take_beyond_its_share():
+    halved = [msgspec.structs.replace(layer, split_s=0.5, split_input_s=0.25) for layer in THREE]
+    partition = Partition((StageSpec((0,)), StageSpec((1, 2))))
+    cost = CostModel.from_profile(Profile("m", 1, tuple(halved)), partition, Topology.local(2))
+    assert cost.duration_s(bwd_input(1, 0), 1) == 5 + 8 + 2 * 0.25
+    assert cost.duration_s(bwd_weight(1, 0), 1) == 6 + 9 + 2 * 0.5
+    assert cost.duration_s(bwd(1, 0), 1) == 5 + 8 + 6 + 9
+    assert cost.duration_s(bwd_input(0, 0), 0) == 0  # nothing learns before it: all is left to the second half
+    assert cost.duration_s(bwd_weight(0, 0), 0) == 2 + 3
+
+
 @given(
     st.sampled_from(["naive", "data-parallel", "gpipe", "1f1b", "interleaved", "breadth-first"]),
     st.integers(1, 4),

@@ -152,6 +152,7 @@ def from_profile(
     inputs_s = total(lambda layer: layer.backward_input_s, scale)
     weights_s = total(lambda layer: layer.backward_weight_s, scale)
     split_s = total(lambda layer: layer.split_s or 0, scale)
+    split_input_s = total(lambda layer: layer.split_input_s, scale)
     grads = _crossing(profile, partition, _grad_bytes, scale * data_scale)
     halves = total(lambda layer: layer.kept_bytes, scale * data_scale)
     return CostModel(
@@ -160,6 +161,7 @@ def from_profile(
         backward_input_s=(0.0, *inputs_s[1:]),
         backward_weight_s=(inputs_s[0] + weights_s[0], *weights_s[1:]),
         split_s=(0.0, *split_s[1:]),
+        split_input_s=(0.0, *split_input_s[1:]),
         step_s=tuple(size * step_s_per_weight_byte for size in weights),
         host_step_s=tuple(size / rate for size in weights) if (rate := _host_rate(topology)) else (),
         loss_s=loss_s,

@@ -32,6 +32,7 @@ _PER_STAGE = (
     "saved_bytes",
     "half_bytes",
     "split_s",
+    "split_input_s",
     "weight_bytes",
     "optim_bytes",
     "beside_bytes",
@@ -48,7 +49,8 @@ class CostModel:
         forward_s: seconds of a forward.
         backward_input_s: seconds of the half of a backward that makes the gradient of the input.
         backward_weight_s: seconds of the other half; a full backward takes both.
-        split_s: seconds that a backward in two halves takes beyond a whole one, in its second half.
+        split_s: seconds that the second of two halves takes beyond its share of a whole backward.
+        split_input_s: those that the first takes.
         recompute_s: seconds of a replay; (): those of the forward.
         step_s: seconds of an optimizer step.
         host_step_s: seconds of one on the host; (): those of the device.
@@ -85,6 +87,7 @@ class CostModel:
     backward_input_s: tuple[float, ...]
     backward_weight_s: tuple[float, ...]
     split_s: tuple[float, ...] = ()
+    split_input_s: tuple[float, ...] = ()
     recompute_s: tuple[float, ...] = ()
     step_s: tuple[float, ...] = ()
     host_step_s: tuple[float, ...] = ()
@@ -319,7 +322,7 @@ _WORK_S: Final[dict[Op, _Work]] = {
     Op.LOSS: lambda cost, i: cost.loss_s,
     Op.RECOMPUTE: lambda cost, i: cost.recompute_s[i.stage],
     Op.BWD: lambda cost, i: cost.backward_input_s[i.stage] + cost.backward_weight_s[i.stage],
-    Op.BWD_INPUT: lambda cost, i: cost.backward_input_s[i.stage],
+    Op.BWD_INPUT: lambda cost, i: cost.backward_input_s[i.stage] + cost.split_input_s[i.stage],
     Op.BWD_WEIGHT: lambda cost, i: cost.backward_weight_s[i.stage] + cost.split_s[i.stage],
     Op.STEP: lambda cost, i: cost.step_s[i.stage],
     Op.DROP: lambda cost, i: 0,

@@ -81,7 +81,7 @@ def _factors(
     asked = [
         (Op.FWD, ("forward_s",)),
         (Op.BWD, ("backward_input_s", "backward_weight_s")),
-        (Op.BWD_INPUT, ("backward_input_s",)),
+        (Op.BWD_INPUT, ("backward_input_s", "split_input_s")),
         (Op.BWD_WEIGHT, ("backward_weight_s", "split_s")),
     ]
     for op, fields in asked:

@@ -49,7 +49,7 @@ def profile_layers(
 
     Each repeat runs four passes through the whole model, so a slow moment of the machine hits all layers alike: one
     without marks (`step_s`), one with a mark at every layer (forward and full backward), one whose backward pass
-    makes input gradients only, and one whose backward comes layer by layer in two halves (`split_s`). The weight
+    makes input gradients only, and one whose backward comes layer by layer in two halves. The weight
     gradient is the full backward minus the input gradient; layers that nothing trainable precedes have no input
     gradient, frozen layers no weight gradient. All figures are medians. A CPU with one thread is timed by the
     processor time of that thread, so that other programs on the machine do not show. The layers run in train mode;
@@ -154,7 +154,7 @@ class _Samples:
     plain: list[float] = field(default_factory=list)
     marked: list[Marked] = field(default_factory=list)
     inputs: list[Marked] = field(default_factory=list)
-    halved: list[list[float] | None] = field(default_factory=list)
+    halved: list[list[tuple[float, float]] | None] = field(default_factory=list)
 
 
 def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _Samples:
@@ -187,9 +187,10 @@ def _layer(index: int, name: str, weights: Weights, samples: _Samples, step_s: f
     elif not weights.gets_gradients:
         inputs = 0.0
     halved = [turn[index] for turn in samples.halved if turn is not None]
-    split_s = None
-    if halved:
-        split_s = max(median_of(halved) - full, 0.0) if weights.learns and weights.gets_gradients else 0.0
+    split_s, split_input_s = (0.0 if halved else None), 0.0
+    if halved and weights.learns and weights.gets_gradients:
+        first_s, second_s = (median_of(list(half)) for half in zip(*halved, strict=True))
+        split_s, split_input_s = max(second_s - (full - inputs), 0.0), max(first_s - inputs, 0.0)
     return Layer(
         name=name,
         forward_s=median_of(forward),
@@ -200,6 +201,7 @@ def _layer(index: int, name: str, weights: Weights, samples: _Samples, step_s: f
         weight_bytes=weights.weight_bytes,
         grad_bytes=weights.grad_bytes,
         split_s=split_s,
+        split_input_s=split_input_s,
         half_bytes=weights.half_bytes,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
         step_s=step_s,

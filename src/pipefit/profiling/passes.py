@@ -67,7 +67,7 @@ class Step:
         """As `marked`, with a backward pass that makes no gradient of a weight."""
         return self._marked(_input_gradients)
 
-    def halved(self) -> list[float] | None:
+    def halved(self) -> list[tuple[float, float]] | None:
         """Seconds of each layer's backward in two halves, by itself; None where a layer's cannot be halved.
 
         Autograd looks through the whole graph below wherever it starts, so each layer has a graph of its own.
@@ -88,12 +88,14 @@ class Step:
             while borders:
                 given, grads = borders.pop()
                 start = clock.mark()
-                weight_half(input_half(given, grads)[1])
-                marks.append((start, clock.mark()))
+                runs = input_half(given, grads)[1]
+                between = clock.mark()
+                weight_half(runs)
+                marks.append((start, between, clock.mark()))
         except (ModelError, RuntimeError):
             return None
         clock.settle()
-        return [clock.between(start, end) for start, end in reversed(marks)]
+        return [(clock.between(a, b), clock.between(b, c)) for a, b, c in reversed(marks)]
 
     def _roots(self, output: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where the backward pass starts and with which gradients; nothing where nothing can learn."""

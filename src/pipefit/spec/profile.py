@@ -30,7 +30,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         grad_bytes: bytes of the gradient of the output; None: as many as the output.
         spread_s: half the distance between the quartiles of the measured forward + backward time.
         step_s: seconds of the optimizer's step on its weights, a part of the profile's `optimizer_s`.
-        split_s: seconds that a backward in two halves takes beyond a whole one; None: not measured.
+        split_s: seconds that the second half of a backward takes beyond `backward_weight_s`; None: not measured.
+        split_input_s: those that the first half takes beyond `backward_input_s`.
         half_bytes: bytes that a backward in two halves keeps from the first to the second, beside those saved; None:
             not known.
     """
@@ -46,6 +47,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spread_s: float = 0.0
     step_s: float = 0.0
     split_s: float | None = None
+    split_input_s: float = 0.0
     half_bytes: float | None = None
 
     @property
@@ -71,6 +73,7 @@ _FIGURES = (
     "output_bytes",
     "saved_bytes",
     "weight_bytes",
+    "split_input_s",
     "spread_s",
     "step_s",
 )

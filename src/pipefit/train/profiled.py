@@ -123,7 +123,7 @@ def merged(profiles: Sequence[Profile], middle: Callable[[Iterable[float]], floa
     return msgspec.structs.replace(first, layers=tuple(layers), **whole)
 
 
-_SECONDS = ("forward_s", "backward_input_s", "backward_weight_s", "step_s")
+_SECONDS = ("forward_s", "backward_input_s", "backward_weight_s", "split_input_s", "step_s")
 
 
 def _with_commits(
