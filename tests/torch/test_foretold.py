@@ -142,6 +142,16 @@ def test_a_stage_by_itself_is_timed_in_turn_and_in_a_row():
     assert in_turn == pytest.approx((1, 1), rel=0.3) and in_a_row == pytest.approx((0.2, 1), rel=0.4)
 
 
+def test_a_stage_whose_first_layer_works_in_place_is_timed_as_any_other():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    layers, batch = named_layers(model), (torch.randn(8, 4), torch.randn(8, 4))
+    plan = make_plan(layers, num_ranks=2, schedule="gpipe", num_microbatches=4, stages=[1, 2])
+    pace = Pace(layers, batch, 2, ALONE, nn.functional.mse_loss)
+    stages = ByStage(pace.step, layers, plan, Session(1, 1, None, Progress()))
+    stages.turn()
+    assert min(*stages.found()[1].in_turn, *stages.found()[1].in_a_row) > 0
+
+
 def program_of(plan):
     from pipefit.schedules.planned import shape_of
 

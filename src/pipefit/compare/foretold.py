@@ -1,9 +1,10 @@
 """What cells should take: profile, links and the executor's costs, measured in the same turns as the cells.
 
 A prediction and what it is held against must be of the same machine, and a shared one is another from minute to minute.
-So the layers and the executor's costs are measured in every turn, and before and after each cell the whole model, by
-the wall clock, on every rank: the prediction of a turn is for those paces. Paces are samples, so all turns count: those
-with the best would be those that chance made too good, and all that is measured between them would look slow.
+So the layers, the stages by themselves and the executor's costs are measured in every turn, and before and after each
+cell the whole model, by the wall clock, on every rank: the prediction of a turn is for those paces. Paces are samples,
+so all turns count: those with the best would be those that chance made too good, and all that is measured between them
+would look slow.
 """
 
 from __future__ import annotations

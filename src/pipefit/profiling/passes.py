@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.layers import Chain
-from pipefit.profiling.payload import describe, map_tensors, tensors_of
+from pipefit.profiling.payload import cut_off, describe, map_tensors, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
 
 __all__ = ["Marked", "Step"]
@@ -75,7 +75,7 @@ class Step:
         clock, payload = self.clock, self.payload
         borders: list[tuple[Saved, list[Tensor]]] = []
         for _, layer in self.chain:
-            payload = map_tensors(_cut_off, payload)
+            payload = map_tensors(cut_off, payload)
             # Edges of the graph as it is now: the layer may change its input in place.
             inputs = [get_gradient_edge(leaf) for leaf in tensors_of(payload) if leaf.requires_grad]
             payload = layer(payload)
@@ -169,8 +169,3 @@ def _input_gradients(roots: list[Tensor], seeds: list[Tensor | None], boundaries
             f"the input gradients alone cannot be taken: {error} "
             "(a layer that recomputes itself needs checkpoint(..., use_reentrant=False))"
         ) from error
-
-
-def _cut_off(x: Tensor) -> Tensor:
-    """The same without the graph that made it; no leaf, as those refuse changes in place."""
-    return x.detach().requires_grad_().clone() if x.requires_grad else x

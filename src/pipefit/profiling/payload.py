@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
 
-__all__ = ["batch_of", "describe", "map_tensors", "num_bytes", "placed", "take", "tensors_of"]
+__all__ = ["batch_of", "cut_off", "describe", "map_tensors", "num_bytes", "placed", "take", "tensors_of"]
 
 
 def tensors_of(payload: Any) -> list[Tensor]:
@@ -22,6 +22,11 @@ def tensors_of(payload: Any) -> list[Tensor]:
 def map_tensors(function: Callable[[Tensor], Any], payload: Any) -> Any:
     """The payload with every tensor replaced by `function` of it."""
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, payload)
+
+
+def cut_off(tensor: Tensor) -> Tensor:
+    """A copy without the graph that made it; no leaf, as those refuse changes in place."""
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def num_bytes(tensors: list[Tensor]) -> int:

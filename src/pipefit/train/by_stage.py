@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from pipefit.ir.op import Op
 from pipefit.profiling.passes import Step
-from pipefit.profiling.payload import map_tensors, tensors_of
+from pipefit.profiling.payload import cut_off, map_tensors, tensors_of
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile
 from pipefit.stage.split import NamedLayer
@@ -109,8 +108,8 @@ class ByStage:
         payload = self._step.payload
         for index, (_, layer) in enumerate(self._step.chain):
             if index in first:
-                payload = found[first[index]] = map_tensors(_leaf, payload)
-            payload = layer(map_tensors(Tensor.clone, payload))
+                found[first[index]] = map_tensors(cut_off, payload)
+            payload = layer(payload)
         return found
 
 
@@ -118,7 +117,8 @@ def _timed(modules: Sequence[Any], x: Any, num: int) -> list[tuple[float, float]
     """Seconds of some forwards, one after the other, and of their backwards."""
     forward_s, outputs = [], []
     for _ in range(num):
-        payload = map_tensors(_own, x)
+        # Each micro-batch is a message of its own.
+        payload = map_tensors(cut_off, x)
         began = time.perf_counter()
         for module in modules:
             payload = module(payload)
@@ -134,15 +134,6 @@ def _timed(modules: Sequence[Any], x: Any, num: int) -> list[tuple[float, float]
             torch.autograd.backward(roots, grads)
         backward_s.append(time.perf_counter() - began)
     return list(zip(forward_s, backward_s, strict=True))
-
-
-def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(x.requires_grad)
-
-
-def _own(x: Tensor) -> Tensor:
-    """A copy, as each micro-batch is a message of its own."""
-    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _over(pairs: Sequence[tuple[float, float]], whole: Sequence[tuple[float, float]]) -> tuple[float, float]:
