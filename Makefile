@@ -11,9 +11,8 @@ PY         := .venv/bin/python
 DEMO_ARGS  ?=
 BENCH_ARGS ?= --help
 PYTEST     := $(PY) -m pytest -q
-XDIST      := -n 2
 # A file stays on one worker: what its tests share is made once.
-BY_FILE    := $(XDIST) --dist loadfile
+BY_FILE    := -n 2 --dist loadfile
 # The pure half: everything that never imports torch and whose docstrings are run as tests.
 PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules verify simulate cost timeline partition \
 	planner synthesize draw,src/pipefit/$(part)))
@@ -34,13 +33,11 @@ demo: .venv/stamp ## profile, plan and train a small language model over a pipel
 	@scripts/demo $(DEMO_ARGS)
 
 test: .venv/stamp ## all tests: those of one process on two workers, then those of several
-	@$(PYTEST) $(XDIST) tests/pure
-	@$(PYTEST) $(BY_FILE) tests/torch
-	@$(PYTEST) tests/dist tests/gpu
+	@$(PYTEST) $(BY_FILE) -m "not dist"
+	@$(PYTEST) -m dist
 
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
-	@$(PYTEST) $(XDIST) -m "not slow" tests/pure
-	@$(PYTEST) $(BY_FILE) -m "not slow" tests/torch
+	@$(PYTEST) $(BY_FILE) -m "not slow and not dist"
 
 check: lint types imports doctest docs test ## everything a change must pass
 

@@ -1,14 +1,16 @@
-"""What every test may count on: one thread, repeatable numbers, a deadline, and markers that follow from the folder.
+"""Guarantees for every test: one thread, repeatable numbers, a deadline.
 
-The tiers are folders: `pure` (no torch), `torch` (one process), `dist` (several processes), `gpu` (a CUDA device).
+The folders are those of the package. Tests of several processes are marked `dist`, those that need a GPU `gpu`.
 """
 
+import contextlib
 import os
 import random
 import signal
 import sys
+import tempfile
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
 
 # Before torch is loaded anywhere, here or in a process a test starts: ranks share few cores, and one thread per rank is
 # both faster there and the same to the bit from run to run.
@@ -18,8 +20,6 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import hypothesis
 import pytest
-
-TESTS = Path(__file__).parent
 
 # A shell starts what runs behind it without Ctrl-C, and a process hands that on: tests send it to those they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,11 +41,10 @@ def _has_cuda() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by folder, and skip what needs a CUDA device where there is none."""
+    """Gives tests of several processes a short deadline, and skips what needs a CUDA device where there is none."""
     for item in items:
-        tier = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
-        if tier in ("dist", "gpu"):
-            item.add_marker(getattr(pytest.mark, tier))
+        if item.get_closest_marker("dist") and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(120))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         for item in on_gpu:
@@ -61,3 +60,33 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(1)
         torch.set_default_dtype(torch.float32)
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> None:
+    """Starts the server that ranks are forked from: loading torch takes seconds, and no test should pay for it."""
+    from pipefit.runtime.launch import launch
+    from tests.runtime import jobs
+
+    launch(jobs.nothing, 1, quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def _ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Around a test of several processes: its runs' folders go with it, and every rank that it started has ended."""
+    if request.node.get_closest_marker("dist") is None:
+        yield
+        return
+    import multiprocessing
+
+    request.getfixturevalue("rank_server")
+    # The folder of a run that failed is kept for its user; here nobody would take it away.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("runs")))
+    yield
+    left = multiprocessing.active_children()
+    for process in left:
+        with contextlib.suppress(OSError):
+            os.kill(process.pid, 9)
+    assert not left

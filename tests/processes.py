@@ -8,7 +8,7 @@ from collections.abc import Callable
 def ended(function: Callable[..., object], *args: object) -> int:
     """What a process came to that ran a function, found by its name: −signal, or its exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipefit.train.preload"])
+    context.set_forkserver_preload(["pipefit.pipeline.preload"])
     process = context.Process(target=_run, args=(function, args))
     process.start()
     process.join()

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from pipefit import draw, study
     from pipefit.errors import PipefitError
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
+    from pipefit.pipeline.pipeline import Pipeline
+    from pipefit.pipeline.planned import plan
+    from pipefit.pipeline.spill_options import Spilled
     from pipefit.schedules import Shape, schedule
     from pipefit.spec import Partition, Placement, Plan, Profile, Topology
     from pipefit.study.api import Study
     from pipefit.study.trial import Trial
     from pipefit.timeline import Timeline
-    from pipefit.train.pipeline import Pipeline
-    from pipefit.train.planned import plan
-    from pipefit.train.spilled import Spilled
     from pipefit.verify import Report
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Instruction": "ir",
     "Partition": "spec",
-    "Pipeline": "train.pipeline",
+    "Pipeline": "pipeline.pipeline",
     "PipefitError": "errors",
     "Placement": "spec",
     "Plan": "spec",
@@ -35,7 +35,7 @@ _HOMES = {
     "Program": "ir",
     "Report": "verify",
     "Shape": "schedules",
-    "Spilled": "train.spilled",
+    "Spilled": "pipeline.spill_options",
     "Study": "study.api",
     "Timeline": "timeline",
     "Topology": "spec",
@@ -45,7 +45,7 @@ _HOMES = {
     "bwd_weight": "ir",
     "draw": "draw",
     "fwd": "ir",
-    "plan": "train.planned",
+    "plan": "pipeline.planned",
     "schedule": "schedules",
     "study": "study",
 }

@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
-from pipefit.checkpoint.exchange import agree, attempt
 from pipefit.checkpoint.manifest import MANIFEST, FileEntry, Manifest, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
-from pipefit.checkpoint.sharded import whole_for_writing
+from pipefit.checkpoint.sharded_optimizer import whole_for_writing
 from pipefit.checkpoint.state import Trained, is_first, tensors_of
 from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError
+from pipefit.runtime.collectives import agree, attempt
 from pipefit.spec.files import encode, sync_folder
 
 __all__ = ["explained", "make_folder", "save"]

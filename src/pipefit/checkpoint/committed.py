@@ -19,16 +19,16 @@ from safetensors import safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
-from pipefit.checkpoint.exchange import agree, attempt
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.optim import OPTIM, optimization_of, restore_optimizer, trained_of
 from pipefit.checkpoint.state import Trained, aliases_of, weights_of
 from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError, TierError
-from pipefit.memory.disk import DiskTier
-from pipefit.memory.split import SplitTier
-from pipefit.memory.tierfile import Aside
+from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
+from pipefit.spill.disk import DiskTier
+from pipefit.spill.split_tier import SplitTier
+from pipefit.spill.tier_file import Aside
 
 __all__ = ["MOST_BYTES", "Standing", "commit_step", "standing_of", "take_over"]
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.errors import ModelError, PipefitError
-from pipefit.runtime.worker import Owned, Worker
+from pipefit.runtime.worker import Worker
+from pipefit.stage.training import Owned
 
 __all__ = ["OPTIM", "optimization_of", "optimizer_tensors", "restore_optimizer", "trained_of"]
 

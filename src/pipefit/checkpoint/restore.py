@@ -13,16 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipefit.checkpoint.exchange import agree, attempt, exchange
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest, verify_file
 from pipefit.checkpoint.optim import OPTIM, restore_optimizer
-from pipefit.checkpoint.sharded import whole_for_reading
+from pipefit.checkpoint.sharded_optimizer import whole_for_reading
 from pipefit.checkpoint.state import Trained, aliases_of, weights_of
 from pipefit.checkpoint.tensors import dtype_of
 from pipefit.errors import ModelError, PipefitError
 from pipefit.parallel.mesh import Mesh
+from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session
-from pipefit.runtime.spilling import presence
 from pipefit.runtime.worker import Worker
 
 __all__ = ["Checkpoint", "load"]
@@ -194,7 +193,7 @@ def _spilled_taker(
     """Brings a stage onto the device, takes everything over, and writes it back to its tier."""
 
     def take() -> None:
-        with presence(worker, stage, optim=True, change=True), torch.no_grad():
+        with worker.presence(stage, optim=True, change=True), torch.no_grad():
             for name, _, tensor in weights_of(worker, aliases_of(worker.stages[stage].layers), stage):
                 tensor.copy_(weights[name].read())
             if restore is not None:

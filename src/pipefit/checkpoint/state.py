@@ -8,12 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from pipefit.checkpoint.optim import OPTIM, optimizer_tensors
-from pipefit.checkpoint.spilled import StagedTensors
+from pipefit.checkpoint.spilled_tensors import StagedTensors
 from pipefit.errors import ModelError
 from pipefit.runtime.session import Session
-from pipefit.runtime.worker import Training, Worker
+from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import Training
 
 __all__ = ["Trained", "aliases_of", "is_first", "tensors_of", "weights_of"]
 

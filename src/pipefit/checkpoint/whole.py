@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.checkpoint.commit import explained, make_folder
-from pipefit.checkpoint.exchange import agree, attempt, exchange
 from pipefit.checkpoint.state import Trained, tensors_of
 from pipefit.checkpoint.tensors import header, payload
 from pipefit.errors import PipefitError
+from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.spec.files import sync_folder
 
 __all__ = ["export"]

@@ -62,8 +62,8 @@ def command(
     """
     import torch
 
+    from pipefit.pipeline.setup import ranks_of
     from pipefit.testing import check
-    from pipefit.train.setup import ranks_of
 
     transport = transport or ("local" if tensor == 1 else "distributed")
     dtype = dtype or ("float64" if precision == "fp32" else "float32")

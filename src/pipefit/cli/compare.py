@@ -53,7 +53,7 @@ def command(
     micro-batches, in turns within one run, so that whatever slows the machine down slows all alike. Shown are samples
     per second, speed-ups, measured beside predicted, memory, and the loss after equal samples.
     """
-    from pipefit.compare.config import CompareConfig
+    from pipefit.compare.settings import CompareConfig
 
     for name, value in (("--batch", batch), ("--steps", steps), ("--repeats", repeats), ("--chunks", chunks)):
         count(name, value)

@@ -111,7 +111,7 @@ def read_source(
     """
     from pipefit.ir import text
     from pipefit.planner.machines import load_topology
-    from pipefit.schedules.planned import program_of
+    from pipefit.schedules.from_plan import program_of
     from pipefit.spec import Plan
 
     plan = Plan.load(path) if path.suffix == ".json" else None
@@ -128,7 +128,7 @@ def read_source(
 
 
 def figures(program: Program, timeline: Timeline, cost: CostModel) -> dict[str, Any]:
-    """The figures of a program under a cost model; see `pipefit.simulate.metrics`."""
+    """The figures of a program under a cost model; see `pipefit.simulate.figures`."""
     from pipefit.simulate import metrics
 
     num_ranks = program.header.num_ranks

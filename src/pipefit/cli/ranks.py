@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipefit.train.config import RunConfig
-    from pipefit.train.run import RunResult
+    from pipefit.run.config import RunConfig
+    from pipefit.run.training import RunResult
 
 __all__ = ["run_rank", "train_rank"]
 
@@ -26,8 +26,8 @@ def run_rank(script: str, arguments: Sequence[str]) -> None:
 def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     """Trains as this rank; rank 0 shows it to people unless it should be quiet."""
     from pipefit.cli.watch import Quiet, Watcher
+    from pipefit.run.training import run
     from pipefit.runtime.session import current
-    from pipefit.train.run import run
 
     watched = current().rank == 0 and not quiet
     return run(config, Watcher(config.steps, config.batch) if watched else Quiet())

@@ -24,7 +24,7 @@ def command(
 
     Example: pipefit report runs/first
     """
-    from pipefit.report import write_report
+    from pipefit.run.report_page import write_report
 
     check_suffix(output, (".html",))
     page = write_report(folder, output)

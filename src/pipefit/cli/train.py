@@ -92,7 +92,7 @@ def command(
     Profiles the model, plans, trains, and shows what was measured beside what was predicted. Under torchrun each
     process is a rank.
     """
-    from pipefit.train.config import RunConfig
+    from pipefit.run.config import RunConfig
 
     ranks = _ranks(plan, device_memory) if ranks is None else ranks
     for name, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks), ("batch", batch)):
@@ -165,7 +165,7 @@ def _run(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any
         told = _how_to_go_on(settings)
         raise LaunchError(f"{problem}\n  {told}" if told else str(problem)) from None
     if settings.output and _is_first():
-        from pipefit.report import write_report
+        from pipefit.run.report_page import write_report
 
         result.paths["report"] = str(write_report(settings.output))
     return result
@@ -173,7 +173,7 @@ def _run(settings: Any, transport: str, threads: int | None, quiet: bool) -> Any
 
 def _how_to_go_on(settings: Any) -> str:
     """With what a run that is cut off has committed, in words; nothing where that is nothing."""
-    from pipefit.train.resumed import committed_step
+    from pipefit.pipeline.resumed import committed_step
 
     disk = settings.disk
     # The last that every rank has committed.

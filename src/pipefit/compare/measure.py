@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipefit.compare.config import CompareConfig
-from pipefit.compare.foretold import Foretelling, Foretold, Turn
-from pipefit.compare.memory import rise_bytes
+from pipefit.compare.found import Comparison, Refusal, Row
 from pipefit.compare.peer import TorchPipeline
 from pipefit.compare.pipelines import ScheduledPipeline, plan_of
-from pipefit.compare.result import Comparison, Refusal, Row
+from pipefit.compare.prediction import Foretelling, Foretold, Turn
+from pipefit.compare.settings import CompareConfig
 from pipefit.compare.strategies import (
     STRATEGIES,
     Batch,
@@ -35,16 +34,17 @@ from pipefit.compare.strategies import (
     num_cores,
     processor_s,
 )
+from pipefit.compare.update_memory import rise_bytes
 from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
+from pipefit.pipeline.setup import make_plan
 from pipefit.profiling.clock import half_interquartile_range
+from pipefit.run.config import RunConfig
+from pipefit.run.optimizers import make_optimizer
+from pipefit.run.sources import source_of
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Partition, Profile
 from pipefit.stage.split import named_layers
-from pipefit.train.config import RunConfig
-from pipefit.train.optimizers import make_optimizer
-from pipefit.train.setup import make_plan
-from pipefit.train.sources import source_of
 from pipefit.units import format_seconds
 
 __all__ = ["compare_on_ranks"]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipefit.compare.strategies import Subject, bytes_of, optimizer_tensors
+from pipefit.pipeline.pipeline import Pipeline
+from pipefit.pipeline.setup import make_plan
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.stage.split import named_layers
 from pipefit.timeline import Timeline
-from pipefit.train.pipeline import Pipeline
-from pipefit.train.setup import make_plan
 
 __all__ = ["ScheduledPipeline", "plan_of"]
 

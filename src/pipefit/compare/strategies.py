@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipefit.train.batch import cut, feed_of
+from pipefit.runtime.microbatches import cut, feed_of
 
 __all__ = ["STRATEGIES", "DataParallel", "OneProcess", "Strategy", "Subject", "Trainer"]
 

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.memory.layout import Field, Layout
-from pipefit.memory.tiers import padded
+from pipefit.stage.record_layout import Field, Layout, padded
 
 __all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets", "layout", "record_layout", "view_in"]
 

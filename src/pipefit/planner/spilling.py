@@ -12,11 +12,11 @@ import msgspec
 
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.gpt import usual_state
+from pipefit.planner.layer_bytes import Sizes
 from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.planner.resident import resident
 from pipefit.planner.shard_cuts import cuts_of, finest
 from pipefit.planner.shards import Choice, fitting, peaks_of
-from pipefit.planner.sizes import Sizes
 from pipefit.planner.task import Task
 from pipefit.schedules import find
 from pipefit.schedules.registry import Schedule

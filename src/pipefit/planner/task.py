@@ -10,7 +10,7 @@ from pipefit.cost import CostModel, from_profile
 from pipefit.ir.liveness import tier_peak_bytes
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
-from pipefit.planner.sizes import Sizes
+from pipefit.planner.layer_bytes import Sizes
 from pipefit.schedules import Shape, generate
 from pipefit.spec import Partition, Profile, Topology
 from pipefit.spec.topology import Tier

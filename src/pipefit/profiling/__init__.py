@@ -6,7 +6,7 @@ from pipefit.profiling.layers import as_chain
 from pipefit.profiling.links import LinkSample, fit_link, measure_links
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_layers, profile_sizes
-from pipefit.profiling.tiers import Copies, measure_copies, measure_tier
+from pipefit.profiling.tier_rates import Copies, measure_copies, measure_tier
 
 __all__ = [
     "Copies",

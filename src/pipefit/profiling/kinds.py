@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.errors import ModelError
-from pipefit.memory.in_use import in_use
 from pipefit.profiling.analytic import LayerCost, layer_costs, tensors_like
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.layers import as_chain, call_layer
@@ -29,6 +28,7 @@ from pipefit.profiling.passes import Loss
 from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, placed, take, tensors_of
 from pipefit.profiling.survey import saved_storages, storage_key
 from pipefit.profiling.untouched import random_state_kept, untouched
+from pipefit.runtime.in_use import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.materialise import is_meta, materialise

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from pipefit.errors import TopologyError
+from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
 
-__all__ = ["SIZES", "LinkSample", "fit_link", "measure_links", "ping_pong", "topology_of"]
+__all__ = ["SIZES", "LinkSample", "fit_link", "links_of", "measure_links", "per_core", "ping_pong", "topology_of"]
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
@@ -213,3 +214,34 @@ def _pairs(world: int, per_host: int) -> list[tuple[int, int]]:
 
 def _sizes(samples: Sequence[LinkSample]) -> list[int]:
     return sorted({sample.num_bytes for sample in samples})
+
+
+_TRIES = 3
+
+
+def links_of(session: Session, num_ranks: int) -> Topology:
+    """The links between the ranks of a run, measured now; those of a run in one process cost nothing.
+
+    On a machine too busy to measure them, the usual figures of Gloo over loopback.
+    """
+    if not session.is_distributed:
+        return Topology.local(num_ranks, bandwidth_bytes_per_s=1e12, latency_s=0.0)
+    for _ in range(_TRIES):
+        dist.barrier()
+        try:
+            return measure_links(repeats=8)
+        except TopologyError:
+            continue
+    return Topology.local(num_ranks, cores=os.cpu_count())
+
+
+def per_core(topology: Topology, num_processes: int) -> float:
+    """Processes for each core of a machine when all of a run are at work; at least 1.
+
+    By so much the simulation slows them down, so by so much is divided what was measured while they all ran.
+
+    >>> per_core(Topology.local(8, cores=2), 8)
+    4.0
+    """
+    span, cores = topology.machine
+    return max(min(span, num_processes) / cores, 1.0)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.memory.weights import WeightStore
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.layers import Chain
+from pipefit.stage.weights import WeightStore
 
 __all__ = ["Optimizer", "StepSeconds", "step_seconds"]
 

@@ -15,7 +15,6 @@ from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
-from pipefit.memory.malloc import keep_freed
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
@@ -23,6 +22,7 @@ from pipefit.runtime.executor import Execution, Feed
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.launch import program_file
 from pipefit.runtime.local import LocalTransport, Mailbox
+from pipefit.runtime.malloc import keep_freed
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.reducing import early_reductions, make_buckets
 from pipefit.runtime.session import Session

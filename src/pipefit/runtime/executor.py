@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
-from pipefit.memory.lanes import Copy
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Handle, Message, Transport
 from pipefit.runtime.worker import Worker
+from pipefit.spill.lanes import Copy
 
 __all__ = ["Execution", "Feed"]
 

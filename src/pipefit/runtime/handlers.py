@@ -15,9 +15,9 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
-from pipefit.runtime.copies import evict, fetch, norm_part, norms_of, saving, step_on_host
 from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
+from pipefit.runtime.spill_handlers import evict, fetch, norm_part, norms_of, saving, step_on_host
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten

@@ -143,7 +143,7 @@ def _server() -> Any:
     global _context
     if _context is None:
         _context = mp.get_context("forkserver")
-        _context.set_forkserver_preload(["pipefit.train.preload"])
+        _context.set_forkserver_preload(["pipefit.pipeline.preload"])
     return _context
 
 

@@ -17,10 +17,10 @@ from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
-from pipefit.memory.spilled import SpilledStore
 from pipefit.parallel.buckets import GradientBuckets, Launch
-from pipefit.parallel.sharded import ShardedStore
+from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.runtime.transport import Handle
+from pipefit.spill.stage_store import SpilledStore
 
 if TYPE_CHECKING:
     from pipefit.runtime.executor import Execution

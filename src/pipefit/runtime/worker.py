@@ -2,79 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipefit.memory.weights import WeightStore
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
+from pipefit.spill.rank import Spilling
 from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
+from pipefit.stage.training import Owned, Tie, Training
+from pipefit.stage.weights import WeightStore
 
-if TYPE_CHECKING:
-    from pipefit.runtime.spilling import Spilling
-
-__all__ = ["Owned", "Tie", "Training", "Worker"]
-
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
-MakeScheduler = Callable[[Optimizer], LRScheduler]
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained, whatever the schedule.
-
-    Attributes:
-        loss: from the model's output and the target to a scalar, the mean over the micro-batch.
-        optimizer: from a stage's parameters to their optimizer.
-        scheduler: from an optimizer to its learning-rate schedule, stepped once per update.
-        clip_norm: largest global norm of the gradients of an update; None: no clipping.
-        seed: of all random numbers inside the model.
-        half: the type that autocast computes in; None: no autocast.
-        loss_scale: the first scale of the loss; None: the loss is not scaled.
-    """
-
-    loss: Callable[[Any, Any], Tensor]
-    optimizer: MakeOptimizer
-    scheduler: MakeScheduler | None = None
-    clip_norm: float | None = None
-    seed: int = 0
-    half: torch.dtype | None = None
-    loss_scale: float | None = None
-
-    @property
-    def needs_norm(self) -> bool:
-        """Whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
-        return self.clip_norm is not None or self.loss_scale is not None
-
-
-class Tie(NamedTuple):
-    """A parameter that several stages train.
-
-    Attributes:
-        owner: the first of its names; the copy of that name is counted in norms and saved.
-        shape: of the parameter.
-        dtype: of the parameter.
-    """
-
-    owner: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-class Owned(NamedTuple):
-    """A parameter that a stage trains, under the user's name."""
-
-    name: str
-    parameter: nn.Parameter
-    tie: Tie | None
+__all__ = ["Worker"]
 
 
 @dataclass
@@ -157,6 +103,13 @@ class Worker:
         """Training or evaluation mode."""
         for stage in self.stages.values():
             stage.train(mode)
+
+    def presence(
+        self, stage: int, optim: bool = False, change: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Between programs: has a stage on the device, wherever it lives; see `SpilledStore.present`."""
+        spilled = self.spilling.stores if self.spilling else {}
+        return spilled[stage].present(optim, change) if stage in spilled else contextlib.nullcontext()
 
     def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
         """Gradients of all tied parameters in the model's order, and which of them are real.

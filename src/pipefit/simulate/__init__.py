@@ -1,6 +1,6 @@
 """When everything in a program happens under a cost model, without running it."""
 
-from pipefit.simulate.metrics import metrics, steady_period_s
+from pipefit.simulate.figures import metrics, steady_period_s
 from pipefit.simulate.simulate import simulate
 from pipefit.simulate.unposted import FEW_SENDS, most_unposted
 

@@ -17,7 +17,7 @@ from pipefit.ir.program import Program
 from pipefit.ir.residency import kept_fetches
 from pipefit.simulate.engine import Engine, Key, Prices
 from pipefit.simulate.layout import Code, Layout, layout_of
-from pipefit.simulate.memory import memory_over_time
+from pipefit.simulate.occupancy import memory_over_time
 from pipefit.simulate.sharing import Machine, SharingEngine
 from pipefit.timeline import Event, Timeline
 

@@ -19,7 +19,7 @@ from pipefit.schedules import find
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.testing.delayed import delayed_reference
-from pipefit.testing.pipeline import run_pipeline
+from pipefit.testing.pipelined import run_pipeline
 from pipefit.testing.reference import reference
 from pipefit.testing.task import Outcome, Task, descend, mean_cross_entropy
 

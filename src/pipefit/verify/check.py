@@ -11,12 +11,12 @@ from pipefit.verify.collectives import collectives
 from pipefit.verify.complete import complete, ownership
 from pipefit.verify.deadlock import deadlock
 from pipefit.verify.excerpt import excerpt
-from pipefit.verify.memory import capacities, memory, tiers
+from pipefit.verify.memory_rule import capacities, memory, tiers
 from pipefit.verify.messages import fifo, messages
 from pipefit.verify.order import dependencies, use_after_free
 from pipefit.verify.report import RULES, Report, Violation
 from pipefit.verify.sense import set_aside
-from pipefit.verify.spilling import residency
+from pipefit.verify.spill_rules import residency
 from pipefit.verify.subject import Finding, Rule, Subject
 from pipefit.verify.versions import versions
 

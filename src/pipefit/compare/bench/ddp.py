@@ -19,11 +19,11 @@ from pipefit.compare.bench.devices import own_core
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import DataParallel, Subject, Trainer
 from pipefit.models import build, parse_options
+from pipefit.pipeline.setup import make_plan
+from pipefit.run.optimizers import make_optimizer
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 from pipefit.stage.split import named_layers
-from pipefit.train.optimizers import make_optimizer
-from pipefit.train.setup import make_plan
 
 __all__ = ["MODELS", "DdpRow", "ddp", "ddp_rank"]
 

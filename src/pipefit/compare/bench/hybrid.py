@@ -22,21 +22,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipefit.calibrate.overhead import runtime_costs
+from pipefit.calibrate.parts import profile_of_parts
+from pipefit.calibrate.prediction import RuntimeCosts, cost_of, predict
 from pipefit.compare.bench.devices import own_core
 from pipefit.models import ModelBundle, build, parse_options
+from pipefit.pipeline.pipeline import Pipeline
+from pipefit.pipeline.setup import make_plan
+from pipefit.pipeline.traffic import traffic
+from pipefit.profiling.agreed import agreed_profile
+from pipefit.profiling.links import links_of
+from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.runtime.launch import launch
+from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.stage.split import named_layers
-from pipefit.train.batch import largest_part
-from pipefit.train.calibrate import runtime_costs
-from pipefit.train.optimizers import STATE_PER_WEIGHT, make_optimizer
-from pipefit.train.parts import profile_of_parts
-from pipefit.train.pipeline import Pipeline
-from pipefit.train.predicted import RuntimeCosts, cost_of, links_of, predict
-from pipefit.train.profiled import agreed_profile
-from pipefit.train.setup import make_plan
-from pipefit.train.traffic import traffic
 
 __all__ = ["CONFIG", "HybridConfig", "HybridRow", "hybrid", "hybrid_rank"]
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
-from pipefit.train.pipeline import Pipeline
 
 __all__ = ["LeanRow", "lean", "lean_rank"]
 

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipefit.calibrate.prediction import cost_of, predict
 from pipefit.compare.bench.netlab import sent_bytes
 from pipefit.compare.bench.network_plan import Choice, plan_for
 from pipefit.compare.bench.network_spec import Scaled, compute_s, weight_bytes
 from pipefit.compare.bench.traffic import program_bytes, ring_bytes
 from pipefit.models import ModelBundle
+from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.session import Session
 from pipefit.schedules import program_of
 from pipefit.spec import Profile, Topology
-from pipefit.train.pipeline import Pipeline
-from pipefit.train.predicted import cost_of, predict
 
 __all__ = ["Contestant", "Subject", "contestant", "sgd", "turn"]
 

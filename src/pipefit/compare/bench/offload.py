@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import InfeasibleError, PipefitError, TierError
 from pipefit.models import ModelBundle, build
+from pipefit.pipeline.pipeline import Pipeline
+from pipefit.pipeline.spill_options import Spilled
 from pipefit.profiling import Copies, measure_copies
-from pipefit.train.pipeline import Pipeline
-from pipefit.train.spilled import Spilled
 from pipefit.units import format_bytes
 
 __all__ = ["TOKENS", "WAYS", "OffloadConfig", "OffloadRow", "offload", "rates"]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipefit.compare.bench.devices import own_core
-from pipefit.compare.config import CompareConfig
+from pipefit.compare.found import Comparison, Row
 from pipefit.compare.measure import compare_on_ranks
-from pipefit.compare.result import Comparison, Row
+from pipefit.compare.settings import CompareConfig
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 

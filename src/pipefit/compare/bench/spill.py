@@ -28,12 +28,12 @@ from pipefit.data import TextBatches, text
 from pipefit.errors import PipefitError
 from pipefit.ir.op import Op
 from pipefit.ir.residency import kept_fetches
-from pipefit.memory.tiers import Key
 from pipefit.models import ModelBundle, build
+from pipefit.pipeline.pipeline import Pipeline
+from pipefit.pipeline.spill_options import Spilled
 from pipefit.profiling import measure_tier
 from pipefit.spec.topology import Tier
-from pipefit.train.pipeline import Pipeline
-from pipefit.train.spilled import Spilled
+from pipefit.spill.tiers import Key
 
 __all__ = ["LargeResult", "SpeedRow", "large", "speed"]
 

@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import InfeasibleError, ModelError, PipefitError
 from pipefit.partition.capacity import hydra, shard_bytes
 from pipefit.profiling import analytic_profile, profile_sizes
+from pipefit.runtime.microbatches import largest_part
 from pipefit.spec import Device, Partition, Profile
 from pipefit.stage.materialise import can_be_drawn, materialise
 from pipefit.study.execute.recipe import Recipe, check_batch, recipe_of
 from pipefit.study.execute.records import record_bytes
 from pipefit.study.execute.shards import Structure
 from pipefit.study.trial import Trial
-from pipefit.train.batch import largest_part
 
 __all__ = ["Built", "build_trial", "cut_evenly"]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
+from pipefit.runtime.microbatches import feed_of
 from pipefit.stage.stage import Stage
 from pipefit.study.execute.recipe import check_batch
-from pipefit.train.batch import feed_of
 
 __all__ = ["HeldOut"]
 

@@ -18,6 +18,7 @@ from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.executor import Execution, Feed
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
+from pipefit.runtime.microbatches import cut, feed_of
 from pipefit.runtime.progress import Progress
 from pipefit.spec import Partition
 from pipefit.study.entry import Admitted, Report
@@ -31,7 +32,6 @@ from pipefit.study.execute.shards import Shard, Structure
 from pipefit.study.execute.slices import Slice, slice_of
 from pipefit.study.trial import Trial
 from pipefit.study.turns import step_program, turns_of
-from pipefit.train.batch import cut, feed_of
 
 __all__ = ["LiveTrial", "NoRoomError"]
 

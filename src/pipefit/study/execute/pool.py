@@ -39,7 +39,7 @@ class Pool:
             self._context: Any = mp.get_context("fork")
         else:
             self._context = mp.get_context("forkserver")
-            self._context.set_forkserver_preload(["pipefit.train.preload", "pipefit.study.execute.preload"])
+            self._context.set_forkserver_preload(["pipefit.pipeline.preload", "pipefit.study.execute.preload"])
         self._processes: list[Any] = [None] * len(settings)
         self._pipes: list[Any] = [None] * len(settings)
         for number in range(len(settings)):

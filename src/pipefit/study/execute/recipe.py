@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import DataError, PipefitError
-from pipefit.runtime.worker import Training
+from pipefit.pipeline.capped import state_per_weight
+from pipefit.run.bundle import bundle_of
+from pipefit.run.config import RunConfig
+from pipefit.run.optimizers import make_optimizer, warmed_cosine
+from pipefit.run.sources import source_of
 from pipefit.stage.materialise import InitialiseLayer, is_meta
 from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.training import Training
 from pipefit.study.trial import Trial
-from pipefit.train.bundle import bundle_of
-from pipefit.train.capped import state_per_weight
-from pipefit.train.config import RunConfig
-from pipefit.train.optimizers import make_optimizer, warmed_cosine
-from pipefit.train.sources import source_of
 
 __all__ = ["Recipe", "check_batch", "on_meta", "recipe_of"]
 

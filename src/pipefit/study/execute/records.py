@@ -18,9 +18,8 @@ from torch import Tensor
 
 from pipefit.checkpoint.tensors import payload
 from pipefit.errors import PipefitError, TierError
-from pipefit.memory.layout import Field, Layout
-from pipefit.memory.records import HEADER_BYTES, RecordHeader, chunk_sum
-from pipefit.memory.tiers import padded
+from pipefit.spill.records import HEADER_BYTES, RecordHeader, chunk_sum
+from pipefit.stage.record_layout import Field, Layout, padded
 
 _BLOCK_BYTES = 4 << 20
 

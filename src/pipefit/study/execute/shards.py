@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.optim import OPTIM, optimization_of, optimizer_tensors, restore_optimizer
 from pipefit.errors import ModelError
-from pipefit.memory.weights import WeightStore
-from pipefit.runtime.worker import Owned, Training, Worker
+from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition
 from pipefit.stage.split import NamedLayer, tied_groups
 from pipefit.stage.stage import Stage
+from pipefit.stage.training import Owned, Training
+from pipefit.stage.weights import WeightStore
 from pipefit.study.execute.records import Record
 
 __all__ = ["BUFFER", "Shard", "Structure"]

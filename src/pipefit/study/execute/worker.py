@@ -91,7 +91,7 @@ def work(settings: Settings, pipe: Connection) -> None:
 def _work(settings: Settings, pipe: Connection) -> None:
     import torch
 
-    from pipefit.memory.malloc import give_back_freed
+    from pipefit.runtime.malloc import give_back_freed
 
     if settings.capacity_bytes:
         give_back_freed()

@@ -1,0 +1,165 @@
+"""Optimizers that are divided over replicas, whole for as long as a checkpoint is written or read.
+
+A checkpoint has one form, whoever writes or reads it: whole states under the parameters' names. Before a stage's first
+replica writes, the others send it their parts; after all have read whole states, each keeps its part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load as unpacked
+from safetensors.torch import save as packed
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipefit.parallel.buckets import view_in
+from pipefit.parallel.sharded_weights import ShardedStore
+
+if TYPE_CHECKING:
+    from pipefit.checkpoint.state import Trained
+    from pipefit.runtime.worker import Worker
+
+__all__ = ["whole_for_reading", "whole_for_writing"]
+
+Parts = dict[str, Tensor]
+
+
+@contextlib.contextmanager
+def whole_for_writing(pipeline: Trained) -> Iterator[None]:
+    """Inside, the first replica of each sharded stage has its whole optimizer. Every rank must enter together."""
+    swapped: list[tuple[Worker, int, Optimizer]] = []
+    try:
+        for stage, ranks in enumerate(pipeline.plan.placement.ranks):
+            holders = {w.rank: w for w in pipeline.workers if _is_sharded(w, stage)}
+            parts = _collected(pipeline, stage, ranks, holders)
+            if ranks[0] in holders:
+                worker = holders[ranks[0]]
+                swapped.append((worker, stage, worker.optimizers[stage]))
+                worker.optimizers[stage] = _whole(worker, stage, parts)
+        yield
+    finally:
+        for worker, stage, optimizer in swapped:
+            worker.optimizers[stage] = optimizer
+
+
+@contextlib.contextmanager
+def whole_for_reading(pipeline: Trained) -> Iterator[None]:
+    """Inside, sharded stages have whole optimizers to be filled; of what they hold then each replica keeps its part."""
+    swapped: list[tuple[Worker, int, Optimizer]] = []
+    try:
+        for worker in pipeline.workers:
+            for stage in worker.stages:
+                if _is_sharded(worker, stage):
+                    swapped.append((worker, stage, worker.optimizers[stage]))
+                    worker.optimizers[stage] = _whole(worker, stage, [])
+        yield
+        for worker, stage, optimizer in swapped:
+            _keep_part(worker, stage, worker.optimizers[stage], optimizer)
+    finally:
+        for worker, stage, optimizer in swapped:
+            worker.optimizers[stage] = optimizer
+
+
+def _is_sharded(worker: Worker, stage: int) -> bool:
+    return stage in worker.optimizers and isinstance(worker.stores[stage], ShardedStore)
+
+
+def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dict[int, Worker]) -> list[Parts]:
+    """The parts of all replicas, for the first; nothing for the others."""
+    if not holders:
+        return []
+    session, mesh = pipeline._session, pipeline.workers[0].mesh
+    if not session.is_distributed:
+        return [_parts(worker, stage) for worker in holders.values()]
+    ((rank, worker),) = holders.items()
+    mine = _parts(worker, stage)
+    # Replicas with the same part of a tensor-parallel stage belong together.
+    first = mesh.process_of(ranks[0]) + mesh.index
+    if rank != ranks[0]:
+        data = torch.frombuffer(bytearray(packed(mine)), dtype=torch.uint8)
+        dist.send(torch.tensor([len(data)]), first)
+        dist.send(data, first)
+        return []
+    found = [mine]
+    for other in ranks[1:]:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, mesh.process_of(other) + mesh.index)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, mesh.process_of(other) + mesh.index)
+        found.append(unpacked(data.numpy().tobytes()))
+    return found
+
+
+def _parts(worker: Worker, stage: int) -> Parts:
+    """The states of a replica's pieces: "index/start/key" and the tensor, on the host."""
+    store, optimizer = worker.stores[stage], worker.optimizers[stage]
+    assert isinstance(store, ShardedStore)
+    return {
+        f"{piece.index}/{piece.start}/{key}": value.detach().cpu().contiguous()
+        for piece in store.pieces
+        for key, value in optimizer.state.get(piece.master, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> Optimizer:
+    """An optimizer of whole weights with the groups and options of a sharded one, and the states of some parts."""
+    store, optimizer = worker.stores[stage], worker.optimizers[stage]
+    assert isinstance(store, ShardedStore)
+    whole: Optimizer = object.__new__(type(optimizer))
+    whole.defaults = optimizer.defaults
+    whole.param_groups = [
+        {**group, "params": [store.masters[index] for index in indices]}
+        for group, indices in zip(optimizer.param_groups, store.groups, strict=True)
+    ]
+    states: dict[int, dict[str, Tensor]] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        index, start, key = name.split("/", 2)
+        master, state = store.masters[int(index)], states.setdefault(int(index), {})
+        if value.dim() == 0:
+            state[key] = value
+            continue
+        flat = state.setdefault(key, torch.zeros(master.numel(), dtype=value.dtype))
+        flat[int(start) : int(start) + len(value)] = value
+    whole.state = {
+        store.masters[index]: {k: view_in(v, 0, store.masters[index]) if v.dim() else v for k, v in state.items()}
+        for index, state in states.items()
+    }
+    for index, master in enumerate(store.masters):
+        if store.is_whole(index):
+            whole.state[master] = optimizer.state.get(master, {})
+    return whole
+
+
+def _keep_part(worker: Worker, stage: int, whole: Optimizer, optimizer: Optimizer) -> None:
+    """Takes options, and this replica's part of whole states, over into the sharded optimizer."""
+    store = worker.stores[stage]
+    assert isinstance(store, ShardedStore)
+    for group, full in zip(optimizer.param_groups, whole.param_groups, strict=True):
+        group.update({key: value for key, value in full.items() if key != "params"})
+    optimizer.state.clear()
+    for index, master in enumerate(store.masters):
+        if store.is_whole(index) and master in whole.state:
+            optimizer.state[master] = whole.state[master]
+    for piece in store.pieces:
+        master = store.masters[piece.index]
+        if master in whole.state:
+            optimizer.state[piece.master] = {
+                key: _part_of(key, value, master, piece.start, piece.stop) for key, value in whole.state[master].items()
+            }
+
+
+def _part_of(key: str, value: object, master: Tensor, start: int, stop: int) -> object:
+    """A stretch of a state that is shaped like its weight; counters stay."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.dim() == 0 and (master.dim() or key == "step"):
+        return value.clone()
+    flat = torch.empty(master.numel(), dtype=value.dtype, device=value.device)
+    view_in(flat, 0, master).copy_(value)
+    return flat[start:stop].clone()

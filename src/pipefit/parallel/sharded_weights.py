@@ -1,0 +1,205 @@
+"""Weights of a replicated stage whose optimizer is divided over the replicas.
+
+Weights lie in flat buckets, as their gradients do. Of each bucket a replica steps one part, so it keeps one part of
+the optimizer's state; then the replicas put the new weights together.
+
+    bucket     │ w7 ····· │ w6 ······ │ w5 ···· │      d = 2
+    replica 0  │ steps this half │
+    replica 1                    │ and this one │
+
+`fully_shard` is not used: it divides the weights too and fetches them for every forward and backward, which a pipeline
+would do once for every micro-batch. `ZeroRedundancyOptimizer` gives whole weights to ranks, so that one large weight
+sits on one rank, and sends them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.errors import PlanError
+from pipefit.parallel.buckets import GradientBuckets
+from pipefit.stage.weights import WeightStore
+
+__all__ = ["ELEMENTWISE", "Piece", "ShardedStore", "shard"]
+
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that treat every number by itself, so that a part of a weight can be stepped alone."""
+
+
+class Piece(NamedTuple):
+    """A stretch of a weight that this replica steps.
+
+    Attributes:
+        index: of the parameter among the stage's.
+        start: its first element, in the order in which the weight lies in memory.
+        stop: the element after its last.
+        bucket: the bucket it lies in.
+        offset: where it begins in this replica's part of the bucket.
+        master: what the optimizer gets.
+    """
+
+    index: int
+    start: int
+    stop: int
+    bucket: int
+    offset: int
+    master: nn.Parameter
+
+
+class ShardedStore(WeightStore):
+    """The weight versions of a stage, stepped part by part.
+
+    Weights that several stages share are stepped whole on every rank that holds them: they are few, and their other
+    holders are no replicas of this stage.
+
+    Args:
+        parameters: that the stage trains.
+        whole: for each, whether it is stepped whole.
+        replica: number of this replica.
+        num_replicas: of the stage.
+
+    Attributes:
+        masters: whole weights, one for each parameter; the optimizer steps those that are stepped whole.
+        pieces: what else it steps.
+        buckets: the gradients.
+        groups: for each group of the optimizer, the indices of its parameters.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], whole: Sequence[bool], replica: int, num_replicas: int
+    ) -> None:
+        self._own = [index for index, alone in enumerate(whole) if not alone]
+        self._whole = [index for index, alone in enumerate(whole) if alone]
+        self._replica, self._num = replica, num_replicas
+        self.buckets = GradientBuckets([parameters[index] for index in self._own], num_replicas)
+        flats = [
+            torch.zeros(bucket.size, dtype=bucket.dtype, device=flat.device)
+            for bucket, flat in zip(self.buckets.buckets, self.buckets.flats, strict=True)
+        ]
+        self._parameters = list(parameters)
+        data = self._views(flats, [parameter.data for parameter in parameters])
+        with torch.no_grad():
+            for index in self._own:
+                data[index].copy_(parameters[index].data)
+                parameters[index].data = data[index]
+        super().__init__(parameters)
+        self._flats: dict[int, list[Tensor]] = {0: flats}
+        self._gradients = [flat.chunk(num_replicas)[replica] for flat in self.buckets.flats]
+        self.pieces = list(self._cut(flats))
+        self.groups: list[list[int]] = []
+
+    def _views(self, flats: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of a version by parameter: inside its buckets, or those given."""
+        data = list(others)
+        own = [self._parameters[index] for index in self._own]
+        for bucket, flat in zip(self.buckets.buckets, flats, strict=True):
+            for member, view in zip(bucket.members, bucket.views(flat, own), strict=True):
+                data[self._own[member]] = view
+        return data
+
+    def _cut(self, flats: Sequence[Tensor]) -> Iterator[Piece]:
+        for number, (bucket, flat) in enumerate(zip(self.buckets.buckets, flats, strict=True)):
+            size = bucket.size // self._num
+            first, last = self._replica * size, (self._replica + 1) * size
+            for member, start in zip(bucket.members, bucket.starts, strict=True):
+                index = self._own[member]
+                low, high = max(start, first), min(start + self._parameters[index].numel(), last)
+                if low < high:
+                    yield Piece(index, low - start, high - start, number, low - first, nn.Parameter(flat[low:high]))
+
+    def is_whole(self, index: int) -> bool:
+        """Whether a parameter is stepped whole."""
+        return index in self._whole
+
+    def stepped(self, index: int) -> list[nn.Parameter]:
+        """What the optimizer steps of a parameter: its pieces here, maybe none, or all of it."""
+        if self.is_whole(index):
+            return [self.masters[index]]
+        return [piece.master for piece in self.pieces if piece.index == index]
+
+    def gradient_part(self, bucket: int) -> Tensor:
+        """This replica's part of a bucket of gradients, where its sum goes."""
+        return self._gradients[bucket]
+
+    def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(the part that this replica has stepped, the whole) of each bucket of a version."""
+        for flat in self._flats[version]:
+            yield flat.chunk(self._num)[self._replica], flat
+
+    @torch.no_grad()
+    def begin_step(self, version: int, in_place: bool) -> None:
+        """Readies pieces and gradients for the optimizer, which turns `version` into `version` + 1.
+
+        Of a version that is still needed only this replica's parts are copied: the others come from the others.
+        """
+        flats, data = self._flats[version], self._versions[version]
+        if not in_place:
+            flats, old = [torch.empty_like(flat) for flat in flats], flats
+            for new, kept in zip(flats, old, strict=True):
+                new.chunk(self._num)[self._replica].copy_(kept.chunk(self._num)[self._replica])
+            data = self._views(flats, [tensor.clone() if i in self._whole else tensor for i, tensor in enumerate(data)])
+            for index, tensor in enumerate(data):
+                self.masters[index].data = tensor
+            for piece in self.pieces:
+                flat = flats[piece.bucket].chunk(self._num)[self._replica]
+                piece.master.data = flat[piece.offset : piece.offset + piece.stop - piece.start]
+        self._flats[version + 1], self._versions[version + 1] = flats, data
+        for piece in self.pieces:
+            found = self._gradients[piece.bucket][piece.offset : piece.offset + piece.stop - piece.start]
+            piece.master.grad = None if self._parameters[piece.index].grad is None else found
+        for index in self._whole:
+            self.masters[index].grad = self._parameters[index].grad
+        if in_place and self._current == version:
+            self._current = version + 1
+
+    def end_step(self) -> None:
+        """Lets go of the gradients."""
+        super().end_step()
+        for piece in self.pieces:
+            piece.master.grad = None
+
+    def release(self) -> None:
+        """Gives every weight memory of its own; the store is of no use afterwards."""
+        for index in self._own:
+            self._parameters[index].data = self._parameters[index].data.clone()
+
+    def drop(self, version: int) -> None:
+        """Forgets a version."""
+        super().drop(version)
+        del self._flats[version]
+
+    def rebase(self) -> None:
+        """Calls the newest version 0 again."""
+        self._flats = {0: self._flats[max(self._flats)]}
+        super().rebase()
+
+
+def shard(optimizer: Optimizer, store: ShardedStore, masters: Sequence[nn.Parameter]) -> None:
+    """Lets an optimizer that was made for whole weights step this replica's pieces of them.
+
+    Args:
+        optimizer: fresh; its groups and options stay.
+        store: of the stage.
+        masters: the parameters that it was made for, in the stage's order.
+
+    Raises:
+        PlanError: the optimizer looks at more than one number at a time, or has begun already.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise PlanError(
+            f"a sharded optimizer must treat every number by itself: {known} do, {type(optimizer).__name__} is not "
+            "known to; use one of them, or do not shard the optimizer (plan with sharded=False)"
+        )
+    if optimizer.state:
+        raise PlanError("a sharded optimizer must be fresh, but this one keeps states already")
+    number = {id(master): index for index, master in enumerate(masters)}
+    for group in optimizer.param_groups:
+        indices = [number[id(parameter)] for parameter in group["params"]]
+        store.groups.append(indices)
+        group["params"] = [made for index in indices for made in store.stepped(index)]

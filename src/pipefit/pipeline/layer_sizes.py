@@ -1,0 +1,77 @@
+"""What the layers of a model, and an optimizer's states for them, take on a device or a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from pipefit.planner.layer_bytes import LayerBytes, Sizes
+from pipefit.spill.states import StateSpec, probe_states
+from pipefit.stage.record_layout import laid_out_bytes
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.ties import tied_layers
+from pipefit.stage.training import MakeOptimizer
+
+__all__ = ["sizes_of", "state_per_weight"]
+
+
+class _States:
+    """The states that an optimizer keeps for some parameters; for those of the same forms they are found out once."""
+
+    def __init__(self, optimizer: MakeOptimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[StateSpec]] = {}
+
+    def of(self, parameters: Sequence[nn.Parameter]) -> list[StateSpec]:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        key = tuple((parameter.shape, parameter.dtype) for parameter in trained)
+        if key not in self._known:
+            self._known[key] = probe_states(self._optimizer, trained, torch.device("cpu"))
+        return self._known[key]
+
+
+def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> float:
+    """Bytes that an optimizer keeps for each byte of weights; of layers built alike one is looked at."""
+    made = _States(optimizer)
+    weights = states = 0.0
+    for layer in layers:
+        parameters = list(layer.module.parameters())
+        weights += sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        states += sum(spec.like.nbytes for spec in made.of(parameters))
+    return states / weights if weights else 0.0
+
+
+def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int = 1) -> Sizes:
+    """What layers take to the byte.
+
+    Args:
+        layers: of the whole model.
+        optimizer: of a stage.
+        copies: of the pipeline; gradients that these add up lie in buckets.
+    """
+    made = _States(optimizer)
+
+    def taken(parameters: Sequence[nn.Parameter], beside: float = 0.0) -> LayerBytes:
+        weights = laid_out_bytes(parameters) + (_in_buckets(parameters) if copies > 1 else 0)
+        states = laid_out_bytes(spec.like for spec in made.of(parameters))
+        return LayerBytes(weights, states, beside, len(parameters))
+
+    found = [
+        taken(list(layer.module.parameters()), sum(buffer.nbytes for buffer in layer.module.buffers()))
+        for layer in layers
+    ]
+    ties = [(group, taken(_shared([layers[index] for index in group]))) for group in tied_layers(layers)]
+    return Sizes(tuple(found), tuple(ties))
+
+
+def _in_buckets(parameters: Sequence[nn.Parameter]) -> int:
+    """What buckets take beyond a plain record: rounding, and a mark for each parameter; see `parallel.buckets`."""
+    return sum(16 * parameter.itemsize + parameter.itemsize for parameter in parameters)
+
+
+def _shared(layers: Sequence[NamedLayer]) -> list[nn.Parameter]:
+    """The trained parameters that all of these layers have."""
+    first, *others = ({id(p): p for p in layer.module.parameters() if p.requires_grad} for layer in layers)
+    return [parameter for number, parameter in first.items() if all(number in other for other in others)]

@@ -1,0 +1,16 @@
+"""What the fork server loads before the first rank is forked, so that ranks start at once."""
+
+# ruff: noqa: E402  (Ctrl-C is the launcher's to answer, also while this is loading)
+import signal
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+import torch
+import torch.distributed
+import torch.optim
+
+# Forked ranks must not inherit a thread pool: its threads do not survive the fork.
+torch.set_num_threads(1)
+
+# The first optimizer of a process imports torch's compiler, which takes seconds.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()

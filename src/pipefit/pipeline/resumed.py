@@ -1,0 +1,239 @@
+"""Going on from the records of a disk tier: what must be the same as in the run that was cut off, and which step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import nn
+
+from pipefit.checkpoint.committed import standing_of
+from pipefit.errors import PlanError, TierError
+from pipefit.runtime.collectives import agree, attempt, exchange
+from pipefit.runtime.session import Session
+from pipefit.spec import Plan
+from pipefit.spill.rank import Spilling, tier_name
+from pipefit.spill.tier_file import Committed, read_commits, read_table
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import MakeOptimizer, Training
+
+if TYPE_CHECKING:
+    from pipefit.pipeline.spill_options import Spilled
+
+__all__ = [
+    "agree_on_step",
+    "check_same",
+    "committed_step",
+    "identity",
+    "recorded_plan",
+    "same_plan",
+    "told_apart",
+]
+
+_TOLD = 3
+_OF_A_PLAN = ("prediction", "candidates", "plan_seconds", "method", "model")
+_MISSING = "nothing"
+
+
+def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is, as far as it decides the numbers and where they lie, as JSON data.
+
+    Args:
+        layers: of the whole model.
+        plan: of the run.
+        training: its loss, clipping and the like.
+        about: what the caller has to add.
+    """
+    told = msgspec.to_builtins(plan)
+    facts = {
+        "run": dict(about),
+        "model": {
+            name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            for layer in layers
+            for name, value in layer.module.state_dict(prefix=f"{layer.prefix}.").items()
+            if hasattr(value, "dtype")
+        },
+        "plan": {key: value for key, value in told.items() if key not in _OF_A_PLAN},
+        "optimizer": _told_of(training.optimizer),
+        "training": {
+            "seed": training.seed,
+            "clip_norm": training.clip_norm,
+            "precision": str(training.half or "fp32").removeprefix("torch."),
+            "loss_scale": training.loss_scale,
+        },
+    }
+    return dict(json.loads(json.dumps(facts)))
+
+
+def same_plan(spill: Spilled | None, is_balanced: bool, session: Session) -> Plan | None:
+    """The plan of the run that another goes on from, where it followed from measurements; None: it is told, or new.
+
+    Args:
+        spill: what is asked for.
+        is_balanced: whether the stages were to be balanced by a profile.
+        session: the ranks.
+    """
+    if spill is None or spill.resume is False or not (is_balanced or spill.cap_bytes is not None):
+        return None
+    return recorded_plan(_resumable(spill), session.rank)
+
+
+def told_apart(
+    spill: Spilled | None, layers: Sequence[NamedLayer], plan: Plan, training: Training, session: Session
+) -> Spilled | None:
+    """The same, with what tells the run apart; what it goes on from, if it does, must be the same run.
+
+    Raises:
+        TierError: it is another.
+    """
+    if spill is None:
+        return None
+    about = identity(layers, plan, training, spill.about)
+    if spill.resume is not False:
+        folder = _resumable(spill)
+        recorded_plan(folder, session.rank)
+        check_same(folder, session.rank, about)
+    return replace(spill, place=replace(spill.where, about=about, resume=spill.resume))
+
+
+def _resumable(spill: Spilled) -> Path:
+    folder = spill.where.folder
+    if folder is None:
+        raise PlanError("spill=Spilled(resume=True) needs the disk= that the records are on")
+    return folder
+
+
+def _told_of(make: MakeOptimizer) -> dict[str, Any]:
+    """What an optimizer says of itself, beside the parameters it gets; nothing where it needs particular ones."""
+    try:
+        made = make([nn.Parameter(torch.zeros(1))])
+    except Exception:
+        return {}
+    plain = {key: value for key, value in made.defaults.items() if isinstance(value, int | float | str | list | tuple)}
+    return {"kind": type(made).__name__, **plain}
+
+
+def check_same(folder: Path, rank: int, facts: Mapping[str, Any], parts: Sequence[str] = ()) -> None:
+    """Whether the records of a folder are those of a run.
+
+    Args:
+        folder: of the tier.
+        rank: whose records.
+        facts: see `identity`.
+        parts: of the facts to look at; (): all.
+
+    Raises:
+        TierError: they are of another run; the message says what differs.
+    """
+    _, before = read_table(folder, tier_name(rank))
+    wanted = parts or tuple(facts)
+    found = list(_differences({part: before.get(part, {}) for part in wanted}, {p: facts[p] for p in wanted}))
+    if found:
+        more = f", and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+        raise TierError(
+            f"{folder} holds the records of another run: {'; '.join(found[:_TOLD])}{more}; ask for the same as there, "
+            "or go on from a checkpoint"
+        )
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    """What is not the same in two trees of JSON data, each in words."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in {**before, **now}:
+            # What a run itself says of it has a name that stands for itself, like --lr.
+            inner = key if not name or name == "run" else f"{name} {key}"
+            yield from _differences(before.get(key, _MISSING), now.get(key, _MISSING), inner)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _are_tables(before):
+        for index, (one, other) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(one, other, f"{name} {index}")
+    elif before != now:
+        yield f"{name} was {_short(before)}, is {_short(now)}"
+
+
+def _are_tables(value: list[Any]) -> bool:
+    return all(isinstance(item, dict) for item in value)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) and value else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def recorded_plan(folder: Path, rank: int) -> Plan:
+    """The plan of the run whose records a folder holds.
+
+    Raises:
+        TierError: there are none, or none that can be gone on from.
+    """
+    commits = read_commits(folder, tier_name(rank))
+    if not commits:
+        raise TierError(f"{folder}: no step was committed there; begin anew, or go on from a checkpoint")
+    _check_reason(commits[0])
+    _, about = read_table(folder, tier_name(rank))
+    try:
+        return msgspec.convert(about["plan"], Plan)
+    except (KeyError, msgspec.ValidationError) as problem:
+        raise TierError(f"{folder}: the plan there cannot be read: {problem}; go on from a checkpoint") from None
+
+
+def committed_step(folder: str | Path, rank: int = 0) -> int | None:
+    """The last step that a run which has not ended committed in a folder, and that can be gone on from.
+
+    Raises:
+        TierError: there is something that cannot be read.
+    """
+    found = read_commits(Path(folder), tier_name(rank))
+    return found[0].step if found and not standing_of(found[0].state).reason else None
+
+
+def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> None:
+    """All ranks take the records of the same step: the last that every one of them has committed.
+
+    Raises:
+        TierError: there is none.
+    """
+    try:
+        _agree(session, spillings)
+    except TierError:
+        for spilling in spillings:
+            if spilling is not None:
+                spilling.close()
+        raise
+
+
+def _agree(session: Session, spillings: Sequence[Spilling | None]) -> None:
+    agree(session, attempt(lambda: _check_all(spillings)), TierError)
+    own = [spilling for spilling in spillings if spilling is not None]
+    least = -1
+    while True:
+        steps = [s.resumed.step for s in own if s.resumed is not None]
+        found = [step for of_rank in exchange(session, steps) for step in of_rank]
+        if least == min(found) == max(found):
+            return
+        least = min(found)
+        agree(session, attempt(partial(_go_back, own, least)), TierError)
+
+
+def _go_back(spillings: Sequence[Spilling], step: int) -> None:
+    for spilling in spillings:
+        spilling.go_back_to(step)
+
+
+def _check_all(spillings: Sequence[Spilling | None]) -> None:
+    for spilling in spillings:
+        if spilling is None:
+            raise TierError("a rank has all its stages on the device; go on from a checkpoint")
+        assert spilling.resumed is not None
+        _check_reason(spilling.resumed)
+
+
+def _check_reason(committed: Committed) -> None:
+    reason = standing_of(committed.state).reason
+    if reason:
+        raise TierError(f"step {committed.step} cannot be gone on from: {reason}; go on from a checkpoint")

@@ -1,0 +1,149 @@
+"""What a tier reaches: bytes per second to and from the host's memory or a disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipefit.profiling.clock import median_of
+from pipefit.spec.topology import Tier
+from pipefit.spill.arena import aligned
+from pipefit.spill.disk import DiskTier
+from pipefit.spill.host import HostTier
+from pipefit.spill.lanes import Lanes
+from pipefit.spill.records import chunk_sum
+from pipefit.spill.tiers import ALIGNMENT, Key, TierStore
+
+__all__ = ["Copies", "measure_copies", "measure_tier"]
+
+_BYTES = 64 << 20
+_REPEATS = 4
+
+
+def measure_tier(
+    folder: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    capacity_bytes: float | None = None,
+    num_bytes: int = _BYTES,
+    repeats: int = _REPEATS,
+) -> Tier:
+    """Measures the host's memory, or the disk of a folder, with the copies that spilling uses.
+
+    Reads alone, writes alone, and both at once: they share one channel when together they take longer than the mean of
+    what they would take side by side and one after the other. A disk has its checksums taken by whoever computes,
+    whose seconds are measured apart from the copies (on a GPU the copies contain them).
+
+    Args:
+        folder: on the disk; None: the host's memory.
+        device: at the other end of the copies.
+        capacity_bytes: that it may take; None: what is free.
+        num_bytes: of each of two records that are copied; fewer on a disk that has little room.
+        repeats: of which the medians count; the first is a rehearsal.
+
+    Raises:
+        TierError: the folder cannot be used, or has no room.
+    """
+    copies, check, commit_s = _measured(folder, torch.device(device), num_bytes, repeats)
+    if capacity_bytes is None:
+        capacity_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
+    return Tier(
+        "host" if folder is None else "disk",
+        capacity_bytes,
+        copies.read_bytes_per_s,
+        copies.write_bytes_per_s,
+        one_channel=copies.share_a_channel,
+        check_bytes_per_s=check,
+        commit_s=commit_s,
+    )
+
+
+class Copies(NamedTuple):
+    """What copies between a device and its tier reach; the rate of both at once is of both together."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+
+    @property
+    def share_a_channel(self) -> bool:
+        """Whether both at once take longer than the mean of side by side and one after the other."""
+        read_s, write_s, both_s = 1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s, 2 / self.both_bytes_per_s
+        return both_s > (max(read_s, write_s) + read_s + write_s) / 2
+
+
+def measure_copies(
+    folder: str | Path | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    num_bytes: int = _BYTES,
+    repeats: int = _REPEATS,
+) -> Copies:
+    """The rates of a tier alone; see `measure_tier`, which takes them from here."""
+    return _measured(folder, torch.device(device), num_bytes, repeats)[0]
+
+
+def _measured(
+    folder: str | Path | None, place: torch.device, num_bytes: int, repeats: int
+) -> tuple[Copies, float, float]:
+    """Rates of the copies, and of the checksums that whoever computes takes; and the seconds of a commit."""
+    lanes = Lanes(place)
+    name = f"probe-{os.getpid()}"
+    tier: TierStore = HostTier(None, lanes, place) if folder is None else DiskTier(folder, name, lanes, device=place)
+    if folder is not None:  # two records, twice: half of what is free, where that is little
+        most = shutil.disk_usage(folder).free // 8
+        num_bytes = min(num_bytes, max(most // ALIGNMENT, 1) * ALIGNMENT)
+    keys = Key(0, "weights"), Key(1, "weights")
+    slots = [aligned(num_bytes, place).fill_(1) for _ in keys]
+    turns = []
+    try:
+        tier.reserve(dict.fromkeys(keys, num_bytes))
+        tier.write(keys[1], 0, slots[1]).wait()
+        for version in range(repeats):
+            turns.append(_turn(tier, keys, slots, version))
+        check = _check_bytes_per_s(slots[0], repeats) if folder is not None and place.type == "cpu" else 0.0
+        commit_s = _commit_s(tier, repeats) if folder is not None else 0.0
+    finally:
+        tier.close()
+        lanes.close()
+        for file in Path(folder or os.devnull).glob(f"{name}.*"):
+            file.unlink()
+    read_s, write_s, both_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
+    return Copies(num_bytes / read_s, num_bytes / write_s, 2 * num_bytes / both_s), check, commit_s
+
+
+def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version: int) -> tuple[float, float, float]:
+    """Seconds of reading, of writing, and of both at once."""
+    write = tier.write(keys[0], 2 * version, slots[0])
+    write.wait()
+    read = tier.read(keys[0], 2 * version, slots[0])
+    read.wait()
+    both = tier.write(keys[0], 2 * version + 1, slots[0]), tier.read(keys[1], 0, slots[1])
+    for copy in both:
+        copy.wait()
+    both_s = max(copy.ended_s for copy in both) - min(copy.started_s for copy in both)
+    return read.ended_s - read.started_s, write.ended_s - write.started_s, both_s
+
+
+def _commit_s(tier: TierStore, repeats: int) -> float:
+    commits = [tier.commit(step, step, b"") for step in range(repeats)]
+    for commit in commits:
+        commit.wait()
+    return median_of([commit.ended_s - commit.started_s for commit in commits[1:]])
+
+
+def _check_bytes_per_s(slot: Tensor, repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        chunk_sum(memoryview(slot.numpy()))
+        seconds.append(time.perf_counter() - began)
+    return slot.numel() / median_of(seconds[1:])

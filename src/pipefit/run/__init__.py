@@ -1,0 +1,1 @@
+"""A whole run: options, data sources, training, metrics, and the page it leaves."""

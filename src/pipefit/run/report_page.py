@@ -1,0 +1,82 @@
+"""A run's folder as one self-contained HTML page: loss, plan, predicted beside measured, both timelines."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pipefit.draw import chart, svg
+from pipefit.errors import PipefitError
+from pipefit.planner.explain import spill_lines
+from pipefit.spec import Plan
+from pipefit.spec.files import read_json, write_atomically
+from pipefit.timeline.trace import load_trace
+from pipefit.units import format_bytes, format_seconds
+
+__all__ = ["write_report"]
+
+
+def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
+    """Writes the page of a run that `pipefit train -o folder` has left.
+
+    Args:
+        folder: of the run.
+        output: where the page goes; None: `folder/report.html`.
+
+    Raises:
+        PipefitError: the folder is no run's.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise PipefitError(f"{place}: expected the folder of a run (pipefit train -o FOLDER), got no folder")
+    data = read_json(place / "run.json")
+    if not isinstance(data, dict) or data.get("format") != "pipefit.run/1":
+        raise PipefitError(f'{place / "run.json"}: expected "format": "pipefit.run/1"; is this the folder of a run?')
+    return write_atomically(Path(output) if output else place / "report.html", _render(place, data))
+
+
+def _render(place: Path, data: dict[str, Any]) -> str:
+    import jinja2
+
+    template = files("pipefit.run").joinpath("report.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
+    result, plan = data["result"], Plan.load(place / "plan.json")
+    measured, predicted = load_trace(place / "measured.trace.json"), load_trace(place / "predicted.trace.json")
+    return environment.from_string(template).render(
+        config=data["config"],
+        result=result,
+        plan=plan,
+        spill=spill_lines(plan),
+        rows=[row for row in result["rows"] if _is_told(row)],
+        loss=_loss_chart(place, result),
+        measured=svg(measured, title="measured", seconds=True),
+        predicted=svg(predicted, title="predicted", seconds=True),
+    )
+
+
+def _is_told(row: dict[str, Any]) -> bool:
+    """Messages and bookkeeping are left to the timelines."""
+    return row["name"].split()[0] in {
+        "period",
+        "bubble",
+        "fwd",
+        "bwd",
+        "recompute",
+        "loss",
+        "step",
+        "bwd_input",
+        "bwd_weight",
+    }
+
+
+def _loss_chart(place: Path, result: dict[str, Any]) -> str:
+    lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    points = [(entry["step"], entry["loss"]) for entry in map(json.loads, lines)]
+    series = {"training loss": points}
+    if result["baseline"]:
+        name, value = result["baseline"]
+        series[name] = [(points[0][0], value), (points[-1][0], value)]
+    return chart(series, title="Loss", x_label="step", y_label="nats")

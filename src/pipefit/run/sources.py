@@ -1,0 +1,127 @@
+"""Data of a run by name: batches to train on, batches to judge by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.data import ArrayBatches, TextBatches, digits, split_corpus, synthetic, text, unigram_entropy
+from pipefit.errors import DataError, ModelError
+from pipefit.models import ModelBundle
+from pipefit.run.config import RunConfig
+
+__all__ = ["Source", "example_of", "source_of"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a run's batches come from.
+
+    Attributes:
+        name: for people.
+        batches: endless, (input, target); one step's worth each.
+        held_out: batches to evaluate on; () when there are none.
+        baseline: a loss that any learner should beat, and its name; None when there is none.
+        tokens_per_sample: of a text; 0 otherwise.
+        counts_hits: whether accuracy has a meaning.
+        example: a batch of it, where that is known without drawing one.
+    """
+
+    name: str
+    batches: Any
+    held_out: tuple[tuple[Tensor, Tensor], ...] = ()
+    baseline: tuple[str, float] | None = None
+    tokens_per_sample: int = 0
+    counts_hits: bool = False
+    example: tuple[Tensor, Tensor] | None = None
+
+    def endless(self) -> Iterator[tuple[Any, Any]]:
+        """Batches without end: epoch after epoch."""
+        while True:
+            drawn = False
+            for batch in self.batches:
+                drawn = True
+                yield batch
+            if not drawn:
+                raise DataError(f"{self.name} has no batch")
+
+    def state(self) -> dict[str, Any]:
+        """Where the data stands, for a checkpoint."""
+        return dict(self.batches.state_dict()) if hasattr(self.batches, "state_dict") else {}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Goes on where a checkpoint stood."""
+        if state and hasattr(self.batches, "load_state_dict"):
+            self.batches.load_state_dict(state)
+
+
+class _Counted:
+    """Batches of an endless iterator, with the position that a checkpoint keeps."""
+
+    def __init__(self, batches: Iterator[tuple[Any, Any]]) -> None:
+        self._batches, self._position = batches, 0
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for batch in self._batches:
+            self._position += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for _ in islice(self._batches, state["position"] - self._position):
+            self._position += 1
+
+
+def example_of(config: RunConfig, bundle: ModelBundle, source: Source) -> tuple[Any, Any]:
+    """A batch like those that come: random ones of the model's, or, where it has none, of the data.
+
+    Raises:
+        ModelError: neither has one.
+    """
+    try:
+        return bundle.example(config.batch, 0)
+    except ModelError:
+        if source.example is None:
+            raise
+        return source.example
+
+
+def source_of(config: RunConfig, bundle: ModelBundle) -> Source:
+    """The data that the configuration names, or that the model is made for.
+
+    Raises:
+        DataError: unknown, missing, empty, or not what the model takes.
+    """
+    wanted = config.data or ((bundle.data,) if bundle.data else ("synthetic",))
+    if wanted == ("digits",):
+        images = digits(seed=config.seed)
+        batches = ArrayBatches(images.train_x, images.train_y, config.batch, seed=config.seed)
+        first = images.train_x[: config.batch], images.train_y[: config.batch]
+        return Source("digits", batches, ((images.test_x, images.test_y),), counts_hits=True, example=first)
+    if wanted == ("synthetic",):
+        return Source("synthetic", _Counted(synthetic(bundle.example, config.batch, seed=config.seed)))
+    paths = None if wanted == ("text",) else [Path(path) for path in wanted]
+    x, _ = bundle.example(1, 0)
+    if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
+        raise DataError(
+            f"text is for language models; {bundle.name} takes something else: use --data synthetic or digits"
+        )
+    context = x.shape[1]
+    train, held = split_corpus(text(paths))
+    batches = TextBatches(train, config.batch, context, seed=config.seed)
+    judged = TextBatches(held, config.batch, context, seed=1, num_batches=4)
+    return Source(
+        "text" if paths is None else ", ".join(map(str, paths)),
+        batches,
+        tuple(judged),
+        ("unigram entropy", unigram_entropy(train)),
+        tokens_per_sample=context,
+    )

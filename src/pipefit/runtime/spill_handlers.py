@@ -1,0 +1,130 @@
+"""What the instructions of a program that spills do: they start copies, and say what follows once one has ended."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import ModelError
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Kind
+from pipefit.ir.spill import SLOTTED
+from pipefit.runtime.executor import Execution
+from pipefit.spill.lanes import Copy
+from pipefit.spill.rank import Spilling
+from pipefit.spill.stage_store import SpilledStore
+from pipefit.spill.tiers import Key
+
+__all__ = ["evict", "fetch", "norm_part", "norms_of", "saving", "step_on_host"]
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A copy to the device under way, and what makes use of it once it has ended."""
+
+    copy: Copy
+    arrived: Callable[[], None]
+
+    def ready(self) -> bool:
+        """Always: a copy comes to its end by itself, so `wait` may block."""
+        return True
+
+    def wait(self) -> None:
+        self.copy.wait()
+        self.arrived()
+
+
+@dataclass(frozen=True)
+class _Done:
+    """Something that was over at once."""
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+def fetch(run: Execution, i: Instruction) -> None:
+    """Starts to load a stage's weights, states or gradients, or an activation; whoever needs them waits."""
+    if i.kind == Kind.ACT:
+        arriving = _unparked(run, i)
+    else:
+        store = _store(run, i)
+        arriving = _Arriving(store.fetch(i.kind, i.version, i.slot), lambda: store.arrived(i.kind, i.version, i.slot))
+    run.copies.append((run.index, arriving.copy))
+    run.handles[run.index] = arriving
+
+
+def evict(run: Execution, i: Instruction) -> None:
+    """Starts to write back what has changed, or an activation."""
+    if i.kind == Kind.WGRAD:
+        # Their marks go with them.
+        run.worker.forget_idle_gradients(i.stage)
+    copy = _park(run, i) if i.kind == Kind.ACT else _store(run, i).evict(i.kind, i.version)
+    _spilling(run, i).writes.append(copy)
+    run.copies.append((run.index, copy))
+
+
+def _park(run: Execution, i: Instruction) -> Copy:
+    """Starts to write an activation, of which the rank keeps only what it is called."""
+    act = run.values.pop((i.kind, i.stage, i.version))
+    run.values["parked", i.stage, i.version] = act._replace(leaves=[])
+    return _spilling(run, i).parking.leave(Key(i.stage, i.kind, i.version), act.leaves)
+
+
+def _unparked(run: Execution, i: Instruction) -> _Arriving:
+    """An activation on its way back; once it is there, it is a value of the run again."""
+    copy, tensors = _spilling(run, i).parking.take(Key(i.stage, i.kind, i.version))
+    values = run.values
+
+    def arrived() -> None:
+        values[i.kind, i.stage, i.version] = values.pop(("parked", i.stage, i.version))._replace(leaves=tensors())
+
+    return _Arriving(copy, arrived)
+
+
+def saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[None]:
+    """Around a forward: what autograd saves of a stage that keeps it must not lie in its slot."""
+    spill, spilling = run.compiled.program.header.spill, run.worker.spilling
+    if spill is None or spilling is None or i.stage not in spill.keeps:
+        return contextlib.nullcontext()
+    return spilling.stores[i.stage].saving()
+
+
+def step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None) -> None:
+    """Starts an optimizer's step on the host; the next fetch of the stage's weights waits for it."""
+    spilling = _spilling(run, i)
+    copy = spilling.stores[i.stage].step_on_host(i.version, work)
+    spilling.steps.append(copy)
+    run.copies.append((run.index, copy))
+
+
+def norm_part(run: Execution, i: Instruction) -> None:
+    """Takes a stage's part of the global norm while its gradients are on the device."""
+    _spilling(run, i).parts[i.version, i.stage] = norms_of(run.worker.counted_gradients(i.stage))
+    run.handles[run.index] = _Done()
+
+
+def norms_of(gradients: list[Tensor]) -> list[Tensor]:
+    """The norm of each gradient, as a scalar in double precision."""
+    return [norm.double() for norm in torch._foreach_norm(gradients)] if gradients else []
+
+
+def _spilling(run: Execution, i: Instruction) -> Spilling:
+    if run.worker.spilling is None:
+        raise ModelError(f"'{i}': nothing lives on a tier in this run")
+    return run.worker.spilling
+
+
+def _store(run: Execution, i: Instruction) -> SpilledStore:
+    spilling = _spilling(run, i)
+    if i.kind not in SLOTTED:
+        raise ModelError(f"this runtime cannot run '{i}': the input of the model stays on the device")
+    if i.stage not in spilling.stores:
+        raise ModelError(f"'{i}': stage {i.stage} does not live on a tier in this run")
+    return spilling.stores[i.stage]

@@ -1,0 +1,1 @@
+"""Stages that live elsewhere: tiers, slots, and the copies between them."""

@@ -1,0 +1,98 @@
+"""The arena: a device's memory for shards, allocated once and divided into flat slots; parameters are views of them.
+
+Nothing is allocated while training, so a cap on the device's memory can be stated before it starts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipefit.spill.lanes import Copy
+from pipefit.spill.tiers import ALIGNMENT
+from pipefit.stage.record_layout import padded
+
+__all__ = ["Arena", "Slot", "aligned", "pin", "unpin"]
+
+_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+def aligned(num_bytes: int, device: torch.device | None = None) -> Tensor:
+    """A flat uint8 tensor whose first byte lies on a multiple of `ALIGNMENT`, as direct I/O asks for."""
+    whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -whole.data_ptr() % ALIGNMENT
+    return whole[start : start + num_bytes]
+
+
+def pin(memory: Tensor) -> None:
+    """Pins host memory where it lies, to the byte: torch's own pinned memory comes in powers of two.
+
+    For all devices of the process, whichever is the current one. Copies to and from it are asynchronous; torch's
+    allocator does not know it and cannot keep it from being let go meanwhile, so whoever lets it go waits for them.
+
+    Args:
+        memory: whole pages, as of `aligned`.
+
+    Raises:
+        RuntimeError: the system does not allow so much.
+    """
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
+
+
+def unpin(memory: Tensor) -> None:
+    """Takes the pins out, before the memory is let go."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+
+class Slot:
+    """Room for one record.
+
+    Attributes:
+        bytes: its memory.
+        busy: copies that still read it; a new one into it waits for them.
+        kept: whose weights still lie there, and their version, until something else is loaded.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.bytes = memory
+        self.busy: list[Copy] = []
+        self.kept: tuple[object, int] | None = None
+
+    def taken(self) -> tuple[Copy, ...]:
+        """The copies that must end, and end well, before the slot is overwritten; they are then forgotten."""
+        waits, self.busy = tuple(self.busy), []
+        return waits
+
+
+class Arena:
+    """The slots of one device; several trials may take turns in them.
+
+    Copy streams read and write slots that the caller's stream has allocated. Nothing must be told to torch's allocator
+    (`Tensor.record_stream`), since no slot goes back to it before the lanes are closed; and what the memory was used
+    for before is over when a copy begins, because that waits for all that the caller's stream had been given.
+
+    Args:
+        sizes: bytes of the largest record of each kind ("weights", "wgrad", "optim").
+        counts: slots of each kind.
+        device: where they are.
+    """
+
+    def __init__(self, sizes: dict[str, int], counts: dict[str, int], device: torch.device) -> None:
+        self.device = device
+        each = {kind: padded(sizes.get(kind, 0)) for kind in counts}
+        self._memory = aligned(sum(count * each[kind] for kind, count in counts.items()), device)
+        self._slots: dict[str, list[Slot]] = {}
+        start = 0
+        for kind, count in counts.items():
+            whole = self._memory[start : start + count * each[kind]]
+            self._slots[kind] = [Slot(room) for room in whole.tensor_split(count)] if count else []
+            start += len(whole)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all slots take together, with what is left out before the first so that they are aligned."""
+        return self._memory.untyped_storage().nbytes()
+
+    def slot(self, kind: str, index: int) -> Slot:
+        """A slot by its number."""
+        return self._slots[kind][index]

@@ -1,0 +1,403 @@
+"""The weights of one stage that lives on a tier: on the device only while it sits in a slot."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.spill.arena import Arena
+from pipefit.spill.host import HostTier
+from pipefit.spill.kept import saved_apart
+from pipefit.spill.lanes import Copy, Lanes
+from pipefit.spill.moved_states import MovedStates
+from pipefit.spill.states import StateSpec
+from pipefit.spill.tiers import Key, TierStore
+from pipefit.stage.record_layout import Layout, absent
+
+__all__ = ["SpilledStore"]
+
+WEIGHTS, WGRAD, OPTIM = "weights", "wgrad", "optim"
+
+
+class SpilledStore:
+    """Stands where a resident stage has its `WeightStore`.
+
+    Its parameters are views of a slot while the stage sits there, and hold nothing else: then they have their shapes,
+    and NaN for whoever reads them. Gradients are summed in the slot's twin, and the optimizer's states are views of a
+    slot of their own, or stay.
+
+    Args:
+        stage: its number.
+        trained: the stage's parameters that its optimizer steps.
+        shared: those of them that other stages use too; they stay on the device.
+        frozen: its other parameters.
+        states: what the optimizer keeps, as `probe_states` found; None: its states stay on the device.
+        zero_at_first: see `is_zero_at_first`.
+        on_host: whether it steps on the host: what the optimizer gets are views of its records there, and its states
+            never leave them.
+        device: of the slots.
+        numbers: that its optimizer keeps outside of the records, as `numbers_beside` found.
+        gradients: how those that are summed lie in the slot.
+
+    Attributes:
+        masters: what the optimizer gets.
+        states: what its optimizer keeps, where that moves; None: it stays on the device.
+        summed: the parameters whose gradients lie in the slot.
+        gradients: where they lie there.
+        on_arrival: told the slot's room for gradients when the stage comes into it.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        trained: Sequence[nn.Parameter],
+        shared: Sequence[nn.Parameter],
+        frozen: Sequence[nn.Parameter],
+        states: Sequence[StateSpec] | None,
+        zero_at_first: bool,
+        device: torch.device,
+        on_host: bool = False,
+        numbers: Mapping[str, Tensor] | None = None,
+        gradients: Callable[[Sequence[Tensor]], Layout] = Layout,
+    ) -> None:
+        self.stage = stage
+        self.on_host = on_host
+        self._trained: list[nn.Parameter] = []
+        staying = {id(parameter) for parameter in shared}
+        self._moved = [p for p in (*trained, *frozen) if id(p) not in staying]
+        self._master_of: dict[int, nn.Parameter] = {}
+        self._summed = [index for index, p in enumerate(self._moved) if p.requires_grad]
+        self.layout = Layout(self._moved)
+        self.summed = [self._moved[index] for index in self._summed]
+        self.gradients = gradients(self.summed)
+        self.on_arrival: Callable[[Tensor], None] | None = None
+        self.states: MovedStates | None = None
+        if states is not None:
+            specs = [(trained[spec.parameter], spec) for spec in states]
+            moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in staying]
+            self.states = MovedStates(stage, moving, zero_at_first, numbers or {}, device)
+        self._device = device
+        self._base = self._version = 0
+        self._is_held = False
+        self._slots: dict[str, int] = {}
+        self._reached: set[int] = set()
+        self._read: Copy | None = None
+        self.masters: list[nn.Parameter] = []
+        for place, index in enumerate(self._summed):
+            self._moved[index].register_post_accumulate_grad_hook(self._keeper(place))
+
+    # ---- before the first program ----------------------------------------------------------------------------------
+
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each of its records."""
+        found = {Key(self.stage, WEIGHTS): self.layout.num_bytes, Key(self.stage, WGRAD): self.gradients.num_bytes}
+        if self.states is not None:
+            found[Key(self.stage, OPTIM)] = self.states.layout.num_bytes
+        return found
+
+    def attach(self, arena: Arena, tier: TierStore, lanes: Lanes) -> None:
+        """Gets its slots and its tier."""
+        self._arena, self._tier, self._lanes = arena, tier, lanes
+
+    @torch.no_grad()
+    def store_first(self, slot: int, fill: Callable[[], None] | None = None, held: int | None = None) -> None:
+        """Moves its weights to the tier, by way of a slot; the memory that they had is free.
+
+        Args:
+            slot: that it goes through.
+            fill: gives the weights their first values, in the slot; None: they have them already.
+            held: the version that its records on the tier hold, of an earlier run; nothing is written then.
+        """
+        if held is not None and fill is None:
+            self.hold(held)
+            return
+        room = self._arena.slot(WEIGHTS, slot)
+        for copy in room.taken():
+            copy.wait()
+        for view, parameter in zip(self.layout.views(room.bytes), self._moved, strict=True):
+            if fill is None:
+                view.copy_(parameter.data)
+            parameter.data = view
+        if fill is not None:
+            fill()
+        if held is not None:
+            self.hold(held)
+            return
+        self._unbind()
+        record = room.bytes[: self.layout.num_bytes]
+        room.busy.append(self._tier.write(Key(self.stage, WEIGHTS), 0, record))
+
+    def hold(self, version: int) -> None:
+        """Its records on the tier hold a version, and count."""
+        self._base, self._is_held = version, True
+        self._unbind()
+
+    @property
+    def stand_ins(self) -> set[int]:
+        """Where the memory begins of what stands for weights and states while its records hold them."""
+        states = [] if self.states is None or self.on_host else self.states.tensors()
+        return {tensor.data_ptr() for tensor in (*self._moved, *states)}
+
+    def make_masters(self, trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Makes the optimizer's parameters; they share the memory of the live ones wherever that is.
+
+        Args:
+            trained: those that this stage's optimizer steps: all, but for shared ones that another stage's does.
+        """
+        self._trained = list(trained)
+        where = self._on_host() if self.on_host else {}
+        self.masters = [nn.Parameter(where.get(id(parameter), parameter.data)) for parameter in self._trained]
+        self._master_of = {id(p): master for p, master in zip(self._trained, self.masters, strict=True)}
+        return self.masters
+
+    def take_optimizer(self, optimizer: Optimizer, slot: int = 0) -> None:
+        """Learns whose states it moves; those that the optimizer has made already go to the tier."""
+        if self.states is None:
+            return
+        self.states.belong_to(optimizer, self._master_of)
+        if self._is_held:
+            self.states.unbind()
+        elif self.on_host:
+            self._adopt_states()
+        elif any(optimizer.state.values()):
+            self._slots[OPTIM] = slot
+            for copy in self._arena.slot(OPTIM, slot).taken():
+                copy.wait()
+            self._adopt_states()
+            self.evict(OPTIM, 0)
+
+    # ---- copies ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, kind: str, version: int, slot: int) -> Copy:
+        """Starts to load a record into a slot, once nothing reads that slot any more.
+
+        Weights that left the slot last are still there: those of the first stages of a step, which are also the last
+        that the step before has written. They are not read again, and need not wait for the end of their writing.
+
+        Args:
+            kind: "weights", "optim" or "wgrad".
+            version: of the weights, in the program that runs; of gradients, their update.
+            slot: its number; gradients go to the twin of the stage's weights slot.
+        """
+        room = self._arena.slot(kind, slot)
+        kept, room.kept = room.kept, None
+        if kept == (self, self._base + version):
+            return self._lanes.read.submit(lambda: None, 0, self._arena.slot(WGRAD, slot).taken())
+        waits = room.taken()
+        if kind == WEIGHTS:
+            waits += self._arena.slot(WGRAD, slot).taken()
+        into = room.bytes[: self._size(kind)]
+        if kind == WEIGHTS and self.on_host:
+            copy = self._read = self._tier.read(Key(self.stage, kind), self._base + version, into, waits)
+            return copy
+        key, wanted = Key(self.stage, kind), self._base + version
+        if kind == OPTIM and self._tier.holds(key) is None:
+            # No step yet: there is nothing to read.
+            return self._lanes.read.submit(lambda: _clear(into), 0, waits)
+        return self._tier.read(key, wanted, into, waits)
+
+    def arrived(self, kind: str, version: int, slot: int) -> None:
+        """A fetch has ended: the stage's tensors become views of the slot."""
+        self._slots[kind] = slot
+        record = self._arena.slot(kind, slot).bytes
+        if kind == WEIGHTS:
+            self._version = version
+            for parameter, view in zip(self._moved, self.layout.views(record), strict=True):
+                self._point(parameter, view)
+            if self.on_arrival is not None:
+                self.on_arrival(self._arena.slot(WGRAD, slot).bytes)
+        elif kind == OPTIM:
+            assert self.states is not None
+            self.states.bind(record)
+        else:
+            for place in self._reached:
+                self._moved[self._summed[place]].grad = self.gradients.fields[place].of(record)
+
+    def evict(self, kind: str, version: int) -> Copy:
+        """Starts to write a record back; its slot is free once that has ended."""
+        if kind == WGRAD:
+            self._gather_gradients()
+        slot = self._slots.pop(kind)
+        room = self._arena.slot(kind, slot)
+        copy = self._tier.write(Key(self.stage, kind), self._base + version, room.bytes[: self._size(kind)])
+        room.busy.append(copy)
+        if kind == WEIGHTS:
+            room.kept = self, self._base + version
+            self._unbind()
+        elif kind == OPTIM:
+            assert self.states is not None
+            self.states.unbind()
+        else:
+            self._forget_gradients()
+        return copy
+
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward whose stage may leave before its backward: see `saved_apart`."""
+        return saved_apart(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes)
+
+    # ---- what a WeightStore does -----------------------------------------------------------------------------------
+
+    def at(self, version: int) -> None:
+        """The version must sit in a slot; it is the only one that can."""
+        assert WEIGHTS in self._slots, f"stage {self.stage} is not on the device"
+        assert version == self._version, f"stage {self.stage}: version {self._version} is there, not {version}"
+
+    def begin_step(self, version: int, in_place: bool) -> None:
+        """Hands the gradients to the optimizer, which works in the slot, once that is not being written any more."""
+        self.at(version)
+        if WEIGHTS in self._slots:
+            for copy in self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).taken():
+                copy.wait()
+        for parameter, master in zip(self._trained, self.masters, strict=True):
+            master.grad = parameter.grad
+        self._version = version + 1
+
+    def end_step(self) -> None:
+        """Lets go of the gradients; states that the optimizer has just made move to their slot."""
+        for parameter, master in zip(self._trained, self.masters, strict=True):
+            master.grad = parameter.grad = None
+        self._reached.clear()
+        self._slots.pop(WGRAD, None)
+        self._adopt_states()
+
+    def step_on_host(self, version: int, work: Callable[[], None] | None) -> Copy:
+        """Starts a step on the host, from its records of weights and gradients there; both have left the device.
+
+        Args:
+            version: of the weights that it starts from.
+            work: the optimizer's, on the gradients of its parameters; None: this step is passed by.
+        """
+        tier, reached = self._tier, sorted(self._reached)
+        assert isinstance(tier, HostTier), "only the host can step"
+        self._reached.clear()
+        self._version = version + 1
+
+        def step() -> None:
+            if work is None:
+                return
+            record = tier.record(Key(self.stage, WGRAD))
+            for place in reached:
+                master = self._master_of.get(id(self._moved[self._summed[place]]))
+                if master is not None:
+                    master.grad = self.gradients.fields[place].of(record)
+            work()
+            for master in self.masters:
+                master.grad = None
+            self._adopt_states()
+
+        return tier.step(self.stage, self._base + version + 1, step, [self._read] if self._read else [])
+
+    def drop(self, version: int) -> None:
+        """Forgets weights that the tier still has; their slot is free."""
+        self.at(version)
+        del self._slots[WEIGHTS]
+        self._unbind()
+
+    def rebase(self) -> None:
+        """Calls the newest version 0 again."""
+        self._base += self._version
+        self._version = 0
+
+    @property
+    def num_updates(self) -> int:
+        """How often its record was renewed: the version that the tier holds between programs."""
+        return self._base
+
+    @contextlib.contextmanager
+    def present(self, optim: bool = False, change: bool = False) -> Iterator[None]:
+        """Between programs: brings the stage onto the device.
+
+        Args:
+            optim: its optimizer's states too.
+            change: what was done to them is written back.
+        """
+        moved = self.states is not None and not self.on_host
+        kinds = [WEIGHTS] + [OPTIM] * (moved and (optim or change))
+        for kind in kinds:
+            self.fetch(kind, 0, 0).wait()
+            self.arrived(kind, 0, 0)
+        yield
+        if not change:
+            self.drop(0)
+            self._slots.pop(OPTIM, None)
+            if self.states is not None and not self.on_host:
+                self.states.unbind()
+            return
+        if OPTIM in kinds or self.on_host:
+            self._adopt_states()
+        self._version = 1
+        for kind in kinds:
+            self.evict(kind, 1).wait()
+        self.rebase()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _size(self, kind: str) -> int:
+        return self.sizes()[Key(self.stage, kind)]
+
+    def _keeper(self, place: int) -> object:
+        """Moves a gradient that autograd has made to its place in the slot; from then on autograd adds to it there."""
+
+        def keep(parameter: Tensor) -> None:
+            if place in self._reached or WEIGHTS not in self._slots or parameter.grad is None:
+                return
+            record = self._arena.slot(WGRAD, self._slots[WEIGHTS]).bytes
+            self._slots[WGRAD] = self._slots[WEIGHTS]
+            view = self.gradients.fields[place].of(record)
+            view.copy_(parameter.grad)
+            parameter.grad = view
+            self._reached.add(place)
+
+        return keep
+
+    def _point(self, parameter: nn.Parameter, data: Tensor) -> None:
+        parameter.data = data
+        master = self._master_of.get(id(parameter))
+        if master is not None and not self.on_host:
+            master.data = data
+
+    def _on_host(self) -> dict[int, Tensor]:
+        """Its weights on the host, by the id of their parameter."""
+        assert isinstance(self._tier, HostTier), "only the host can step"
+        views = self.layout.views(self._tier.record(Key(self.stage, WEIGHTS)))
+        return {id(parameter): view for parameter, view in zip(self._moved, views, strict=True)}
+
+    def _adopt_states(self) -> None:
+        """Moves what the optimizer has made to where it belongs: in a slot, or on the host."""
+        if self.states is None or self.states.optimizer is None:
+            return
+        if self.on_host:
+            assert isinstance(self._tier, HostTier)
+            self.states.adopt(self._tier.record(Key(self.stage, OPTIM)))
+        else:
+            self.states.adopt(self._arena.slot(OPTIM, self._slots[OPTIM]).bytes)
+
+    def _unbind(self) -> None:
+        for parameter, field in zip(self._moved, self.layout.fields, strict=True):
+            self._point(parameter, absent(field, self._device))
+
+    def _forget_gradients(self) -> None:
+        for index in self._summed:
+            self._moved[index].grad = None
+
+    def _gather_gradients(self) -> None:
+        """Moves gradients that did not come from autograd, such as zeros of a reduction, to their place."""
+        slot = self._slots.setdefault(WGRAD, self._slots[WEIGHTS])
+        views = self.gradients.views(self._arena.slot(WGRAD, slot).bytes)
+        for place, (index, view) in enumerate(zip(self._summed, views, strict=True)):
+            grad = self._moved[index].grad
+            if grad is not None and grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
+            if grad is not None:
+                self._reached.add(place)
+
+
+def _clear(record: Tensor) -> None:
+    if record.device.type == "cpu":
+        record.numpy().fill(0)
+    else:
+        record.zero_()

@@ -1,0 +1,76 @@
+"""Which tensor lies where in a record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Field", "Layout", "absent", "laid_out_bytes", "padded"]
+
+_GRAIN = 64
+
+
+def padded(num_bytes: int, to: int = 4096) -> int:
+    """The next multiple."""
+    return -(-num_bytes // to) * to
+
+
+class Field(NamedTuple):
+    """One tensor of a record: its place in bytes, shape and type."""
+
+    start: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, record: Tensor) -> Tensor:
+        """The tensor, as a view of a record's bytes."""
+        return record[self.start : self.start + self.num_bytes].view(self.dtype).view(self.shape)
+
+
+class Layout:
+    """The tensors of a record, one after the other.
+
+    Attributes:
+        fields: in the order given.
+        num_bytes: of the record, padded.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.fields: list[Field] = []
+        position = 0
+        for tensor in tensors:
+            field = Field(position, tensor.shape, tensor.dtype)
+            self.fields.append(field)
+            position += padded(field.num_bytes, _GRAIN)
+        self.num_bytes = padded(position)
+
+    @classmethod
+    def of(cls, fields: Iterable[Field], num_bytes: int) -> Layout:
+        """One whose tensors have their places already."""
+        made = cls(())
+        made.fields, made.num_bytes = list(fields), padded(num_bytes)
+        return made
+
+    def views(self, record: Tensor) -> list[Tensor]:
+        """All tensors, as views of a record's bytes."""
+        return [field.of(record) for field in self.fields]
+
+
+def laid_out_bytes(tensors: Iterable[Tensor]) -> int:
+    """What tensors take in a record, beside others."""
+    return sum(padded(tensor.nbytes, _GRAIN) for tensor in tensors)
+
+
+def absent(field: Field, device: torch.device) -> Tensor:
+    """Stands for a tensor that is on another tier: its shape and type, no memory; whoever reads it finds NaN."""
+    fill = float("nan") if field.dtype.is_floating_point or field.dtype.is_complex else 0
+    return torch.full((), fill, dtype=field.dtype, device=device).expand(field.shape)

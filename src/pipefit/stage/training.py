@@ -1,0 +1,67 @@
+"""How a model is trained, and the parameters that its stages train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["MakeOptimizer", "MakeScheduler", "Owned", "Tie", "Training"]
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, whatever the schedule.
+
+    Attributes:
+        loss: from the model's output and the target to a scalar, the mean over the micro-batch.
+        optimizer: from a stage's parameters to their optimizer.
+        scheduler: from an optimizer to its learning-rate schedule, stepped once per update.
+        clip_norm: largest global norm of the gradients of an update; None: no clipping.
+        seed: of all random numbers inside the model.
+        half: the type that autocast computes in; None: no autocast.
+        loss_scale: the first scale of the loss; None: the loss is not scaled.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: MakeOptimizer
+    scheduler: MakeScheduler | None = None
+    clip_norm: float | None = None
+    seed: int = 0
+    half: torch.dtype | None = None
+    loss_scale: float | None = None
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
+        return self.clip_norm is not None or self.loss_scale is not None
+
+
+class Tie(NamedTuple):
+    """A parameter that several stages train.
+
+    Attributes:
+        owner: the first of its names; the copy of that name is counted in norms and saved.
+        shape: of the parameter.
+        dtype: of the parameter.
+    """
+
+    owner: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Owned(NamedTuple):
+    """A parameter that a stage trains, under the user's name."""
+
+    name: str
+    parameter: nn.Parameter
+    tie: Tie | None

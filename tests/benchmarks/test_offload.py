@@ -1,0 +1,136 @@
+"""The benchmark of spilling on a GPU, tiny and on a CPU: every way runs, and what fails is a row that says why."""
+
+import subprocess
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipefit.cli.bench_offload import bench_offload
+from pipefit.compare.bench import offload as bench
+from pipefit.errors import ModelError, PipefitError
+from pipefit.pipeline import capped
+from pipefit.pipeline.spill_options import Spilled
+from pipefit.profiling import Copies
+from pipefit.profiling.layers import as_chain
+from pipefit.profiling.survey import survey
+from pipefit.stage.split import named_layers
+
+_NOTES_BYTES = 100 << 10
+TINY = bench.OffloadConfig("cpu", 4, 64, 2, 64, 32, cap_bytes=3 << 20, part=64, fsdp_part=64, steps=1)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """What has a process of its own runs in this one."""
+
+    def answered(asked):
+        config = bench.OffloadConfig(**asked["config"])
+        found = bench._answer(config, *((asked["way"], asked["tokens"]) if "way" in asked else ()))
+        return asdict(found)
+
+    monkeypatch.setattr(bench, "_of_child", answered)
+
+
+def test_all_ways_train_the_same_model_and_the_peer_is_torchs_own(here):
+    rows = bench.offload(TINY, (128,))
+    assert [row.way for row in rows] == list(bench.WAYS)
+    assert all(row.seconds > 0 and row.peak_bytes > 1 << 20 for row in rows)
+    resident, spilled, offloaded = rows
+    # Random tokens: nothing can be learnt, so all are near the logarithm of the vocabulary.
+    assert all(row.loss == pytest.approx(torch.tensor(64.0).log().item(), abs=0.2) for row in rows)
+    assert spilled.loss == pytest.approx(resident.loss, abs=0.01) and spilled.predicted_s > 0
+    assert "5 stages" in spilled.note and offloaded.note == "2 micro-batches"
+    assert not dist.is_initialized()
+
+
+def test_a_plan_for_autocast_knows_what_it_keeps_and_how_fast_the_device_is_in_its_type(monkeypatch):
+    """A GPU multiplies bfloat16 some ten times as fast as float32; activations are halved, weights cast and kept."""
+    seen, measure = [], capped.measure_device
+    monkeypatch.setattr(capped, "measure_device", lambda *a, **more: seen.append(more["dtype"]) or measure(*a, **more))
+    bundle, (x, y) = bench._gpt(TINY, "cpu"), next(bench._batches(TINY, 1024))
+    for half in (None, torch.bfloat16):
+        found = capped.plan_of(named_layers(bundle.layers), Spilled("1 GiB"), bench._adam, (x, y), 1, half=half)
+        with torch.autocast("cpu", half, enabled=half is not None):
+            kept, _ = survey(as_chain(bundle.layers), x)
+        # Some KiB more, by the allocator's leave: what autograd notes beside the tensors. Halving is at least 120 KiB.
+        pairs = zip(found[1].layers, kept, strict=True)
+        assert all(one.saved_bytes <= layer.saved_bytes <= one.saved_bytes + _NOTES_BYTES for layer, one in pairs)
+    assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_weights_of_the_peer_wait_on_the_host_and_step_there():
+    """One process, one group: what FSDP2 calls sharded is the whole, kept where its policy says."""
+    from torch.distributed.tensor import DTensor
+
+    found = []
+    original = bench._adam
+    try:
+        bench._adam = lambda parameters: found.extend(parameters) or original(parameters)
+        bench._offloaded(TINY, 64)
+    finally:
+        bench._adam = original
+    assert len(found) == sum(1 for _ in bench._gpt(TINY, "meta").layers.parameters())
+    assert all(isinstance(p, DTensor) and p.device.type == "cpu" and p.dtype == torch.float32 for p in found)
+
+
+@pytest.mark.parametrize("cap", [1 << 10, 200 << 10])
+def test_a_cap_that_is_too_small_is_a_row_that_says_so(here, cap):
+    (row,) = bench.offload(replace(TINY, cap_bytes=cap), (64,), ["spilled"])
+    assert row.seconds is None and row.note.startswith("out of memory: ")
+
+
+def test_lack_of_memory_is_known_through_what_a_stage_makes_of_it():
+    def failed(cause):
+        try:
+            raise ModelError("layer 3 failed in its forward") from cause
+        except ModelError as problem:
+            return problem
+
+    assert bench._is_lack_of_memory(failed(torch.OutOfMemoryError("CUDA out of memory")))
+    assert not bench._is_lack_of_memory(failed(ValueError("shapes")))
+
+
+def test_a_process_that_is_killed_is_a_row_and_one_that_fails_ends_the_benchmark(monkeypatch):
+    def ends(code):
+        done = subprocess.CompletedProcess([], code, stdout="", stderr="no such layer")
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+
+    ends(-9)
+    (row,) = bench.offload(TINY, (64,), ["resident"])
+    assert row.note == "killed by signal 9"
+    ends(1)
+    with pytest.raises(PipefitError, match="resident: no such layer"):
+        bench.offload(TINY, (64,), ["resident"])
+
+
+def test_the_copies_are_measured_in_a_process_of_their_own():
+    found = bench.rates(TINY)
+    assert min(found) > 1e6
+
+
+def test_without_a_gpu_it_says_what_can_be_tried(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PipefitError, match=r"is for a GPU.*--device cpu"):
+        bench.rates(bench.OffloadConfig())
+    with pytest.raises(PipefitError, match="expected multiples of the context, 32, got 72"):
+        bench.offload(TINY, (72,))
+
+
+def test_the_table_compares_with_the_resident_run_and_a_cap_exceeded_is_a_finding(monkeypatch, capsys):
+    rows = [
+        bench.OffloadRow("resident", 64, 1.0, 4e10, 4.0),
+        bench.OffloadRow("spilled", 64, 2.0, 3e10, 4.0, 1.5, "7 stages"),
+        bench.OffloadRow("offloaded", 64, note="out of memory: no"),
+    ]
+    monkeypatch.setattr(bench, "rates", lambda config: Copies(25e9, 24e9, 40e9))
+    monkeypatch.setattr(bench, "offload", lambda config, tokens, on_row: [on_row(row) or row for row in rows])
+    answer = bench_offload("cuda", "20 GiB", ["layers=4"])
+    told = capsys.readouterr().out.splitlines()
+    assert "25.00 GB/s to the device, 24.00 GB/s to the host, 40.00 GB/s both at once" in told[1]
+    assert told[4].split()[:5] == ["64", "spilled", "2", "s", "50%"] and told[5].endswith("out of memory: no")
+    assert told[6] == "the cap of 20 GiB was EXCEEDED" and answer.code == 1
+    assert [row["of_resident"] for row in answer.data["rows"]] == [1.0, 0.5, None]
+    with pytest.raises(PipefitError, match=r"--option: unknown .depth.; known: context"):
+        bench_offload(option=["depth=4"], quiet=True)

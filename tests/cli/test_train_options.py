@@ -1,0 +1,212 @@
+"""The pure side of `pipefit train`: options from a file, and what people see of a run."""
+
+import io
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+from tests.verbs import refused
+
+from pipefit.cli import main, train
+from pipefit.cli.answer import Answer
+from pipefit.cli.train import _remove_if_alone
+from pipefit.cli.watch import Watcher, plan_table, report
+from pipefit.run.config import RunConfig
+from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile
+from pipefit.timeline.compare import Row
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """What `pipefit train` would run with, in place of running it."""
+    seen = []
+
+    def remember(config, transport, threads, quiet):
+        seen.append((config, transport, threads))
+        return SimpleNamespace()
+
+    monkeypatch.setattr(train, "_run", remember)
+    monkeypatch.setattr(train, "_data", lambda settings, result: {})
+    monkeypatch.setattr(train, "_told", lambda result: "")
+    return seen
+
+
+def test_without_options_a_run_is_the_default_run(settings):
+    assert main(["train"]) == 0
+    assert settings == [(RunConfig(), "distributed", None)]
+
+
+def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tmp_path):
+    stages, ranks = [2, 1, 1], tuple((rank,) for rank in range(3))
+    path = tmp_path / "plan.json"
+    Plan(Partition.from_counts(stages, 4), Placement(ranks), "1f1b", 4).save(path)
+    assert main(["train", "--plan", str(path)]) == main(["train", "--plan", str(path), "--ranks", "2"]) == 0
+    assert [config.ranks for config, *_ in settings] == [3, 2]
+
+
+def test_every_setting_of_a_run_has_an_option(settings):
+    words = (
+        "model=mlp options=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
+        "recompute plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 clip=0 seed=6 output=runs/x resume=runs/y "
+        "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
+        "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
+        "commit_every=3 keep=all activations"
+    )
+    arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
+    # A setting that is not here has no option yet.
+    assert set(arguments) == {field.name for field in fields(RunConfig)}
+    names = {"options": "option"}
+    typed = ["train"]
+    for name, value in arguments.items():
+        typed += [f"--{names.get(name, name).replace('_', '-')}", *([value] if value else [])]
+    assert main(typed) == 0
+    config = settings[0][0]
+    same = [field.name for field in fields(RunConfig) if getattr(config, field.name) == field.default]
+    assert same == []
+    assert (config.data, config.replicas, config.lr) == (("a.txt",), (2, 1), 0.5)
+
+
+def test_a_file_gives_options_and_what_is_typed_wins(settings, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'format = "pipefit.run/1"\nmodel = "mlp"\nsteps = 20\ndata = ["a.txt", "b.txt"]\nstages = [3, 5]\n'
+        "checkpoint_every = 4\nrecompute = true\nlr = 0.25\n"
+    )
+    assert main(["train", "--config", str(path), "--steps", "10"]) == 0
+    config = settings[0][0]
+    assert (config.model, config.steps, config.data, config.stages) == ("mlp", 10, ("a.txt", "b.txt"), (3, 5))
+    assert (config.checkpoint_every, config.recompute, config.lr) == (4, True, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("stepz = 3", "did you mean steps"),
+        ("steps = 'many'", "expected a whole number, got 'many'"),
+        ("steps = 1.5", "expected a whole number, got '1.5'"),
+        ("[model]\nname = 'gpt'", "got a table"),
+        ("steps =", "not TOML"),
+        ('format = "pipefit.plan/1"', "is this another kind of file?"),
+    ],
+)
+def test_a_file_with_something_else_is_refused(text, told, settings, tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    assert told in refused(capsys, "train", "--config", str(path))
+    assert settings == []
+
+
+def test_a_missing_file_or_a_directory_is_named(settings, tmp_path, capsys):
+    assert "no such file" in refused(capsys, "train", "--config", str(tmp_path / "none.toml"))
+    assert "got a directory" in refused(capsys, "train", "--config", str(tmp_path))
+    (tmp_path / "file").touch()
+    assert "expected a folder" in refused(capsys, "train", "-o", str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("option", ["ranks", "microbatches", "batch", "steps", "chunks"])
+def test_counts_below_one_are_refused(option, settings, capsys):
+    assert f"--{option}: expected at least 1, got 0" in refused(capsys, "train", f"--{option}", "0")
+
+
+def test_a_script_s_own_config_is_not_read(tmp_path, capsys, monkeypatch):
+    from pipefit.cli import run
+
+    seen = []
+
+    def command(*tokens: str, json: bool = False) -> Answer:
+        seen.append(tokens)
+        return Answer({}, "")
+
+    monkeypatch.setattr(run, "command", command)
+    assert main(["run", "s.py", "--config", "none.toml"]) == 0
+    assert seen == [("s.py", "--config", "none.toml")]
+
+
+def a_plan() -> tuple[Plan, Profile]:
+    layers = tuple(Layer(name, 1e-3, 1e-3, 1e-3, 10, 20, 1024) for name in ("first", "middle", "last"))
+    prediction = Prediction(0.012, 0.011, 0.011, 90.9, (2048.0, 4096.0))
+    plan = Plan(Partition.from_counts([2, 1]), Placement(((0,), (1,))), "1f1b", 4, prediction=prediction)
+    return plan, Profile("toy", 1, layers)
+
+
+def test_the_plan_is_a_row_for_each_stage():
+    lines = plan_table(*a_plan()).splitlines()
+    assert lines[0] == "1f1b, 4 micro-batches per update, 2 ranks"
+    assert lines[2].split() == ["0", "0", "first", "…", "middle", "(2)", "2", "KiB", "2", "ms", "4", "ms", "2", "KiB"]
+    assert lines[3].split() == ["1", "1", "last", "1", "KiB", "1", "ms", "2", "ms", "4", "KiB"]
+    assert lines[4] == "predicted: 11 ms per step, 90.9 samples/s"
+
+
+def test_a_file_gets_ten_lines_and_a_terminal_one_that_moves():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    plain, moving = io.StringIO(), Terminal()
+    for stream in (plain, moving):
+        watcher = Watcher(100, 16, stream)
+        for step in range(1, 101):
+            watcher.stepped(step, 2.0, 0.0625 * step)
+    assert len(plain.getvalue().splitlines()) == 10
+    assert plain.getvalue().splitlines()[-1] == "step 100/100  loss 2.0000  256.0 samples/s"
+    assert moving.getvalue().count("\r") == 50 and moving.getvalue().count("\n") == 1
+    assert "left" in moving.getvalue()
+
+
+def test_a_run_that_goes_on_counts_steps_from_where_it_stood_and_time_from_now():
+    plain = io.StringIO()
+    watcher = Watcher(100, 16, plain)
+    for step in range(61, 101):
+        watcher.stepped(step, 2.0, 0.5 * (step - 60))
+    lines = plain.getvalue().splitlines()
+    assert lines[0] == "step 70/100  loss 2.0000  32.0 samples/s  15 s left" and lines[-1].startswith("step 100/100")
+
+
+def test_a_reader_that_leaves_does_not_stop_the_training():
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    Watcher(1, 1, Gone()).stepped(1, 1.0, 1.0)
+
+
+def test_the_end_says_how_it_went_beside_what_was_predicted():
+    result = SimpleNamespace(
+        losses=[3.0, 1.5],
+        seconds=2.0,
+        samples_per_s=16.0,
+        tokens_per_s=2048.0,
+        baseline=("unigram entropy", 2.9),
+        held_out_loss=1.6,
+        held_out_accuracy=None,
+        predicted=None,
+        measured_period_s=1.0,
+        bubble=0.25,
+        utilisation=[0.8, 0.7],
+        peak_memory_bytes=[2**20, 2**21],
+        held_bytes=(),
+        traffic=([2**16, 2**15], [0.0, 0.0]),
+        rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
+        text="Once upon",
+        paths={"trace": "runs/a/measured.trace.json"},
+    )
+    text = report(result)
+    assert "loss 3.0000 → 1.5000   (unigram entropy: 2.9000)" in text
+    assert "held-out loss 1.6000" in text and "accuracy" not in text
+    assert ["period", "900", "ms", "1", "s", "+11.1%"] in [line.split() for line in text.splitlines()]
+    assert ["bubble", "20.0%", "25.0%", "+5.0", "points"] in [line.split() for line in text.splitlines()]
+    assert "rank 1: 70%" in text and "rank 1: 2 MiB" in text
+    assert "sent    rank 0: 64 KiB  rank 1: 32 KiB in a pass" in text and "inside" not in text
+    assert "Once upon" in text and "runs/a/measured.trace.json" in text
+
+
+def test_a_run_that_was_refused_leaves_no_folder_and_one_that_began_keeps_it(tmp_path):
+    for name, others in (("refused", []), ("began", ["metrics.jsonl"])):
+        logs = tmp_path / name / "logs"
+        logs.mkdir(parents=True)
+        (logs / "rank-0.log").write_text("")
+        for other in others:
+            (tmp_path / name / other).write_text("{}")
+        _remove_if_alone(logs)
+    assert [path.name for path in tmp_path.iterdir()] == ["began"]
+    assert (tmp_path / "began" / "logs" / "rank-0.log").is_file()

@@ -1,0 +1,119 @@
+"""`pipefit compare` on two processes, small: every strategy trains the same, and what cannot be cut is said."""
+
+import json
+import math
+
+import pytest
+from tests.verbs import refused
+
+from pipefit.calibrate.overhead import runtime_costs
+from pipefit.calibrate.prediction import USUAL, RuntimeCosts
+from pipefit.cli import main
+from pipefit.compare import STRATEGIES, CompareConfig, Comparison, Row, compare_on_ranks
+from pipefit.compare.bench.lean import lean
+from pipefit.profiling.links import links_of
+from pipefit.runtime.launch import launch
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.session import Session, current
+from pipefit.spec import Topology
+
+pytestmark = pytest.mark.dist
+
+SMALL = CompareConfig(
+    model="gpt",
+    options="layers=2,hidden=16,context=8",
+    # Two threads on a busy machine wait for each other over every tiny operation.
+    strategies=tuple(name for name in STRATEGIES if name != "all-threads"),
+    microbatches=(1, 4, 16),
+    batch=8,
+    steps=2,
+    repeats=1,
+    optimizer="sgd",
+    lr=0.05,
+)
+REFUSED = {("data-parallel", 1), ("torch-1f1b", 1)}
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    first, second = launch(compare_on_ranks, 2, SMALL, threads=1, quiet=True)
+    assert [row.step_s for row in first.rows] != [] and len(first.rows) == len(second.rows)
+    return first
+
+
+def of(found: Comparison, strategy: str, m: int) -> Row:
+    return next(row for row in found.rows if (row.strategy, row.num_microbatches) == (strategy, m))
+
+
+def test_every_strategy_is_measured_where_it_has_a_meaning(found):
+    cells = {(name, m) for name, s in STRATEGIES.items() for m in ((1, 4) if s.cut else (1,))} - {("all-threads", 1)}
+    assert {(row.strategy, row.num_microbatches) for row in found.rows} == cells - REFUSED
+    assert all(row.step_s > 0 and len(row.utilisation) == 2 for row in found.rows)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(found):
+    reasons = {(item.strategy, item.num_microbatches): item.reason for item in found.refused}
+    assert {cell for cell in reasons if cell[1] < 16} == REFUSED
+    assert "8 samples cannot be cut into 16" in reasons["gpipe", 16]
+    assert "fewer micro-batches (1) than stages (2)" in reasons["torch-1f1b", 1]
+
+
+def test_synchronous_strategies_have_one_loss_and_delayed_ones_another(found):
+    expected = of(found, "one-thread", 1).final_loss
+    delayed = {"pipedream", "pipedream-2bw"}
+    for row in found.rows:
+        if row.strategy not in delayed:
+            assert math.isclose(row.final_loss, expected, rel_tol=1e-4), row
+    assert of(found, "pipedream-2bw", 4).final_loss != expected
+
+
+def test_a_pipeline_keeps_half_the_weights_on_each_rank(found):
+    one = of(found, "one-thread", 1)
+    assert one.speedup == 1 and one.peak_bytes[0] > one.peak_bytes[1]
+    assert of(found, "accumulate", 4).speedup_accumulated == 1
+    assert of(found, "1f1b", 4).bubble_predicted > 0.1
+    assert of(found, "1f1b", 4).predicted_over_measured > 0
+
+
+def test_the_verb_answers_json_and_leaves_figures_and_a_chart(tmp_path, capsys):
+    words = "compare --model mlp --option layers=3,width=8 --strategies one-thread,gpipe -m 2 --batch 4 --steps 1"
+    # The limit, of microseconds, leaves one of a hundred repetitions.
+    asked = ["--repeats", "100", "--limit", "1e-7", "-o", str(tmp_path / "out"), "--json"]
+    assert main([*words.split(), *asked]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["repeats"] == 1 and data["data"] in ("digits", "synthetic")
+    assert [row["strategy"] for row in data["rows"]] == ["one-thread", "gpipe"]
+    assert data["rows"][1]["speedup"] == pytest.approx(data["rows"][0]["step_s"] / data["rows"][1]["step_s"])
+    assert json.loads((tmp_path / "out" / "compare.json").read_text())["rows"] == data["rows"]
+    assert (tmp_path / "out" / "compare.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--strategies gpip", "did you mean gpipe"),
+        ("--ranks 1", "expected at least 2, got 1"),
+        ("-m 64 --batch 8", "cannot be cut"),
+        ("--model gpd", "did you mean gpt"),
+        ("--microbatches 1,x", "--microbatches"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_message(words, told, capsys):
+    assert told in refused(capsys, "compare", *words.split())
+
+
+def calibrated() -> RuntimeCosts:
+    return runtime_costs(current(), links_of(current(), 2))
+
+
+def test_what_the_executor_costs_is_measured_once_for_all_ranks():
+    first, second = launch(calibrated, 2, threads=1, quiet=True)
+    assert first == second
+    assert USUAL.overhead_s <= first.overhead_s < 5e-3
+    assert runtime_costs(Session(0, 1, None, Progress()), Topology.local(1)) == USUAL
+
+
+def test_the_overhead_benchmark_gives_a_row_for_each_contestant():
+    rows = lean(4, steps=1, repeats=1, names=("bare loop", "1f1b", "torch 1f1b"))
+    assert [row.name for row in rows] == ["bare loop", "1f1b", "torch 1f1b"]
+    assert all(0 < row.least <= row.microseconds for row in rows)

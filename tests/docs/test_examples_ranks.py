@@ -1,0 +1,62 @@
+"""The examples run as their first lines say, and train the same thing however they are started."""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipefit.cli import main
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+TRAINING = ROOT / "examples/train_sequential.py"
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    """What the script prints when all its ranks are in one process."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(TRAINING), run_name="__main__")
+    return printed.getvalue()
+
+
+def by_two_processes(script: Path, logs: Path) -> str:
+    """What rank 0 prints; with --json it does so to its log."""
+    assert main(["run", "-n", "2", "--json", "--logs", str(logs), str(script)]) == 0
+    return (logs / "rank-0.log").read_text()
+
+
+def test_one_script_trains_the_same_alone_and_as_two_processes(alone, tmp_path):
+    assert len(alone.splitlines()) == 5
+    assert float(re.findall(r"accuracy ([\d.]+)%", alone)[-1]) > 93
+    assert by_two_processes(TRAINING, tmp_path) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # three processes load torch, which takes long on a busy machine
+def test_torchrun_starts_the_same_script(alone):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TRAINING)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
+    assert (done.returncode, done.stdout) == (0, alone), done.stderr
+
+
+def test_a_schedule_of_ones_own_is_proved_drawn_and_run(tmp_path):
+    printed = by_two_processes(ROOT / "examples/own_schedule.py", tmp_path)
+    assert "no violations" in printed and "weights-later: bubble 11.1%" in printed
+    first, last = map(float, re.findall(r"loss ([\d.]+) to ([\d.]+)", printed)[0])
+    assert last < first / 2
+
+
+def test_the_training_example_fits_on_a_screen():
+    lines = TRAINING.read_text().splitlines()
+    code = lines[lines.index('"""', 1) + 1 :]
+    assert len([line for line in code if line.strip()]) <= 25

@@ -1,0 +1,76 @@
+"""What the manual shows is what the code gives: transcripts, tables, pictures, pages."""
+
+import re
+
+import pytest
+from docs.pages import ROOT, pages
+
+from docs import make_pictures, tables, transcripts
+from pipefit.cli import main
+from pipefit.ir.op import Op
+from pipefit.schedules import find, names
+
+NAMED = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
+HOUSE = [name for name in names() if find(name).order.__module__.startswith("pipefit.")]
+
+
+@pytest.mark.parametrize("page", NAMED)
+def test_commands_print_what_the_page_shows(page):
+    shown = page.read_text()
+    assert transcripts.answered(shown) == shown, "bring it up to date with: python -m docs.transcripts"
+
+
+@pytest.mark.parametrize("page", NAMED)
+def test_tables_follow_from_the_code(page):
+    shown = page.read_text()
+    assert tables.filled(shown) == shown, "bring it up to date with: python -m docs.tables"
+
+
+@pytest.mark.parametrize("name", sorted(make_pictures.SHAPES))
+def test_a_picture_shows_what_the_code_draws(name, tmp_path):
+    kept = make_pictures.PICTURES / f"{name}.svg"
+    drawn = make_pictures.drawing(name).save(tmp_path / f"{name}.svg", width=make_pictures.WIDTH)
+    assert kept.read_text() == drawn.read_text(), "bring it up to date with: python -m docs.make_pictures"
+    assert kept.stat().st_size < 60_000
+
+
+def test_every_schedule_has_a_page_a_picture_and_a_row():
+    folder = ROOT / "docs/schedules"
+    table = tables.schedules()
+    for name in HOUSE:
+        page = (folder / f"{name}.md").read_text()
+        assert f"`{name}`" in page and f"../pictures/{name}.svg" in page and f"({name}.md)" in table
+        assert all(part in page for part in ("## The law", "## When to use it", "## Source"))
+
+
+def test_the_page_on_architecture_names_every_operation():
+    page = (ROOT / "docs/architecture.md").read_text()
+    assert all(f"| `{op.value}` |" in page for op in Op)
+
+
+def test_the_page_on_architecture_names_every_folder():
+    page = (ROOT / "docs/architecture.md").read_text()
+    folders = [path.parent.name for path in (ROOT / "src/pipefit").glob("*/__init__.py")]
+    assert len(folders) > 15
+    assert [name for name in folders if f"`{name}`" not in page] == []
+
+
+def test_the_page_on_the_command_line_names_every_verb(capsys):
+    page = (ROOT / "docs/command-line.md").read_text()
+    main(["--help"])
+    verbs = re.findall(r"^│ ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
+    assert len(verbs) > 8
+    assert [verb for verb in verbs if f"| `{verb}` |" not in page] == []
+
+
+def test_a_page_that_shows_something_else_is_found():
+    block = "```console\n$ pipefit draw naive -p 2 -m 1\nNothing like it\n```\n"
+    assert "rank 1" in transcripts.answered(block)
+    slow = block.replace("draw naive -p 2 -m 1", "check --model gpt")
+    assert transcripts.answered(slow) == slow
+
+
+def test_what_the_readme_links_to_is_there():
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) > 15
+    assert [link for link in links if not (ROOT / link).exists()] == []

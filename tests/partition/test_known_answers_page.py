@@ -1,0 +1,29 @@
+"""The page of known answers prints what it says."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "known-answers.md"
+
+
+def test_every_figure_on_the_page_is_what_its_python_prints():
+    blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 5
+    names: dict[str, object] = {}
+    for code, expected in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, names)
+        assert printed.getvalue() == expected
+
+
+def test_the_topology_on_the_page_is_read():
+    from pipefit.spec import Topology
+
+    text = re.search(r"\$ cat t.toml\n(.*?)\n\n\$ pipefit", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    assert [(level.width, level.bandwidth_bytes_per_s) for level in Topology.parse(text).levels] == [
+        (4, 12e9),
+        (4, 1.25e9),
+    ]

@@ -1,0 +1,82 @@
+"""The planner divides optimizers where that makes a plan fit, knows what it then takes, and the plan runs as it is."""
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from pipefit import Pipeline
+from pipefit.calibrate.prediction import cost_of, predict
+from pipefit.errors import InfeasibleError
+from pipefit.planner import plan
+from pipefit.runtime.worker import Worker
+from pipefit.schedules import program_of
+from pipefit.spec import Layer, Plan, Profile, Topology
+
+WIDTH, LAYERS = 64, 4
+WEIGHTS = 4 * WIDTH * WIDTH
+PROFILE = Profile(
+    "four",
+    4,
+    tuple(Layer(f"layer{i}", 1e-3, 1e-3, 1e-3, 4 * 4 * WIDTH, 4 * 4 * WIDTH, WEIGHTS) for i in range(LAYERS)),
+)
+
+
+def machine(memory_bytes: float) -> Topology:
+    local = Topology.local(2)
+    return msgspec.structs.replace(local, device=msgspec.structs.replace(local.device, memory_bytes=memory_bytes))
+
+
+def found(memory_bytes: float, **options: object) -> Plan:
+    return plan(PROFILE, machine(memory_bytes), global_batch=8, depths=(1,), executable=True, **options)
+
+
+def test_a_sharded_optimizer_makes_plans_fit_that_would_not() -> None:
+    # Weights, gradients and two states: 4 with whole optimizers, 3 with halves of them.
+    small = 3.5 * LAYERS * WEIGHTS
+    made = found(small)
+    assert made.sharded_optimizer
+    assert made.data == 2
+    with pytest.raises(InfeasibleError):
+        found(small, sharded=False)
+    assert not found(100 * small, sharded=False).sharded_optimizer
+
+
+def test_what_is_predicted_is_what_the_program_holds() -> None:
+    made = found(3.5 * LAYERS * WEIGHTS)
+    assert made.prediction is not None
+    timeline = predict(program_of(made), cost_of(PROFILE, made, machine(1e9)))
+    whole = msgspec.structs.replace(made, sharded_optimizer=False)
+    for rank in range(2):
+        assert made.prediction.peak_bytes[rank] == pytest.approx(timeline.peak_bytes(rank), rel=0.02)
+        saved = predict(program_of(whole), cost_of(PROFILE, whole, machine(1e9))).peak_bytes(rank)
+        assert saved - timeline.peak_bytes(rank) == pytest.approx(LAYERS * WEIGHTS)
+
+
+def test_such_a_plan_runs_as_it_is() -> None:
+    made = found(3.5 * LAYERS * WEIGHTS)
+    torch.manual_seed(0)
+    pipe = Pipeline(
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-3),
+        plan=made,
+    )
+    x = torch.randn(8, WIDTH)
+    assert pipe.step(x, x) > 0
+    for worker in pipe.workers:
+        assert held(worker) == LAYERS * WEIGHTS  # two states of half the weights
+
+
+def test_who_asks_for_it_gets_it_with_any_plan() -> None:
+    made = found(1e9, sharded=False)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.Adam, "plan": made}
+    assert not Pipeline(model, **settings).program.header.sharded
+    assert Pipeline(model, shard_optimizer=True, **settings).program.header.sharded
+
+
+def held(worker: Worker) -> int:
+    """Bytes of the states of a rank's optimizers, beside step counters."""
+    states = [state for optimizer in worker.optimizers.values() for state in optimizer.state.values()]
+    return sum(value.nbytes for state in states for key, value in state.items() if key != "step")

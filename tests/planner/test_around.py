@@ -1,0 +1,250 @@
+"""Around the search: words, pictures, refitting, machines, the verb."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.planner.cases import model
+
+from pipefit.cli import main
+from pipefit.cost import CostModel
+from pipefit.errors import PlanError, ProfileError, TopologyError
+from pipefit.planner import gpt_profile, plan
+from pipefit.planner.divide import divide, spans
+from pipefit.planner.explain import explain, training
+from pipefit.planner.gpt import gpt_settings
+from pipefit.planner.machines import load_topology, topology_names
+from pipefit.planner.pictures import Point, depth_svg, explore, pareto, pareto_svg, partition_svg
+from pipefit.planner.refit import refit
+from pipefit.schedules import program_of
+from pipefit.simulate import simulate
+from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.published import load_profile
+from pipefit.timeline import save_trace
+
+ROOT = Path(__file__).parents[2]
+
+
+def verb(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# ------------------------------------------------------------------------------------------------------ division
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_division_equals_trying_every_cut(seed):
+    import itertools
+    import random
+
+    import numpy as np
+
+    rng = random.Random(seed)
+    times = [rng.uniform(1, 5) for _ in range(7)]
+    whole = spans(times)
+    # Stage 1 is twice as slow, and stage 0 may hold at most two layers.
+    ends = np.arange(8)
+    costs = [np.where(ends[None, :] - ends[:, None] <= 2, whole, np.inf), 2 * whole, whole]
+    best = min(max(costs[0][0, a], costs[1][a, b], costs[2][b, 7]) for a, b in itertools.combinations(range(1, 7), 2))
+    counts = divide(costs)
+    a, b = counts[0], counts[0] + counts[1]
+    assert sum(counts) == 7 and max(costs[0][0, a], costs[1][a, b], costs[2][b, 7]) == pytest.approx(best)
+    assert divide([np.full((8, 8), np.inf)] * 2) is None
+
+
+# --------------------------------------------------------------------------------------------------------- words
+
+
+def test_the_explanation_names_stages_winner_and_losers():
+    profile = model()
+    made = plan(profile, Topology.local(4), global_batch=32)
+    text = explain(made, profile)
+    assert f"{made.prediction.throughput:.4g} samples/s" in text
+    assert "why the others lost:" in text and text.count("slower") >= 2
+    assert all(row in text for row in ("stage", "layers", "peak per rank", "weights"))
+
+
+def test_training_days_follow_from_the_predicted_throughput():
+    machine = load_topology("dgx-a100-8")
+    made = plan(gpt_profile(8, 2048, 16, device=machine.device), machine, global_batch=16)
+    told = training(made, machine, 1e9)
+    assert told["training_days"] == pytest.approx(1e9 / 2048 / made.prediction.throughput / 86400)
+    assert 0.2 < told["mfu"] <= machine.device.efficiency
+    assert "no replay" in told["mfu_convention"]
+    assert training(plan(model(), Topology.local(2), global_batch=8), machine) == {}
+
+
+@pytest.mark.parametrize("text", ["gpt:layers=2", "gpt:layers=2,hidden=x,heads=1", "gpt:layer=2,hidden=8,heads=1"])
+def test_gpt_sizes_that_are_missing_or_unknown_are_refused(text):
+    with pytest.raises(ProfileError, match="gpt:"):
+        gpt_settings(text)
+
+
+def test_heads_that_do_not_divide_the_hidden_size_are_refused():
+    with pytest.raises(ProfileError, match="divisor"):
+        gpt_profile(2, 100, 3)
+
+
+# ------------------------------------------------------------------------------------------------------ machines
+
+
+def test_every_shipped_machine_loads_and_has_as_many_devices_as_its_name_says():
+    assert {"dgx-a100-1024", "dgx-a100-3072", "pcie-4x4"} <= set(topology_names())
+    for name in topology_names():
+        machine = load_topology(name)
+        assert machine.name == name and machine.device.flops > 0
+    assert load_topology("dgx-a100-1024").num_devices == 1024
+    assert load_topology("local:3").num_devices == 3
+    with pytest.raises(TopologyError, match="dgx-a100-1024"):
+        load_topology("dgx-a100-1025")
+
+
+# ---------------------------------------------------------------------------------------------------------- refit
+
+
+def test_refit_finds_the_times_of_a_run_that_was_slower():
+    profile = model()
+    made = plan(profile, Topology.local(2), global_batch=16, schedules=["1f1b"], depths=[2])
+    slower = tuple(
+        msgspec.structs.replace(layer, forward_s=2 * layer.forward_s, backward_weight_s=3 * layer.backward_weight_s)
+        for layer in profile.layers
+    )
+    truth = msgspec.structs.replace(profile, layers=slower, loss_s=5e-4, optimizer_s=3e-3)
+    weights = sum(layer.weight_bytes for layer in profile.layers)
+    cost = CostModel.from_profile(
+        truth, made.partition, Topology.local(2), loss_s=5e-4, step_s_per_weight_byte=3e-3 / weights
+    )
+    measured = simulate(program_of(made), cost)
+    fitted = refit(profile, made, measured)
+    again = simulate(program_of(made), CostModel.from_profile(
+        fitted, made.partition, Topology.local(2), loss_s=fitted.loss_s,
+        step_s_per_weight_byte=fitted.optimizer_s / weights,
+    ))  # fmt: skip
+    for stage in made.partition.stages:
+        for field in ("forward_s", "total_s"):
+            found, wanted = (sum(getattr(one.layers[i], field) for i in stage.layers) for one in (fitted, truth))
+            assert found == pytest.approx(wanted)
+    assert (fitted.loss_s, fitted.optimizer_s) == pytest.approx((5e-4, 3e-3))
+    steps = {stage: item.median_s for (op, stage), item in measured.by_kind().items() if op == "step"}
+    for index, stage in enumerate(made.partition.stages):
+        assert fitted.optimizer_of(stage.layers) == pytest.approx(steps[index])
+    assert again.makespan_s == pytest.approx(measured.makespan_s, rel=1e-6)
+
+
+def test_refit_refuses_a_trace_of_another_partition():
+    profile = model()
+    two, four = (plan(profile, Topology.local(n), global_batch=16, schedules=["1f1b"], depths=[n]) for n in (2, 4))
+    cost = CostModel.from_profile(profile, four.partition, Topology.local(4))
+    with pytest.raises(PlanError, match="belong together"):
+        refit(profile, two, simulate(program_of(four), cost))
+
+
+# ------------------------------------------------------------------------------------------------------- pictures
+
+
+def test_pictures_are_whole_and_say_what_they_show():
+    profile, topology = load_profile("vgg16"), load_topology("pcie-4")
+    made = plan(profile, topology, method="pipedream", cost="pipedream-code")
+    picture = partition_svg(made, profile, topology)
+    root = ElementTree.fromstring(picture)
+    titles = [item.text for item in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 1 + len(profile)
+    assert f"stage {len(made.partition.stages) - 1}: " in picture and "a device has 14.9 GiB" in picture
+    points = explore(model(), Topology.local(4), global_batch=32, microbatch_sizes=(1, 2), schedules=["1f1b", "gpipe"])
+    for text in (pareto_svg(points), depth_svg(points)):
+        ElementTree.fromstring(text)
+    assert "micro-batch 2" in depth_svg(points)
+
+
+def test_the_pareto_front_is_what_nothing_beats():
+    points = [Point("", 1, 1, rate, size, True) for rate, size in [(1, 1), (3, 2), (2, 3), (3, 4), (5, 9)]]
+    assert [(p.throughput, p.peak_bytes) for p in pareto(points)] == [(1, 1), (3, 2), (5, 9)]
+
+
+# ------------------------------------------------------------------------------------------------------- the verb
+
+
+def test_the_verb_answers_known_times_as_json(capsys, tmp_path):
+    flat = tmp_path / "t.toml"
+    flat.write_text('format = "pipefit.topology/1"\n[[levels]]\nname="m"\nwidth=16\nbandwidth_bytes_per_s="1 GB/s"\n')
+    said = verb(
+        capsys, "--profile", "vgg16", "--topology", str(flat), "--method", "pipedream", "--cost", "pipedream-code"
+    )
+    assert [stage["replicas"] for stage in said["stages"]] == [13, 2, 1]
+    assert said["predicted"]["minibatch_s"] == pytest.approx(0.0565, abs=5e-5)
+    assert set(said) >= {"method", "stages", "schedule", "num_microbatches", "predicted", "candidates", "plan_seconds"}
+    assert all("why_lost" in candidate for candidate in said["candidates"])
+    predicted = {"step_s", "minibatch_s", "throughput", "peak_bytes", "speedup_over_data_parallel"}
+    assert set(said["predicted"]) >= predicted
+
+
+def test_the_verb_writes_a_plan_that_loads_and_a_picture(capsys, tmp_path):
+    profile: Profile = model()
+    profile.save(tmp_path / "m.json")
+    words = ["--profile", str(tmp_path / "m.json"), "--topology", "local:2", "--global-batch", "16"]
+    verb(capsys, *words, "-o", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.svg"))
+    made = Plan.load(tmp_path / "plan.json")
+    assert made.placement.num_ranks == 2 and made.prediction is not None
+    ElementTree.parse(tmp_path / "plan.svg")
+    cost = CostModel.from_profile(profile, made.partition, Topology.local(2))
+    save_trace(simulate(program_of(made), cost), tmp_path / "run.trace.json")
+    again = verb(capsys, *words, "--refit", str(tmp_path / "run.trace.json"))
+    assert again["predicted"]["throughput"] > 0
+
+
+def test_charts_of_all_candidates_are_drawn_beside_the_plan(tmp_path, capsys):
+    paths = [tmp_path / "pareto.svg", tmp_path / "depths.svg"]
+    words = ("--profile", "gnmt", "--topology", "pcie-4", "--pareto", str(paths[0]), "--depths", str(paths[1]))
+    assert verb(capsys, *words)["output"] == [str(path) for path in paths]
+    assert "depth 4" in paths[0].read_text() and "micro-batch 64" in paths[1].read_text()
+    assert main(["plan", *words, "--method", "pipedream"]) == 2
+    assert "nothing to explore" in capsys.readouterr().err
+
+
+def test_tokens_without_a_gpt_are_refused(capsys):
+    assert main(["plan", "--profile", "gnmt", "--topology", "pcie-4", "--tokens", "1e9"]) == 2
+    assert "--tokens" in capsys.readouterr().err
+
+
+def test_a_plan_that_ran_without_its_trace_is_refused(capsys):
+    assert main(["plan", "--profile", "gnmt", "--topology", "pcie-4", "--of", "plan.json"]) == 2
+    assert "--refit" in capsys.readouterr().err
+
+
+def test_stages_beyond_the_eighth_have_colours_of_their_own():
+    made = plan(model(12), Topology.local(12), method="uniform", global_batch=24)
+    drawn = partition_svg(made, model(12))
+    assert len({part.split('"')[0] for part in drawn.split('rx="2" fill="')[1:]}) == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--profile", "vgg61", "--topology", "local:2"], 2, "vgg16"),
+        (["--profile", "vgg16", "--topology", "local:0"], 2, "local:N"),
+        (["--profile", "vgg16", "--topology", "local:4", "--memory", "1 GiB"], 1, "the cheapest change"),
+        (["--profile", "vgg16", "--topology", "local:4", "--global-batch", "0"], 2, "--global-batch"),
+        (["--profile", "gpt:layers=2", "--topology", "pcie-4"], 2, "hidden"),
+        (["--profile", "gpt:layers=2,hidden=64,heads=2", "--topology", "local:2"], 2, "flops"),
+        (["--profile", "vgg16", "--topology", "local:4", "-o", "plan.txt"], 2, ".json"),
+    ],
+)
+def test_bad_input_is_one_message(words, code, said, capsys):
+    assert main(["plan", *words]) == code
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.out == "" and "Traceback" not in shown.err
+
+
+def test_planning_never_loads_torch():
+    words = ["plan", "--profile", "gpt:layers=8,hidden=1024,heads=8", "--topology", "dgx-a100-8", "--json"]
+    code = f"import sys; sys.modules['torch'] = None\nfrom pipefit.cli import main\nsys.exit(main({words!r}))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["stages"]

@@ -1,0 +1,170 @@
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.runtime import jobs
+
+from pipefit.errors import InvalidProgramError, ModelError
+from pipefit.ir.op import Op
+from pipefit.runtime.launch import LaunchError, launch
+from pipefit.runtime.progress import LOSS, OUTSIDE, Position
+from pipefit.runtime.waits import hang_report, waits_for
+from pipefit.schedules import Shape, find
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def program():
+    """The program that the jobs run on two ranks."""
+    return jobs.pipeline().program
+
+
+def _first(program, rank, op, count=1):
+    return [index for index, i in enumerate(program.ranks[rank]) if i.op is op][count - 1]
+
+
+# ---- ranks that die or fail ------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_is_named_with_its_last_instruction(program):
+    index = _first(program, 1, Op.BWD)
+    began = time.monotonic()
+    with pytest.raises(LaunchError) as failure:
+        launch(jobs.die_at, 2, 1, index, quiet=True)
+    assert time.monotonic() - began < 5
+    assert f"rank 1 failed at '{program.ranks[1][index]}' (instruction {index}, pass 2)" in str(failure.value)
+    assert "SIGKILL" in str(failure.value)
+
+
+@pytest.mark.timeout(90)
+def test_a_rank_killed_at_any_instruction_ends_the_run_and_is_named(program):
+    for rank in range(2):
+        for index, instruction in enumerate(program.ranks[rank]):
+            with pytest.raises(LaunchError, match="SIGKILL") as failure:
+                launch(jobs.die_at, 2, rank, index, quiet=True)
+            assert f"rank {rank} failed at '{instruction}'" in str(failure.value)
+
+
+def test_a_layer_that_fails_on_one_rank_is_the_callers_error():
+    with pytest.raises(ModelError) as failure:
+        launch(jobs.train_broken_layer, 2, quiet=True)
+    assert str(failure.value).startswith("stage 1: layer 2 (Failing) failed in its forward")
+    assert str(failure.value).count("this layer is broken") == 1
+
+
+def test_a_loss_that_raises_is_named_with_its_rank():
+    with pytest.raises(LaunchError, match=r"rank 1 failed at 'loss m0'.*KeyError: 'no such class'"):
+        launch(jobs.train_broken_loss, 2, quiet=True)
+
+
+def test_a_killed_run_resumes_with_the_numbers_of_one_that_was_not(tmp_path, program):
+    place = str(tmp_path / "run")
+    (losses, weights), _ = launch(jobs.train, 2, quiet=True)
+    first, _ = launch(jobs.train_and_save, 2, place, quiet=True)
+    with pytest.raises(LaunchError):
+        launch(jobs.die_at, 2, 0, _first(program, 0, Op.STEP), quiet=True)
+    for num_ranks in (2, 3):
+        rest, state = launch(jobs.load_and_train, num_ranks, place, quiet=True)[0]
+        assert first + rest == losses
+        assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_replicas_save_each_stage_once_and_an_export_holds_the_whole_model(tmp_path):
+    state = launch(jobs.save_export_and_state, 4, str(tmp_path), quiet=True)[0]
+    whole = load_file(tmp_path / "model.safetensors")
+    assert whole.keys() == state.keys()
+    assert all(torch.equal(whole[name], state[name]) for name in state)
+    files = [load_file(tmp_path / "run" / "step-000002" / f"rank-{rank}.safetensors") for rank in range(4)]
+    names = [name for file in files for name in file if not name.startswith("optim/")]
+    assert sorted(names) == sorted(state)
+
+
+def test_a_rank_that_cannot_save_is_heard_by_all_and_nothing_is_committed(tmp_path):
+    first, second = launch(jobs.save_where_one_rank_cannot, 2, str(tmp_path), quiet=True)
+    assert first == second
+    assert first.startswith("rank 1: ") and "the disk is full" in first
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_derive_different_programs_are_refused_before_the_first_step():
+    with pytest.raises(InvalidProgramError, match="rank 1 is about to run another program than rank 0"):
+        launch(jobs.train_another_program_on_one_rank, 2, quiet=True)
+
+
+# ---- ranks that stand still ------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_rank_is_named_within_the_deadline(program):
+    index = _first(program, 0, Op.FWD)
+    began = time.monotonic()
+    with pytest.raises(LaunchError) as failure:
+        launch(jobs.stop_at, 2, 0, index, quiet=True, deadline_s=1.5)
+    text = str(failure.value)
+    assert time.monotonic() - began < 12
+    assert f"rank 0 is stopped (by SIGSTOP or a debugger), at '{program.ranks[0][index]}'" in text
+    assert "rank 1 waits for" in text and "seen by rank 1" in text
+
+
+def test_a_rank_that_stays_outside_the_program_is_named():
+    with pytest.raises(LaunchError, match="rank 1 has been outside the program too long") as failure:
+        launch(jobs.dawdle_between_steps, 2, 1, quiet=True, deadline_s=1.5)
+    assert "in dawdle_between_steps" in str(failure.value)
+
+
+def test_ranks_that_do_not_meet_in_a_process_group_are_ended_and_told():
+    """Torch would wait for half an hour, without a word."""
+    with pytest.raises(LaunchError, match=r"rank [01] does not meet the others: making process groups with the others"):
+        launch(jobs.train_where_one_rank_makes_no_groups, 2, quiet=True, deadline_s=1.5)
+
+
+def test_a_slow_checkpoint_is_no_hang(tmp_path):
+    launch(jobs.save_slowly, 2, str(tmp_path / "run"), quiet=True, deadline_s=1.0)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-000001"]
+
+
+# ---- who is to blame -------------------------------------------------------------------------------------------------
+
+
+def _chain():
+    return find("gpipe")(Shape(3, 2))
+
+
+def _at(program, rank, op, mb, passes=1, pid=1):
+    index = next(k for k, i in enumerate(program.ranks[rank]) if i.op is op and i.mb == mb)
+    return Position(passes, index, 0, pid, 0.0)
+
+
+def test_a_rank_waits_for_the_sender_of_what_its_instruction_needs():
+    program = _chain()
+    positions = {r: _at(program, r, Op.FWD, 0) for r in range(3)}
+    assert [list(waits_for(program, r, positions)) for r in range(3)] == [[], [0], [1]]
+
+
+def test_a_rank_does_not_wait_for_one_that_has_sent():
+    program = _chain()
+    positions = {0: _at(program, 0, Op.BWD, 0), 1: _at(program, 1, Op.FWD, 0), 2: _at(program, 2, Op.FWD, 0)}
+    assert [list(waits_for(program, r, positions)) for r in (1, 2)] == [[], [1]]
+
+
+def test_the_report_follows_the_chain_to_the_rank_that_waits_for_nobody():
+    program = _chain()
+    positions = {r: _at(program, r, Op.FWD, 0) for r in range(3)}
+    page = hang_report(2, program, positions, 61.0, 60.0, 3)
+    assert page.startswith("rank 0 does not go on, though it waits for no other rank: at 'fwd s0 m0")
+    assert "rank 2 waits for" in page and "rank 1 waits for" in page
+
+
+def test_a_rank_that_waits_for_the_loss_blames_one_still_in_its_pass():
+    program = _chain()
+    here = Position(1, LOSS, 0, 1, 0.0)
+    positions = {0: here, 1: here, 2: _at(program, 2, Op.BWD, 1)}
+    assert list(waits_for(program, 0, positions)) == [2]
+
+
+def test_a_rank_outside_the_program_waits_for_nobody():
+    program = _chain()
+    positions = {0: Position(1, OUTSIDE, 0, 1, 0.0), 1: _at(program, 1, Op.FWD, 0, passes=2)}
+    assert waits_for(program, 0, positions) == {}
+    assert list(waits_for(program, 1, positions)) == [0]

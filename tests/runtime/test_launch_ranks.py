@@ -1,0 +1,148 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.runtime import jobs
+
+from pipefit.errors import PipefitError
+from pipefit.runtime.launch import launch, run_script
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import pipefit as pf
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+pipe = pf.Pipeline(model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1), microbatches=2)
+generator = torch.Generator().manual_seed(1)
+for _ in range(3):
+    x, y = torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+    loss = pipe.step(x, y)
+with open(f"{sys.argv[1]}-{pipe.rank}", "w") as file:
+    file.write(repr(loss))
+"""
+
+
+def test_results_come_back_by_rank():
+    assert launch(jobs.nothing, 3, quiet=True) == [0, 1, 2]
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(PipefitError, match="at least 1, got 0"):
+        launch(jobs.nothing, 0)
+
+
+def test_ranks_have_the_environment_of_the_moment(monkeypatch):
+    monkeypatch.setenv("PIPEFIT_TEST_WORD", "now")
+    assert launch(jobs.environment, 2, "PIPEFIT_TEST_WORD", quiet=True) == [(0, "now"), (1, "now")]
+
+
+def test_two_processes_compute_what_one_does():
+    losses, weights = jobs.train()
+    for found, state in launch(jobs.train, 2, quiet=True):
+        assert found == losses
+        assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_more_ranks_than_cores_compute_the_same():
+    losses, weights = jobs.train({"stages": 4})
+    for found, state in launch(jobs.train, 4, quiet=True):
+        assert found == losses
+        assert all(torch.equal(state[name], weights[name]) for name in weights)
+
+
+def test_a_script_needs_no_main_guard(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launch(run_script, 2, str(script), [str(tmp_path / "loss")], quiet=True)
+    losses = [(tmp_path / f"loss-{rank}").read_text() for rank in range(2)]
+    assert losses[0] == losses[1] and float(losses[0]) > 0
+
+
+def test_a_script_that_ends_with_sys_exit_0_has_not_failed(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + "\nsys.exit(0)\n")
+    launch(run_script, 2, str(script), [str(tmp_path / "loss")], quiet=True)
+
+
+def _when_ready(path: Path, number: int) -> threading.Thread:
+    """Sends this process a signal once the ranks are at work."""
+
+    def send() -> None:
+        deadline = time.monotonic() + 30
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_sigterm_stops_all_ranks_after_the_same_step_and_lets_them_save(tmp_path):
+    _when_ready(tmp_path / "ready", signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        launch(jobs.train_until_stopped, 2, str(tmp_path / "run"), str(tmp_path / "ready"), quiet=True)
+    assert left.value.code == 143
+    assert [path.name.split("-")[0] for path in (tmp_path / "run").iterdir()] == ["step"]
+
+
+def test_ctrl_c_ends_ranks_that_are_blocked_within_seconds(tmp_path):
+    _when_ready(tmp_path / "ready-1", signal.SIGINT)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(jobs.block, 2, str(tmp_path / "ready"), quiet=True)
+    assert time.monotonic() - began < 10
+    assert not any(_is_alive(tmp_path / f"ready-{rank}") for rank in range(2))
+
+
+def test_ranks_that_are_blocked_end_after_the_grace_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEFIT_GRACE_S", "0.5")
+    _when_ready(tmp_path / "ready-1", signal.SIGTERM)
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as left:
+        launch(jobs.block, 2, str(tmp_path / "ready"), quiet=True)
+    assert left.value.code == 143
+    assert time.monotonic() - began < 10
+
+
+def _is_alive(file: Path) -> bool:
+    try:
+        state = Path(f"/proc/{int(file.read_text())}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, ValueError):
+        return False
+    return state != "Z"
+
+
+@pytest.mark.slow
+def test_ranks_die_with_a_launcher_that_is_killed(tmp_path):
+    code = (
+        "from pipefit.runtime.launch import launch\nfrom tests.runtime import jobs\n"
+        f"if __name__ == '__main__':\n    launch(jobs.block, 2, {str(tmp_path / 'ready')!r}, quiet=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    files = [tmp_path / f"ready-{rank}" for rank in range(2)]
+    _wait_until(lambda: all(file.exists() and file.read_text() for file in files), 50)
+    launcher.kill()
+    launcher.wait()
+    _wait_until(lambda: not any(map(_is_alive, files)), 5)
+
+
+def _wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.05)

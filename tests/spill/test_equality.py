@@ -1,0 +1,478 @@
+"""Spilled training is resident training, bit for bit: the same micro-batches, wherever the weights lie."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit import Pipeline
+from pipefit.errors import InfeasibleError, PipefitError, PlanError
+from pipefit.ir.op import Op
+from pipefit.models import build
+from pipefit.pipeline.spill_options import Spilled
+from pipefit.testing import check
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def dampened(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.1)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def adagrad(parameters):
+    return torch.optim.Adagrad(parameters, 0.01, initial_accumulator_value=0.1)
+
+
+def rmsprop(parameters):
+    return torch.optim.RMSprop(parameters, 0.01, momentum=0.5)
+
+
+def factored(parameters):
+    return torch.optim.Adafactor(parameters)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
+
+
+def data(steps=4):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(12, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)) for _ in range(steps)
+    ]
+
+
+def resident(optimizer=momentum, clip=None, model=None):
+    return Pipeline(
+        model or network(), loss=nn.functional.cross_entropy, optimizer=optimizer, stages=1, microbatches=3,
+        clip_norm=clip, scheduler=halving, seed=3,
+    )  # fmt: skip
+
+
+def spilled(optimizer=momentum, clip=None, model=None, counts=(3, 2, 1, 1), **how):
+    return Pipeline(
+        model or network(), loss=nn.functional.cross_entropy, optimizer=optimizer, stages=list(counts),
+        chunks=len(counts), microbatches=3, clip_norm=clip, scheduler=halving, seed=3, spill=Spilled(**how),
+    )  # fmt: skip
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("optimizer", [momentum, dampened, adamw, adagrad, rmsprop, factored])
+def test_spilled_training_is_resident_training_to_the_bit(optimizer, clip, tmp_path):
+    one, other = resident(optimizer, clip), spilled(optimizer, clip, disk=tmp_path / "tier")
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize("how", [{"prefetch": 0}, {"slots": 1}, {"slots": 3, "optim_slots": 2}, {"optim_slots": 0}])
+def test_slots_and_prefetching_change_nothing(how):
+    one, other = resident(adamw, 0.5), spilled(adamw, 0.5, **how)
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("how", [{}, {"slots": 1}, {"slots": 3}, {"host_memory": "1 GiB", "step_on": "host"}])
+def test_stages_that_keep_their_activations_replay_nothing_and_train_alike(optimizer, clip, how):
+    one, other = resident(optimizer, clip), spilled(optimizer, clip, keep="all", **how)
+    assert not any(i.op == "recompute" for i in other.program.ranks[0])
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_backward_finds_its_weights_in_whatever_slot_they_are(ranks):
+    def pipeline(spill):
+        return Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, schedule="interleaved",
+            stages=[3, 1, 1, 2] if ranks == 1 else [3, 2, 1, 1], chunks=4 // ranks, microbatches=2, seed=3, spill=spill,
+        )  # fmt: skip
+
+    one, other = pipeline(None), pipeline(Spilled(keep="all", slots=2 if ranks == 1 else 1))
+    if ranks == 1:
+        fetches = [i.slot for i in other.program.ranks[0] if (i.op, i.stage, i.kind) == ("fetch", 1, "weights")]
+        assert len(set(fetches)) == 2
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_weights_that_a_layer_transposes_or_uses_twice_are_saved_by_their_place():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+            self.fixed = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+        def forward(self, x):
+            return torch.tanh(x @ self.weight.t() @ self.fixed) @ self.weight[:, ::2].exp() @ self.weight[1::2]
+
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(*(Twice() for _ in range(4)), nn.Linear(8, 4))
+
+    counts = (1, 1, 1, 1, 1)
+    one, other = resident(model=model()), spilled(model=model(), counts=counts, keep="all")
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_what_the_host_has_no_room_for_lies_on_disk(tmp_path):
+    one, other = resident(adamw, 0.5), spilled(adamw, 0.5, disk=tmp_path / "tier", host_memory=5 * 4096)
+    tier = other.workers[0].spilling.tier
+    assert tier.host.num_bytes == 5 * 4096 and tier.disk.num_bytes > 0
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_weights_that_two_shards_share_stay_on_the_device_and_train_alike():
+    """Their gradient is summed shard by shard, not micro-batch by micro-batch: equal to rounding."""
+    torch.manual_seed(0)
+    bundle = build("gpt", layers=2, hidden=16, heads=2, context=8, vocab=32, dropout=0.1)
+    x, y = bundle.example(6, 0)
+    one = Pipeline(copy.deepcopy(bundle.layers), loss=bundle.loss, optimizer=adamw, stages=1, microbatches=3)
+    other = Pipeline(
+        bundle.layers, loss=bundle.loss, optimizer=adamw, stages=4, chunks=4, microbatches=3, spill=Spilled()
+    )
+    for _ in range(3):
+        assert one.step(x, y) == pytest.approx(other.step(x, y), rel=1e-6)
+    for name, value in other.state_dict().items():
+        assert torch.allclose(one.state_dict()[name], value, atol=1e-5)
+    other.close()
+
+
+def test_a_stage_that_is_on_its_tier_holds_no_memory_and_tells_who_reads_it():
+    pipe = spilled()
+    pipe.step(*data(1)[0])
+    parameter = pipe.model[0].weight
+    assert parameter.shape == (16, 8)
+    assert parameter.untyped_storage().nbytes() == 4
+    assert parameter.isnan().all()
+    pipe.close()
+
+
+def test_evaluation_fetches_every_stage_and_changes_nothing():
+    one, other = resident(), spilled()
+    for x, y in data():
+        one.step(x, y), other.step(x, y)
+    before = other.state_dict()
+    assert one.evaluate(data(2)) == other.evaluate(data(2))
+    assert same(before, other.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize("optimizer", [dampened, adamw])
+def test_checkpoints_go_from_spilled_to_resident_runs_and_back(optimizer, tmp_path):
+    batches = data(6)
+    whole = resident(optimizer, 0.5)
+    losses = [whole.step(x, y) for x, y in batches]
+    first = spilled(optimizer, 0.5)
+    for x, y in batches[:2]:
+        first.step(x, y)
+    first.save(tmp_path / "a")
+    first.close()
+    second = resident(optimizer, 0.5)
+    second.load(tmp_path / "a")
+    assert [second.step(x, y) for x, y in batches[2:4]] == losses[2:4]
+    second.save(tmp_path / "b")
+    third = spilled(optimizer, 0.5, counts=(2, 2, 2, 1), disk=tmp_path / "tier")
+    third.load(tmp_path / "b")
+    assert [third.step(x, y) for x, y in batches[4:]] == losses[4:]
+    assert same(third.state_dict(), whole.state_dict())
+    third.close()
+
+
+def test_weights_alone_are_taken_into_a_spilled_run():
+    source, target = resident(), spilled()
+    source.step(*data(1)[0])
+    target.load_state_dict(source.state_dict())
+    assert same(source.state_dict(), target.state_dict())
+    target.close()
+
+
+def test_a_model_of_the_meta_device_gets_the_same_weights_wherever_they_lie(tmp_path):
+    def pipeline(**more):
+        with torch.device("meta"):
+            bundle = build("gpt", layers=3, hidden=16, heads=2, context=8, vocab=32, tied=False)
+        return Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, seed=5, **more), bundle
+
+    one, bundle = pipeline(stages=1)
+    other, _ = pipeline(stages=5, chunks=5, spill=Spilled(disk=tmp_path / "tier"))
+    assert same(one.state_dict(), other.state_dict())
+    std = one.state_dict()["block0.attention.out.weight"].std()
+    assert 0.015 / 6**0.5 < std < 0.025 / 6**0.5
+    x, y = bundle.example(4, 0)
+    for _ in range(2):
+        assert one.step(x, y) == other.step(x, y)
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"slots": 1, "prefetch": 0},
+        {"slots": 1, "disk": "tier"},
+        {"slots": 1, "disk": "tier", "host_memory": 6 * 4096},
+        {"slots": 1, "keep": (1,)},
+        {"slots": 1, "host_memory": "1 GiB", "step_on": "host"},
+    ],
+)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_activations_that_wait_on_the_tier_change_nothing(how, clip, tmp_path):
+    how = {**how, "disk": tmp_path / "tier"} if "disk" in how else how
+    one, other = resident(adamw, clip), spilled(adamw, clip, activations=True, **how)
+    moved = [i for i in other.program.ranks[0] if i.kind == "act" and i.op in (Op.EVICT, Op.FETCH)]
+    assert moved
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    # Larger and smaller batches than at first: records get more room, or have too much.
+    for size in (30, 7):
+        x, y = torch.randn(size, 8), torch.randint(0, 4, (size,))
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    assert not other.workers[0].spilling.parking._there
+    other.close()
+
+
+class Twisted(nn.Module):
+    """Gives two tensors of different types, one of them not in the order of its dimensions, and the same twice."""
+
+    def forward(self, x):
+        turned = x.view(-1, 4, 4).transpose(1, 2)
+        return turned, x.double(), turned
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, given):
+        a, b, c = given
+        return self.layer((a + c).reshape(-1, 16) * 0.5 + b.float())
+
+
+def test_activations_of_several_tensors_come_back_as_they_were():
+    def made(**how):
+        torch.manual_seed(1)
+        layers = [nn.Linear(8, 16), Twisted(), Joined(), nn.Linear(4, 4), nn.Linear(4, 4)]
+        return Pipeline(
+            nn.Sequential(*layers), loss=nn.functional.cross_entropy, optimizer=adamw, microbatches=3, **how
+        )
+
+    one = made(stages=1)
+    other = made(stages=[2, 1, 1, 1], chunks=4, spill=Spilled(activations=True, slots=1))
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_ranks_of_a_pipeline_park_what_they_are_sent():
+    def made(**how):
+        return Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=[2, 1, 1, 1, 1, 1], chunks=3,
+            microbatches=3, schedule="breadth-first", **how,
+        )  # fmt: skip
+
+    one, other = made(), made(spill=Spilled(activations=True, slots=1))
+    assert all(any(i.op is Op.EVICT and i.kind == "act" for i in rank) for rank in other.program.ranks)
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def capped(cap):
+    bundle = build("gpt", layers=6, hidden=32, heads=2, context=8, vocab=32, tied=False)
+    example = bundle.example(4, 0)
+    pipe = Pipeline(
+        bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, example=example, spill=Spilled(cap)
+    )
+    return pipe, example
+
+
+def test_a_cap_cuts_the_model_so_that_it_is_kept():
+    pipe, example = capped("1 MiB")
+    assert pipe.workers[0].spilling.arena.num_bytes < pipe.plan.spill.peak_bytes <= 2**20
+    pipe.step(*example)
+    pipe.close()
+
+
+def test_a_cap_that_is_too_small_names_the_smallest_that_works():
+    with pytest.raises(InfeasibleError) as refusal:
+        capped("100 kB")
+    smallest = re.search(r"the smallest cap that works is ([\d.]+ KiB)", str(refusal.value)).group(1)
+    pipe, example = capped(smallest)
+    pipe.step(*example)
+    pipe.close()
+
+
+MLP = {"layers": 6, "width": 64, "inputs": 64}
+GPT = {"layers": 3, "hidden": 32, "heads": 2, "context": 16, "vocab": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "optimizer", "keep", "cap"),
+    [
+        ("gpt", {**GPT, "tied": False, "dropout": 0.1}, adamw, "auto", 350 * 1024),
+        ("gpt", {**GPT, "tied": False}, adamw, "none", 450 * 1024),
+        ("gpt", {**GPT, "tied": True}, sgd, "auto", 450 * 1024),
+        ("mlp", MLP, adamw, "auto", 150 * 1024),
+    ],
+    ids=["gpt", "gpt-replayed", "gpt-tied", "mlp"],
+)
+def test_a_tiny_model_takes_no_more_than_its_plan_claims(name, options, optimizer, keep, cap):
+    torch.manual_seed(0)
+    bundle = build(name, **options)
+    pipe = Pipeline(
+        bundle.layers, loss=bundle.loss, optimizer=optimizer, microbatches=4, clip_norm=1.0,
+        example=bundle.example(8, 0), spill=Spilled(cap, keep=keep),
+    )  # fmt: skip
+    for number in range(2):
+        pipe.step(*bundle.example(8, number))
+    assert pipe.plan.spill is not None and pipe.held_bytes is not None
+    [claimed] = pipe.plan.prediction.peak_bytes
+    # Bookkeeping is as much as tensors here; it is counted too.
+    assert 0.5 * claimed < pipe.held_bytes <= claimed <= cap
+    pipe.close()
+
+
+def test_a_model_that_fits_is_not_spilled():
+    pipe, example = capped("1 GiB")
+    assert pipe.plan.spill is None and pipe.workers[0].spilling is None
+    pipe.step(*example)
+
+
+def test_a_cap_needs_an_example():
+    with pytest.raises(PlanError, match="example"):
+        Pipeline(network(), loss=nn.functional.cross_entropy, optimizer=adamw, spill=Spilled("1 GiB"))
+
+
+def test_copies_are_in_the_measured_timeline():
+    pipe = spilled()
+    pipe.step(*data(1)[0])
+    pipe.step(*data(1)[0])
+    pipe.settle()
+    events = pipe.timeline(last=1).events
+    listed = pipe.program.ranks[0]
+    copies = [e for e in events if listed[e.position].op in ("fetch", "evict")]
+    assert copies and all(0 <= e.start_s <= e.end_s for e in copies)
+    pipe.close()
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("breadth-first", 2), ("gpipe", 1), ("1f1b", 1)])
+def test_a_pipeline_whose_stages_are_spilled_trains_as_one_that_holds_them(schedule, chunks):
+    def pipeline(spill):
+        return Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=2 * chunks, chunks=chunks,
+            microbatches=4, schedule=schedule, clip_norm=0.5, seed=3, spill=spill,
+        )  # fmt: skip
+
+    one, other = pipeline(None), pipeline(Spilled(slots=1, place=None))
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+def test_the_check_of_equality_takes_the_spilled_schedule():
+    result = check(
+        network(), num_ranks=1, schedule="spilled", num_chunks=4, num_microbatches=3, loss=nn.functional.cross_entropy,
+        example=lambda samples, number: data(number + 1)[-1], batch_size=12,
+    )  # fmt: skip
+    assert result.equal and result.weight_diff == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_spills_with_its_weights_in_full(precision):
+    def pipeline(stages, spill):
+        return Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=stages, chunks=stages, microbatches=3,
+            precision=precision, seed=3, spill=spill,
+            schedule="spilled" if spill else "breadth-first", recompute=True,
+        )  # fmt: skip
+
+    one, other = pipeline(4, None), pipeline(4, Spilled())
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"slots": 0}, {"slots": 2.5}, {"optim_slots": -1}, {"prefetch": -1}, {"commit_every": -1}, {"device_memory": 0},
+     {"host_memory": "0 MiB"}, {"device_memory": "much"}],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_make_no_sense_are_refused_at_once_by_their_name(wrong):
+    with pytest.raises(PipefitError, match=f"^{next(iter(wrong))}: expected"):
+        Spilled(**wrong)
+
+
+def test_stages_to_keep_are_named_by_words_or_numbers():
+    assert Spilled(keep="none").of(3).keeps == Spilled().of(3).keeps == ()
+    assert Spilled(keep=(2, 0)).of(3).keeps == (0, 2)
+    for wrong in ("some", (3,)):
+        with pytest.raises(PlanError, match="keep: expected auto, all, none, or some of the stages 0, 1, 2, got"):
+            Spilled(keep=wrong).of(3)
+    with pytest.raises(PlanError, match="expected auto or none, got 'all'"):
+        Pipeline(
+            network(), loss=nn.functional.cross_entropy, optimizer=adamw, spill=Spilled("1 MiB", keep="all"),
+            example=data(1)[0],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("cap", ["420 KiB", "700 KiB"])
+def test_under_a_cap_stages_keep_their_activations_as_far_as_they_fit_and_train_alike(cap):
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.Tanh(), nn.Dropout(0.1)) for _ in range(8)))
+
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randn(48, 96, generator=generator) for _ in range(3)]
+    more = {"loss": nn.functional.mse_loss, "optimizer": adamw, "microbatches": 3, "seed": 3}
+    one = Pipeline(model(), stages=1, **more)
+    other = Pipeline(model(), example=(batches[0], batches[0]), spill=Spilled(cap), **more)
+    assert other.plan.spill.keeps
+    for x in batches:
+        assert one.step(x, x) == other.step(x, x)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()

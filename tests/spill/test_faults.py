@@ -1,0 +1,284 @@
+"""What a tier does when a write is torn, a folder goes away, or there is no room: one message, and nothing is lost."""
+
+import errno
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from pipefit import Pipeline
+from pipefit.errors import PipefitError, TierError
+from pipefit.pipeline.spill_options import Spilled
+from pipefit.run.config import RunConfig
+from pipefit.run.spilled_run import going_on
+from pipefit.spill import tier_file as tierfile
+from pipefit.spill.arena import aligned
+from pipefit.spill.disk import DiskTier
+from pipefit.spill.host import HostTier
+from pipefit.spill.records import HEADER_BYTES, RecordHeader, chunk_sum
+from pipefit.spill.tier_file import Committed
+from pipefit.spill.tiers import Key
+
+SIZE = 3 * 4096
+A, B = Key(0, "weights"), Key(1, "weights")
+
+
+def filled(value):
+    tensor = aligned(SIZE)
+    tensor.fill_(value)
+    return tensor
+
+
+def read(tier, key, version):
+    into = aligned(SIZE)
+    tier.read(key, version, into).wait()
+    return int(into[0]), int(into[-1])
+
+
+def written(folder, steps=2):
+    """A tier of two records with some committed steps; record contents are the step's number."""
+    tier = DiskTier(folder)
+    tier.reserve({A: SIZE, B: SIZE})
+    for step in range(1, steps + 1):
+        writes = [tier.write(key, 10 + step, filled(step)) for key in (A, B)]
+        tier.commit(step, 10 + step, f"state {step}".encode(), writes).wait()
+    return tier
+
+
+@pytest.mark.parametrize("make", [HostTier, None])
+def test_a_read_waits_for_the_write_of_its_version(make, tmp_path):
+    tier = make() if make else DiskTier(tmp_path)
+    tier.reserve({A: SIZE})
+    for version in range(20):
+        tier.write(A, version, filled(version))
+        assert read(tier, A, version) == (version, version)
+    tier.close()
+
+
+def test_a_version_that_is_not_there_is_refused(tmp_path):
+    tier = written(tmp_path)
+    with pytest.raises(TierError, match="asked for version 7"):
+        read(tier, A, 7)
+    tier.close()
+
+
+def test_a_run_goes_on_from_the_step_it_committed_last(tmp_path):
+    written(tmp_path).close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover() == Committed(2, 12, b"state 2")
+    assert read(tier, A, 12) == read(tier, B, 12) == (2, 2)
+    tier.close()
+
+
+def test_what_was_written_after_the_commit_is_rolled_back(tmp_path):
+    tier = written(tmp_path)
+    tier.write(A, 13, filled(3)).wait()
+    tier.close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover()[0] == 2
+    assert read(tier, A, 12) == (2, 2)
+    tier.close()
+
+
+@pytest.mark.parametrize("cut", [0, 1, HEADER_BYTES, HEADER_BYTES + 4096, HEADER_BYTES + 8192])
+def test_a_write_that_was_cut_off_anywhere_loses_nothing(tmp_path, cut):
+    """Step 3 overwrites the copy of step 1; whatever part of it arrived, step 2 is whole."""
+    tier = written(tmp_path)
+    record = tier._records[A]
+    start = record.position(1 - record.current)
+    tier.close()
+    new = RecordHeader(str(A), 13, SIZE, 12345).pack() + bytes([3]) * SIZE
+    with tier._file.path.open("r+b") as file:
+        file.seek(start)
+        file.write(new[:cut])
+    tier = DiskTier(tmp_path)
+    assert tier.recover()[0] == 2
+    assert read(tier, A, 12) == (2, 2)
+    tier.close()
+
+
+def flip(tier, record, copy, offset):
+    """Flips a bit of a closed tier's file."""
+    place = record.position(copy) + offset
+    with tier._file.path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("offset", [0, 20, HEADER_BYTES, HEADER_BYTES + 5000, HEADER_BYTES + SIZE - 1])
+def test_a_flipped_bit_is_found_and_the_step_before_taken_while_that_is_whole(tmp_path, offset):
+    tier = written(tmp_path)
+    record = tier._records[A]
+    tier.close()
+    flip(tier, record, record.current, offset)
+    tier = DiskTier(tmp_path)
+    assert tier.recover() == Committed(1, 11, b"state 1")
+    assert read(tier, A, 11) == read(tier, B, 11) == (1, 1)
+    tier.close()
+    flip(tier, record, 1 - record.current, offset)
+    tier = DiskTier(tmp_path)
+    with pytest.raises(TierError, match="does not fit its checksum; go on from a checkpoint"):
+        tier.recover()
+    tier.close()
+
+
+def test_a_step_that_others_have_not_committed_can_be_passed_over(tmp_path):
+    written(tmp_path, steps=3).close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover().step == 3
+    found = tier.recover(at_most=2)
+    assert found == Committed(2, 12, b"state 2") and read(tier, B, 12) == (2, 2)
+    tier.goes_on_from(found)
+    assert [committed.step for committed in tierfile.read_commits(tmp_path, "rank-0")] == [2]
+    tier.commit(3, 13, b"again", [tier.write(key, 13, filled(33)) for key in (A, B)]).wait()
+    tier.close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover() == Committed(3, 13, b"again") and read(tier, A, 13) == (33, 33)
+    with pytest.raises(TierError, match="step 1 is asked for, the first that is there is 2"):
+        tier.recover(at_most=1)
+    tier.close()
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"?", lambda data: b""])
+def test_a_commit_that_is_damaged_gives_way_to_the_one_before(tmp_path, damage):
+    written(tmp_path).close()
+    path = tmp_path / "rank-0.commit"
+    path.write_bytes(damage(path.read_bytes()))
+    tier = DiskTier(tmp_path)
+    assert tier.recover() == Committed(1, 11, b"state 1") and read(tier, A, 11) == (1, 1)
+    tier.close()
+
+
+def test_a_checksum_knows_blocks_that_change_places():
+    data = bytearray(os.urandom(4 * 4096))
+    moved = data[4096:8192] + data[:4096] + data[8192:]
+    assert chunk_sum(memoryview(data)) != chunk_sum(memoryview(moved))
+
+
+def test_a_folder_that_goes_away_stops_the_next_commit(tmp_path):
+    tier = written(tmp_path / "tier")
+    shutil.rmtree(tmp_path / "tier")
+    with pytest.raises(TierError, match="it held step 2, the last committed; put it back"):
+        tier.commit(3, 13, b"").wait()
+    tier.close()
+
+
+def test_a_failed_write_fails_the_commit_and_keeps_the_step_before(tmp_path, monkeypatch):
+    tier = written(tmp_path)
+    monkeypatch.setattr(tierfile.os, "pwritev", _full)
+    write = tier.write(A, 13, filled(3))
+    with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
+        tier.commit(3, 13, b"", [write]).wait()
+    monkeypatch.undo()
+    tier.close()
+    tier = DiskTier(tmp_path)
+    assert tier.recover()[0] == 2
+    tier.close()
+
+
+def _full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(tierfile.os, "posix_fallocate", _full)
+    tier = DiskTier(tmp_path)
+    with pytest.raises(TierError, match=r"needs 64 KiB.*make room, or give another --disk folder"):
+        tier.reserve({A: SIZE, B: SIZE})
+    tier.close()
+
+
+def test_two_runs_cannot_use_one_file(tmp_path):
+    tier = DiskTier(tmp_path)
+    with pytest.raises(TierError, match="another run uses it"):
+        DiskTier(tmp_path)
+    tier.close()
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_run_that_still_lasts_is_not_taken_for_one_that_was_cut_off(resumes, tmp_path):
+    tier = written(tmp_path)
+    with pytest.raises(TierError, match="another run uses it"):
+        going_on(RunConfig(disk=str(tmp_path), resume=str(tmp_path) if resumes else ""), 0)
+    tier.close()
+
+
+def test_a_folder_whose_parent_is_missing_is_refused(tmp_path):
+    with pytest.raises(TierError, match=r"cannot keep spilled records there: .*/no is not there"):
+        DiskTier(tmp_path / "no" / "such")
+
+
+def test_a_host_tier_keeps_to_its_limit():
+    tier = HostTier(SIZE)
+    with pytest.raises(TierError, match="--host-memory allows 12"):
+        tier.reserve({A: SIZE, B: SIZE})
+    tier.close()
+
+
+def _pipeline(folder, **how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    return Pipeline(
+        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.Adam(p, 0.01), stages=[1, 1, 1], chunks=3,
+        microbatches=2, spill=Spilled(disk=folder, **how),
+    )  # fmt: skip
+
+
+# A part in the host's memory is copied to the disk at commits; activations are written to it during a step.
+HOW = [{}, {"host_memory": 2 * 4096, "commit_every": 1}, {"slots": 1, "activations": True}]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("moment", [0, 1, 2, 3])
+def test_training_stops_with_one_message_when_the_disk_fills(tmp_path, monkeypatch, moment, how):
+    pipe = _pipeline(tmp_path / "tier", **how)
+    x = torch.randn(4, 4)
+    pipe.step(x, x)
+    pipe.settle()
+    calls = iter(range(100))
+    true = os.pwritev
+    monkeypatch.setattr(tierfile.os, "pwritev", lambda *args: _full() if next(calls) >= moment else true(*args))
+    with pytest.raises(PipefitError, match="No space left on device; the last committed step, 1, is whole"):
+        for _ in range(3):
+            pipe.step(x, x)
+    monkeypatch.undo()
+    pipe.close()
+    tier = DiskTier(tmp_path / "tier")
+    assert tier.recover()[0] == 1
+    tier.close()
+
+
+def test_no_room_for_activations_is_said_in_the_first_step(tmp_path, monkeypatch):
+    pipe = _pipeline(tmp_path / "tier", slots=1, activations=True)
+    x = torch.randn(4, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(tierfile.os, "posix_fallocate", _full)
+        with pytest.raises(PipefitError, match="make room, or give another --disk folder"):
+            pipe.step(x, x)
+    pipe.close()
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_training_stops_when_the_folder_goes_away(tmp_path, how):
+    pipe = _pipeline(tmp_path / "tier", **how)
+    x = torch.randn(4, 4)
+    pipe.step(x, x)
+    pipe.settle()
+    shutil.rmtree(tmp_path / "tier")
+    with pytest.raises(PipefitError, match="No such file or directory; it held step 1, the last committed"):
+        for _ in range(3):
+            pipe.step(x, x)
+    pipe.close()
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    with pytest.raises(PipefitError, match="cannot be spilled"):
+        Pipeline(
+            model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.LBFGS(p), stages=2, chunks=2,
+            microbatches=2, spill=Spilled(disk=tmp_path),
+        )  # fmt: skip

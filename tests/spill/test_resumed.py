@@ -1,0 +1,464 @@
+"""A spilled run that was cut off goes on from the step its disk committed last, as if it had never stopped."""
+
+import errno
+import json
+import os
+import signal
+import sys
+
+import pytest
+import torch
+from tests.processes import ended
+from torch import nn
+
+from pipefit import Pipeline
+from pipefit.checkpoint import committed, tensors
+from pipefit.errors import ModelError, PipefitError, TierError
+from pipefit.models import build
+from pipefit.pipeline import committing
+from pipefit.pipeline.spill_options import Spilled
+from pipefit.spill import tier_file as tierfile
+from pipefit.spill.records import HEADER_BYTES
+
+STEPS = 6
+HALF = 12 * 4096
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, 0.01)
+
+
+def dampened(parameters):
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.1)
+
+
+def adagrad(parameters):
+    return torch.optim.Adagrad(parameters, 0.01, initial_accumulator_value=0.1)
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def network(width=16):
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 16), nn.Linear(16, 4)
+    )
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(12, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)
+
+
+def pipeline(folder=None, optimizer=adamw, width=16, clip=0.5, counts=(3, 2, 1), seed=3, microbatches=3, **how):
+    return Pipeline(
+        network(width), loss=nn.functional.cross_entropy, optimizer=optimizer, stages=list(counts), chunks=len(counts),
+        microbatches=microbatches, clip_norm=clip, scheduler=halving, seed=seed,
+        spill=Spilled(disk=folder, **how),
+    )  # fmt: skip
+
+
+def trained(pipe, until=STEPS):
+    return [pipe.step(*batch(step)) for step in range(pipe.num_updates, until)]
+
+
+def whole(**how):
+    """Losses and weights of a run that nothing stops."""
+    pipe = pipeline(**how)
+    losses = trained(pipe)
+    state = pipe.state_dict()
+    pipe.close()
+    return losses, state
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def cut_off(folder, steps=3, **how):
+    """A run that ends after some steps, as if its process had died: nothing of it is kept but its folder."""
+    pipe = pipeline(folder, **how)
+    losses = trained(pipe, steps)
+    pipe.close()
+    return losses
+
+
+@pytest.mark.parametrize("how", [{}, {"clip": None}, {"optim_slots": 0}, {"slots": 1}, {"counts": (1, 1, 1, 1, 1, 1)}])
+@pytest.mark.parametrize("optimizer", [adamw, dampened, adagrad])
+def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, optimizer, how):
+    losses, state = whole(optimizer=optimizer, **how)
+    first = cut_off(tmp_path / "tier", optimizer=optimizer, **how)
+    pipe = pipeline(tmp_path / "tier", optimizer=optimizer, resume=True, **how)
+    assert pipe.num_updates == 3
+    assert first + trained(pipe) == losses
+    assert same(pipe.state_dict(), state)
+    pipe.close()
+
+
+@pytest.mark.parametrize("optimizer", [adamw, dampened])
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize(
+    ("every", "later"), [(1, {"host_memory": 2 * HALF}), (2, {"host_memory": HALF}), (2, {"commit_every": 1})]
+)
+def test_a_run_partly_in_the_hosts_memory_goes_on_from_its_last_commit(tmp_path, optimizer, clip, every, later):
+    """Also with another part of its records there, or none."""
+    losses, state = whole(optimizer=optimizer, clip=clip)
+    tier = tmp_path / "tier"
+    first = cut_off(tier, optimizer=optimizer, clip=clip, host_memory=HALF, commit_every=every)
+    pipe = pipeline(tier, optimizer=optimizer, clip=clip, resume=True, **later)
+    assert pipe.num_updates == 3 // every * every
+    assert first[: pipe.num_updates] + trained(pipe) == losses
+    assert same(pipe.state_dict(), state)
+    pipe.close()
+
+
+def test_a_disk_only_run_goes_on_partly_in_the_hosts_memory_and_is_cut_off_again(tmp_path):
+    losses, state = whole()
+    cut_off(tmp_path / "tier")
+    pipe = pipeline(tmp_path / "tier", resume=True, host_memory=HALF, commit_every=2)
+    trained(pipe, 6)
+    pipe.close()
+    pipe = pipeline(tmp_path / "tier", resume=True, host_memory=2 * HALF)
+    assert pipe.num_updates == 5 and trained(pipe) == losses[5:]
+    assert same(pipe.state_dict(), state)
+    pipe.close()
+
+
+def test_ten_steps_lie_between_commits_where_these_copy_the_hosts_memory_or_much_of_the_device(tmp_path, monkeypatch):
+    def every(folder, **how):
+        pipe = pipeline(tmp_path / folder, **how)
+        pipe.close()
+        return pipe.workers[0].spilling.commit_every
+
+    assert every("disk") == every("states", optim_slots=0) == 1
+    assert every("split", host_memory=HALF) == 10
+    assert every("told", host_memory=HALF, commit_every=4) == 4
+    monkeypatch.setattr(committing, "MOST_BYTES", 1000)
+    assert every("disk") == 1
+    assert every("states", optim_slots=0) == 10
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_states_that_stay_on_the_device_lie_aside_when_they_are_many(tmp_path, monkeypatch, every):
+    losses, state = whole(optim_slots=0)
+    monkeypatch.setattr(committed, "MOST_BYTES", 1000)
+    how = {"optim_slots": 0, "commit_every": every}
+    first = cut_off(tmp_path / "tier", steps=5, **how)
+    assert (tmp_path / "tier" / "rank-0.aside-0").exists()
+    pipe = pipeline(tmp_path / "tier", resume=True, **how)
+    assert pipe.num_updates == 5 // every * every
+    assert first[: pipe.num_updates] + trained(pipe) == losses
+    assert same(pipe.state_dict(), state)
+    pipe.close()
+
+
+def test_what_lies_aside_and_was_not_kept_gives_way_to_the_step_before(tmp_path, monkeypatch):
+    losses, _ = whole(optim_slots=0)
+    monkeypatch.setattr(committed, "MOST_BYTES", 1000)
+    cut_off(tmp_path / "tier", steps=4, optim_slots=0)
+    last = tierfile.read_commits(tmp_path / "tier", "rank-0")[0]
+    path = tmp_path / "tier" / last.aside.name
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    pipe = pipeline(tmp_path / "tier", resume=True, optim_slots=0)
+    assert pipe.num_updates == 3 and trained(pipe) == losses[3:]
+    pipe.close()
+
+
+def test_a_disk_that_fills_while_states_are_set_aside_ends_the_run_with_one_message(tmp_path, monkeypatch):
+    losses, _ = whole(optim_slots=0)
+    monkeypatch.setattr(committed, "MOST_BYTES", 1000)
+    pipe = pipeline(tmp_path / "tier", optim_slots=0)
+    trained(pipe, 2)
+    pipe.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors.os, "fsync", _full)
+        with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
+            trained(pipe)
+    pipe.close()
+    pipe = pipeline(tmp_path / "tier", optim_slots=0, resume=True)
+    assert trained(pipe) == losses[2:]
+    pipe.close()
+
+
+def test_a_model_that_draws_its_layers_goes_on_with_what_it_had(tmp_path):
+    def built(**how):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+        return Pipeline(
+            model, loss=nn.functional.cross_entropy, optimizer=adamw, stages=[1, 1, 1], chunks=3, microbatches=3,
+            spill=Spilled(**how),
+        )  # fmt: skip
+
+    one = built()
+    losses = trained(one)
+    pipe = built(disk=tmp_path / "tier")
+    trained(pipe, 3)
+    pipe.close()
+    pipe = built(disk=tmp_path / "tier", resume=True)
+    assert trained(pipe) == losses[3:]
+    assert same(pipe.state_dict(), one.state_dict())
+
+
+def test_a_scaled_loss_and_weights_that_stages_share_go_on(tmp_path):
+    def built(**how):
+        torch.manual_seed(0)
+        bundle = build("gpt", layers=2, hidden=16, heads=2, context=8, vocab=32, dropout=0.1)
+        return Pipeline(
+            bundle.layers, loss=bundle.loss, optimizer=adamw, stages=4, chunks=4, microbatches=2, precision="fp16",
+            scheduler=halving, spill=Spilled(**how),
+        ), bundle  # fmt: skip
+
+    one, bundle = built()
+    batches = [bundle.example(4, seed) for seed in range(5)]
+    losses = [one.step(*pair) for pair in batches]
+    pipe, _ = built(disk=tmp_path / "tier")
+    first = [pipe.step(*pair) for pair in batches[:2]]
+    pipe.close()
+    pipe, _ = built(disk=tmp_path / "tier", resume=True)
+    assert first + [pipe.step(*pair) for pair in batches[2:]] == losses
+    assert pipe.loss_scale.state() == one.loss_scale.state()
+    assert same(pipe.state_dict(), one.state_dict())
+    pipe.close()
+
+
+def ranks_of_two(folder=None, **how):
+    return Pipeline(
+        network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=[2, 2, 1, 1], chunks=2, microbatches=4,
+        schedule="breadth-first", spill=Spilled(disk=folder, **how),
+    )  # fmt: skip
+
+
+def test_ranks_go_on_from_the_last_step_that_all_have_committed(tmp_path, monkeypatch):
+    one = ranks_of_two()
+    losses = trained(one)
+    pipe = ranks_of_two(tmp_path / "tier")
+    trained(pipe, 3)
+    true = tierfile.TierFile.commit
+
+    def failing(file, step, version, state, aside):
+        if file.path.stem == "rank-1":
+            raise TierError("the machine of rank 1 is gone")
+        true(file, step, version, state, aside)
+
+    monkeypatch.setattr(tierfile.TierFile, "commit", failing)
+    with pytest.raises(TierError, match="rank 1 is gone"):
+        trained(pipe)
+    monkeypatch.undo()
+    pipe.close()
+    steps = [tierfile.read_commits(tmp_path / "tier", f"rank-{rank}")[0].step for rank in (0, 1)]
+    assert steps == [4, 3]
+    pipe = ranks_of_two(tmp_path / "tier", resume=True)
+    assert pipe.num_updates == 3
+    assert trained(pipe) == losses[3:]
+    assert same(pipe.state_dict(), one.state_dict())
+    pipe.close()
+
+
+def test_a_step_is_only_begun_once_all_ranks_have_committed_the_one_before(tmp_path):
+    pipe = ranks_of_two(tmp_path / "tier")
+    for step in range(3):
+        pipe.step(*batch(step))
+        found = [tierfile.read_commits(tmp_path / "tier", f"rank-{rank}")[0].step for rank in (0, 1)]
+        assert found == [step + 1, step + 1]
+    pipe.close()
+
+
+def test_a_loaded_checkpoint_is_committed_before_its_first_step(tmp_path):
+    one = pipeline()
+    losses = trained(one)
+    pipe = pipeline(tmp_path / "tier")
+    trained(pipe, 3)
+    pipe.save(tmp_path / "saved", extra={"data": 7})
+    pipe.close()
+    pipe = pipeline(tmp_path / "other")
+    pipe.load(tmp_path / "saved")
+    pipe.load(tmp_path / "saved")
+    pipe.close()
+    pipe = pipeline(tmp_path / "other", resume=True)
+    assert pipe.num_updates == 3 and pipe.noted == {"data": 7}
+    assert trained(pipe) == losses[3:]
+    pipe.close()
+
+
+def test_notes_come_back(tmp_path):
+    pipe = pipeline(tmp_path / "tier")
+    pipe.notes = lambda: {"position": pipe.num_updates * 2}
+    trained(pipe, 3)
+    pipe.close()
+    assert Spilled(disk=tmp_path / "tier").committed == 3
+    pipe = pipeline(tmp_path / "tier", resume=2)
+    assert pipe.noted == {"position": 4} and pipe.num_updates == 2
+    pipe.close()
+
+
+def test_a_disk_that_was_full_is_gone_on_from_when_there_is_room(tmp_path, monkeypatch):
+    losses, _ = whole()
+    cut_off(tmp_path / "tier", steps=2)
+    pipe = pipeline(tmp_path / "tier", resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(tierfile.os, "pwritev", _full)
+        with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
+            trained(pipe)
+    pipe.close()
+    pipe = pipeline(tmp_path / "tier", resume=True)
+    assert trained(pipe) == losses[2:]
+    pipe.close()
+
+
+def _full(*args):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"width": 24}, r"model 0.weight was float32\[16, 8\], is float32\[24, 8\]"),
+        ({"counts": (2, 3, 1)}, "plan partition stages 0 layers was"),
+        ({"counts": (4, 2)}, "plan partition stages was"),
+        ({"microbatches": 2}, "plan num_microbatches was 3, is 2"),
+        ({"seed": 4}, "training seed was 3, is 4"),
+        ({"clip": None}, "training clip_norm was 0.5, is null"),
+        ({"about": {"--lr": 0.2}}, "--lr was 0.1, is 0.2"),
+        ({"optimizer": dampened}, "optimizer kind was AdamW, is SGD"),
+        ({"optimizer": lambda p: torch.optim.AdamW(p, 0.02)}, "optimizer lr was 0.01, is 0.02"),
+    ],
+)
+def test_another_run_is_told_what_differs(tmp_path, changes, told):
+    about = {"about": {"--lr": 0.1}}
+    cut_off(tmp_path / "tier", **about)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "tier").iterdir()}
+    with pytest.raises(PipefitError, match=told):
+        pipeline(tmp_path / "tier", resume=True, **{**about, **changes})
+    assert {path.name: path.read_bytes() for path in (tmp_path / "tier").iterdir()} == before
+
+
+def test_where_nothing_was_committed_there_is_nothing_to_go_on_from(tmp_path):
+    assert Spilled(disk=tmp_path / "tier").committed is None
+    with pytest.raises(TierError, match="no step was committed there; begin anew"):
+        pipeline(tmp_path / "tier", resume=True)
+    with pytest.raises(PipefitError, match="needs the disk="):
+        pipeline(resume=True)
+
+
+def test_a_run_without_commits_leaves_nothing_to_go_on_from(tmp_path):
+    def room(folder, **how):
+        cut_off(folder, host_memory=HALF, **how)
+        return (folder / "rank-0.tier").stat().st_size
+
+    assert room(tmp_path / "tier", commit_every=0) + 2 * HALF <= room(tmp_path / "other")
+    assert Spilled(disk=tmp_path / "tier").committed is None
+
+
+def test_a_reason_that_a_step_cannot_be_gone_on_from_is_told(tmp_path, monkeypatch):
+    def reason(*_):
+        raise ModelError("its schedule cannot be told")
+
+    monkeypatch.setattr(committed, "optimization_of", reason)
+    cut_off(tmp_path / "tier")
+    assert Spilled(disk=tmp_path / "tier").committed is None
+    with pytest.raises(TierError, match=r"step 3 cannot be gone on from: its schedule .* go on from a checkpoint"):
+        pipeline(tmp_path / "tier", resume=True)
+
+
+def test_a_record_that_was_not_kept_is_found(tmp_path):
+    pipe = pipeline(tmp_path / "tier")
+    trained(pipe, 3)
+    record = next(iter(pipe.workers[0].spilling.tier._records.values()))
+    pipe.close()
+    with (tmp_path / "tier" / "rank-0.tier").open("r+b") as file:
+        for copy in (0, 1):
+            file.seek(record.position(copy) + HEADER_BYTES)
+            file.write(b"torn")
+    with pytest.raises(TierError, match="does not fit its checksum; go on from a checkpoint"):
+        pipeline(tmp_path / "tier", resume=True)
+
+
+# ---- cut off anywhere ----------------------------------------------------------------------------------------------
+
+
+def _killed_at(call, folder, how):
+    """Trains; at a call of the file system the process dies, when half of what is written has arrived."""
+    count = 0
+
+    def dying(true, is_write):
+        def instead(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == call:
+                if is_write:
+                    handle, (data,), position = args
+                    true(handle, [data[: len(data) // 2 // 4096 * 4096]], position)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return true(*args, **kwargs)
+
+        return instead
+
+    pipe = pipeline(folder, **how)
+    trained(pipe, 2)
+    pipe.settle()
+    for name in ("pwritev", "fdatasync", "fsync", "replace"):
+        setattr(os, name, dying(getattr(os, name), name == "pwritev"))
+    trained(pipe, 5)
+    os._exit(0)
+
+
+def _in_a_fork(work, *args):
+    """What a forked process came to: −signal, or its exit code."""
+    child = os.fork()
+    if not child:
+        try:
+            work(*args)
+        except BaseException as problem:
+            print(problem, file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _gone_on(folder, result, how):
+    pipe = pipeline(folder, resume=True, **how)
+    at = pipe.num_updates
+    result.write_text(json.dumps([at, [loss.hex() for loss in trained(pipe)]]))
+    pipe.close()
+
+
+def _every_call(place, how):
+    """Kills a run at every call of a commit, and of what goes before and after, each time another, and goes on.
+
+    In a process of its own, without the threads of others, which forks do not survive.
+    """
+    committed.MOST_BYTES = 1000
+    results = []
+    for call in range(1, 28):
+        folder, result = place / f"tier-{call}", place / f"{call}.json"
+        ended = _in_a_fork(_killed_at, call, folder, how)
+        if not ended and call > 16:
+            break  # there are no more calls
+        assert ended == -signal.SIGKILL, call
+        assert _in_a_fork(_gone_on, folder, result, how) == 0, call
+        results.append(json.loads(result.read_text()))
+    (place / "results.json").write_text(json.dumps(results))
+
+
+@pytest.mark.parametrize(
+    ("how", "steps"),
+    [
+        ({}, {2, 3}),
+        ({"host_memory": HALF, "commit_every": 1}, {2, 3}),
+        ({"host_memory": HALF, "commit_every": 2}, {2, 4}),
+        ({"optim_slots": 0, "commit_every": 2}, {2, 4}),
+    ],
+    ids=["disk", "split", "split-seldom", "aside"],
+)
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_call_of_the_file_system_goes_on_to_the_bit(tmp_path, how, steps):
+    assert ended(_every_call, tmp_path, how) == 0
+    losses = [loss.hex() for loss in whole(**{key: how[key] for key in how if key == "optim_slots"})[0]]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {at for at, _ in results} == steps
+    assert all(rest == losses[at:] for at, rest in results)

@@ -1,0 +1,162 @@
+"""A trial larger than its worker's memory: it is never whole there, and its numbers are those of one that is."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.study.cases import CPU, GPT, SMALL, alone, in_turns
+from torch import nn
+
+from pipefit.errors import ModelError
+from pipefit.study.execute.export import export
+from pipefit.study.execute.live import LiveTrial
+from pipefit.study.execute.recipe import recipe_of
+from pipefit.study.file import load_study
+from pipefit.study.trial import Trial
+
+# A trial of 340 MB of weights: two steps under a cap, then its weights as a file, with the most memory that took.
+_LARGE = """
+import json, sys
+from pathlib import Path
+import torch
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+from pipefit.study.execute.export import export
+from pipefit.study.execute.live import LiveTrial
+from pipefit.study.trial import Trial
+
+def memory(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+options = {"layers": 12, "hidden": 768, "heads": 8, "context": 16, "tied": False}
+trial = Trial("large", options=options, data=("synthetic",), batch=1, microbatches=1, steps=2, optimizer="sgd")
+live = LiveTrial(0, trial, Path(sys.argv[1]) / "large", torch.device("cpu"), 128 << 20)
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+admitted = live.admit()
+admission = memory("VmHWM") - before
+Path("/proc/self/clear_refs").write_text("5")
+for _ in range(2 * admitted.num_turns):
+    live.turn()
+turns = memory("VmHWM") - before
+Path("/proc/self/clear_refs").write_text("5")
+export(live, sys.argv[1] + "/weights.safetensors")
+print(json.dumps([admitted.parameters, admitted.num_shards, admission, turns, memory("VmHWM") - before]))
+"""
+
+
+def test_a_trial_larger_than_its_cap_is_never_whole_in_memory(tmp_path):
+    found = subprocess.run(
+        [sys.executable, "-c", _LARGE, str(tmp_path)], capture_output=True, text=True, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    parameters, num_shards, *peaks = json.loads(found.stdout)
+    assert 4 * parameters > 320 << 20 and num_shards >= 6
+    assert max(peaks) < 128 << 20, [peak >> 20 for peak in peaks]
+
+
+_STUDY = """
+format = "pipefit.study/1"
+name = "large"
+workers = 1
+threads = 1
+device_memory = "48 MiB"
+model = "gpt"
+data = "synthetic"
+batch = 2
+microbatches = 2
+steps = 2
+optimizer = "adamw"
+options = {layers = 6, hidden = 384, heads = 8, context = 16, tied = false}
+[grid]
+lr = [1e-2, 1e-3]
+"""
+
+
+def _studied(place, until=lambda: False, more=()):
+    """Runs `pipefit study` until it ends or is cut off; what its workers grew by, and its exit code.
+
+    What they grew by is how far the kernel's peaks lie above that of the process they were copied from.
+    """
+    path = place / "study.toml"
+    path.write_text(_STUDY)
+    words = [sys.executable, "-m", "pipefit", "study", str(path), "-o", str(place / "out"), "--json", *more]
+    peaks, parents = {}, {}
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}) as study:
+        while study.poll() is None:
+            for entry in Path("/proc").glob("[0-9]*/status"):
+                with contextlib.suppress(OSError, KeyError):
+                    lines = dict(line.split(":", 1) for line in entry.read_text().splitlines())
+                    parents.setdefault(int(lines["Pid"]), int(lines["PPid"]))
+                    peaks[int(lines["Pid"])] = int(lines["VmHWM"].split()[0]) << 10
+            if until():
+                study.send_signal(signal.SIGTERM)
+                until = lambda: False  # noqa: E731
+            time.sleep(0.02)
+    workers = [pid for pid, parent in parents.items() if parents.get(parent) == study.pid]
+    return max(peaks[pid] - peaks[parents[pid]] for pid in workers), study.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_study_of_trials_larger_than_the_cap_keeps_it_and_can_be_interrupted(tmp_path):
+    state = tmp_path / "out" / "state"
+    grown, code = _studied(tmp_path, lambda: len(list(state.glob("*/act-*.between"))) > 2)
+    assert code == 128 + signal.SIGTERM and grown < 48 << 20, (code, grown >> 20)
+    grown, code = _studied(tmp_path, more=["--resume"])
+    assert code == 0 and grown < 48 << 20, (code, grown >> 20)
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["trials"]
+    # Weights and AdamW's states of a trial alone are more than twice the cap.
+    assert all(12 * row["parameters"] > 2 * 48 << 20 and row["shards"] > 2 for row in rows)
+    for row in rows:
+        spec = load_study(tmp_path / "study.toml")
+        trial = next(trial for trial in spec.trials if trial.lr == row["values"]["lr"])
+        lines = (tmp_path / "out" / "trials" / row["name"] / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["loss"] for line in lines] == alone(trial)[0]
+
+
+@pytest.mark.parametrize("trial", [Trial("gpt", **GPT, **SMALL)], ids=["gpt"])
+def test_the_numbers_are_those_without_a_cap(trial, tmp_path):
+    losses, weights = alone(trial)
+    live = LiveTrial(0, trial, tmp_path / "capped", CPU, 300_000)
+    other = LiveTrial(0, trial, tmp_path / "capped", CPU, 300_000)
+    admitted = live.admit()
+    assert live._recipe.is_empty and admitted.num_shards > 1
+    other.admit()
+    found = [(live, other)[count % 2].turn().loss for count in range(trial.steps * admitted.num_turns)]
+    assert [loss for loss in found if loss == loss] == losses
+    assert in_turns(replace(trial, shards=2), tmp_path / "whole") == losses
+    export(live, str(tmp_path / "weights.safetensors"))
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "weights.safetensors")
+    names = [name for layer in recipe_of(trial).layers for name in layer.module.state_dict(prefix=f"{layer.prefix}.")]
+    assert list(saved) == sorted(names) or set(saved) == set(names)
+    assert all(torch.equal(saved[name], weight) for name, weight in zip(names, weights, strict=True))
+
+
+def test_a_factory_may_give_a_model_without_weights(tmp_path):
+    def factory():
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, affine=False), nn.ReLU(), nn.Linear(16, 4))
+
+    def data(step):
+        generator = torch.Generator().manual_seed(step)
+        return torch.randn(6, 8, generator=generator), torch.randint(0, 4, (6,), generator=generator)
+
+    trial = Trial("own", model=factory, loss=nn.functional.cross_entropy, data=data, microbatches=2, steps=3)
+    losses = in_turns(replace(trial, shards=2), tmp_path / "two")
+    assert all(loss == loss for loss in losses)
+    assert in_turns(trial, tmp_path / "one") == losses
+    tied = nn.Linear(8, 8, device="meta")
+    with pytest.raises(ModelError, match="layers draw their own weights"):
+        in_turns(replace(trial, model=lambda: nn.Sequential(tied, nn.ReLU(), tied)), tmp_path / "tied")
