@@ -24,7 +24,7 @@ from pipefit.units import format_bytes, format_seconds
 
 __all__ = ["Check", "all_checks"]
 
-_OPTIONAL = {"pillow": "plot", "transformers": "hf", "highspy": "solver", "scikit-learn": "data"}
+_OPTIONAL = {"pillow": "plot", "scikit-learn": "data", "optuna": "search"}
 _SHM = Path("/dev/shm")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
