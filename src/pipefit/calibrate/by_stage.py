@@ -16,6 +16,7 @@ from pipefit.ir.op import Op
 from pipefit.profiling.agreed import as_trained
 from pipefit.profiling.passes import Step
 from pipefit.profiling.payload import cut_off, map_tensors, tensors_of
+from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile
 from pipefit.stage.split import NamedLayer
@@ -77,9 +78,7 @@ class ByStage:
             figures = [[*turn.in_turn, *turn.in_a_row] for turn in turns]
             middle = torch.tensor([statistics.median(column) for column in zip(*figures, strict=True)])
             table[stage] = middle / len(self._places[stage])
-        if self._session.is_distributed:
-            dist.all_reduce(table)
-        return [Alone((a, b), (c, d)) for a, b, c, d in table.tolist()]
+        return [Alone((a, b), (c, d)) for a, b, c, d in sum_table(self._session, table).tolist()]
 
     def applied(self, profile: Profile) -> tuple[Profile, dict[Op, list[float]]]:
         """The profile with every layer as its stage has it, and what a stage takes longer, or less, in a row.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipefit.calibrate.prediction import USUAL, RuntimeCosts, cost_of, predict
@@ -20,6 +18,7 @@ from pipefit.ir.op import Op
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.profiling import profile_layers
 from pipefit.profiling.links import per_core
+from pipefit.runtime.collectives import exchange
 from pipefit.runtime.microbatches import feed_of
 from pipefit.runtime.session import Session
 from pipefit.schedules import find
@@ -154,7 +153,7 @@ class Calibration:
     """
 
     def __init__(self, session: Session, topology: Topology, schedules: Sequence[str]) -> None:
-        self.topology = topology
+        self.topology, self._session = topology, session
         self._is_usual = not session.is_distributed or torch.cuda.is_available()
         if self._is_usual:
             return
@@ -205,7 +204,7 @@ class Calibration:
         names = [name for name in self._pipes if (name == _WAITING) == waiting]
         fit_s = statistics.median(run.beside_s for run in self._pipes[_USUAL_SCHEDULE].runs)
         arrival_s = statistics.fmean(self._arrival_s(name, told) for name in names)
-        return _from_rank_0(told._replace(arrival_s=arrival_s, fit_s=fit_s))
+        return _from_rank_0(self._session, told._replace(arrival_s=arrival_s, fit_s=fit_s))
 
     def _arrival_s(self, name: str, told: RuntimeCosts) -> float:
         """What the simulator lacks of a pipeline's passes, as what messages cost that have come; median of the runs."""
@@ -300,10 +299,9 @@ def _cut_s(x: torch.Tensor) -> float:
     return min(times_s) / _MANY
 
 
-def _from_rank_0(costs: RuntimeCosts) -> RuntimeCosts:
-    told: list[Any] = [json.dumps(costs._replace(host_s=dict(costs.host_s))._asdict())]
-    dist.broadcast_object_list(told, 0)
-    return RuntimeCosts(**json.loads(told[0]))
+def _from_rank_0(session: Session, costs: RuntimeCosts) -> RuntimeCosts:
+    figures = costs._replace(host_s=dict(costs.host_s))._asdict()
+    return RuntimeCosts(**exchange(session, figures)[0])
 
 
 class _Work:

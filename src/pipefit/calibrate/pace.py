@@ -22,6 +22,7 @@ from pipefit.profiling.agreed import as_trained
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.passes import Step
 from pipefit.profiling.payload import batch_of, take
+from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.session import Session
 from pipefit.stage.split import NamedLayer
 
@@ -73,7 +74,7 @@ class Pace:
                 times.append(time.perf_counter())
         seconds = (times[-1] - times[0]) / (len(times) - 1)
         self.spread.add([after - before for before, after in pairwise(times)])
-        return [turn[0] for turn in self._of_ranks([seconds])]
+        return [turn[0] for turn in gather_rows(self._session, [seconds])]
 
     def waking_s(self) -> list[float]:
         """Seconds that a micro-batch takes longer right after each of `WAITS_S` than right after another.
@@ -91,13 +92,5 @@ class Pace:
                         time.sleep(wait_s)
                     found.append(self.step.plain())
         at_once_s, *later_s = (statistics.median(found) for found in samples)
-        ranks = self._of_ranks([seconds - at_once_s for seconds in later_s])
+        ranks = gather_rows(self._session, [seconds - at_once_s for seconds in later_s])
         return [statistics.fmean(values) for values in zip(*ranks, strict=True)]
-
-    def _of_ranks(self, values: list[float]) -> list[list[float]]:
-        """The values of every rank."""
-        table = torch.zeros(self._session.num_ranks, len(values), dtype=torch.float64)
-        table[self._session.rank] = torch.tensor(values, dtype=torch.float64)
-        if self._session.is_distributed:
-            dist.all_reduce(table)
-        return table.tolist()

@@ -30,6 +30,7 @@ from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import per_core
 from pipefit.profiling.payload import batch_of, map_tensors, take, tensors_of
 from pipefit.profiling.untouched import untouched
+from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
@@ -85,8 +86,8 @@ def profile_of_parts(
         each, ends = _exchanges(layers, x, y, shared, rehearsal, device)
     num_exchanges = sum(len(way) for ways in each for way in ways) + len(ends)
     crowd = per_core(topology, session.num_ranks)
-    work = _work(measured.step_s / num_exchanges if measured.step_s and num_exchanges else 0.0, device)
-    return _priced(measured, each, ends, _measured(mesh.region, each, ends, work, crowd, device))
+    work = _work(measured.step_s / num_exchanges if measured.step_s and num_exchanges else 0.0, device, session)
+    return _priced(measured, each, ends, _measured(mesh.region, each, ends, work, crowd, device, session))
 
 
 @contextmanager
@@ -134,18 +135,17 @@ def _both_ways(
     return result, forward, rehearsal.exchanges.copy()
 
 
-def _work(seconds: float, device: torch.device) -> Callable[[], None]:
+def _work(seconds: float, device: torch.device, session: Session) -> Callable[[], None]:
     """Matrix products that take about so long, as many on every process."""
     one = torch.ones(_WORK, _WORK, device=device)
     samples = []
     clock = Clock(device)
     for _ in range(5):
         samples.append(_seconds(clock, lambda: one @ one))
-    count = torch.tensor(max(round(seconds / min(samples)), 1))
-    dist.broadcast(count, 0)
+    count = round(gather_rows(session, [max(round(seconds / min(samples)), 1)])[0][0])
 
     def work() -> None:
-        for _ in range(int(count)):
+        for _ in range(count):
             one @ one
 
     return work
@@ -166,14 +166,13 @@ def _measured(
     work: Callable[[], None],
     crowd: float,
     device: torch.device,
+    session: Session,
 ) -> Seconds:
     """Seconds of every different exchange, as the first process of the run has them."""
     found = list(dict.fromkeys([*(one for ways in each for way in ways for one in way), *ends]))
     silent = Rehearsal(region.group, region.size, 0, region.sequence)
-    told = torch.tensor([_exchange_s(one, region, silent, work, crowd, device) for one in found], dtype=torch.float64)
-    if len(found):
-        dist.broadcast(told, 0)
-    return dict(zip(found, told.tolist(), strict=True))
+    mine = [_exchange_s(one, region, silent, work, crowd, device) for one in found]
+    return dict(zip(found, gather_rows(session, mine)[0], strict=True))
 
 
 def _exchange_s(

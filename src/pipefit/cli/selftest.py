@@ -21,6 +21,8 @@ def exchange() -> dict[str, float]:
 
     from pipefit.errors import CommunicationError, TopologyError
     from pipefit.profiling import measure_links
+    from pipefit.runtime.collectives import sum_table
+    from pipefit.runtime.session import current
 
     rank, world = dist.get_rank(), dist.get_world_size()
     sent = torch.arange(1000, dtype=torch.float64) + rank
@@ -30,10 +32,9 @@ def exchange() -> dict[str, float]:
         wait.wait()
     if not torch.equal(got, torch.arange(1000, dtype=torch.float64) + (rank - 1) % world):
         raise CommunicationError(f"rank {rank} received something else than rank {(rank - 1) % world} sent")
-    total = torch.tensor([float(rank)])
-    dist.all_reduce(total)
-    if total.item() != world * (world - 1) / 2:
-        raise CommunicationError(f"rank {rank}: the sum over all ranks is {total.item()}")
+    total = sum_table(current(), torch.tensor([float(rank)])).item()
+    if total != world * (world - 1) / 2:
+        raise CommunicationError(f"rank {rank}: the sum over all ranks is {total}")
     try:
         level = measure_links(sizes=_SIZES, repeats=10).levels[0]
     except TopologyError:  # larger messages took no longer: every rank sees the same times

@@ -42,6 +42,7 @@ from pipefit.profiling.clock import half_interquartile_range
 from pipefit.run.config import RunConfig
 from pipefit.run.optimizers import make_optimizer
 from pipefit.run.sources import source_of
+from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Partition, Profile
 from pipefit.stage.split import named_layers
@@ -294,16 +295,13 @@ def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> 
 
 def _shared(value: float, session: Session) -> list[float]:
     """A number of every rank, on every rank."""
-    table = torch.zeros(session.num_ranks, dtype=torch.float64)
-    table[session.rank] = value
-    dist.all_reduce(table)
-    return table.tolist()
+    return [row[0] for row in gather_rows(session, [value])]
 
 
 def _row(cell: Cell, config: CompareConfig, session: Session) -> Row:
     """The figures of a cell; every rank must ask, and rank 0's count."""
-    told = torch.tensor([cell.rise if cell.rise is not None else -1.0, cell.trainer.state_bytes], dtype=torch.float64)
-    rises, states = (_shared(float(value), session) for value in told)
+    own = [cell.rise if cell.rise is not None else -1.0, cell.trainer.state_bytes]
+    rises, states = zip(*gather_rows(session, own), strict=True)
     peaks = tuple(a + b for a, b in zip(rises, states, strict=True)) if min(rises) >= 0 else ()
     middle, foretold = statistics.median(cell.seconds), cell.foretold
     seen = cell.losses[: config.steps * (config.repeats + 1)]

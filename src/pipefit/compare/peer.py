@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from pipefit.compare.strategies import Subject, bytes_of, optimizer_tensors
 from pipefit.errors import PlanError
+from pipefit.runtime.collectives import sum_table
+from pipefit.runtime.session import current
 from pipefit.spec import Partition
 
 __all__ = ["TorchPipeline"]
@@ -52,7 +54,7 @@ class TorchPipeline:
         self._module = own
 
     def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
-        """Trains; the losses are the last rank's, told to all at the end."""
+        """Trains; the losses are the last rank's, reported to all at the end."""
         table = torch.zeros(len(batches), dtype=torch.float64)
         for index, (x, y) in enumerate(batches):
             losses: list[Tensor] = []
@@ -66,8 +68,7 @@ class TorchPipeline:
             self._optimizer.zero_grad(set_to_none=True)
             if losses:
                 table[index] = torch.stack([loss.detach().double() for loss in losses]).mean()
-        dist.all_reduce(table)
-        return table.tolist()
+        return sum_table(current(), table).tolist()
 
     @property
     def state_bytes(self) -> float:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.microbatches import cut, feed_of
+from pipefit.runtime.session import current
 
 __all__ = ["STRATEGIES", "DataParallel", "OneProcess", "Strategy", "Subject", "Trainer"]
 
@@ -180,8 +181,7 @@ class DataParallel:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
         table = torch.tensor(losses, dtype=torch.float64)
-        dist.all_reduce(table)
-        return (table / ranks).tolist()
+        return (sum_table(current(), table) / ranks).tolist()
 
     @property
     def state_bytes(self) -> float:

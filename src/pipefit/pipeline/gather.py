@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipefit.runtime.collectives import broadcast
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
@@ -41,9 +41,8 @@ def full_state(engine: Engine, layers: Sequence[NamedLayer], plan: Plan) -> dict
             else:
                 shape = mesh.whole_shape(name, shaped.shape)
                 tensor = torch.empty(shape, dtype=shaped.dtype, device=engine.device)
-            if engine.session.is_distributed:
-                dist.broadcast(tensor, mesh.process_of(owner))
-            result[name] = tensor.to("cpu", copy=True)
+            whole = broadcast(engine.session, tensor, mesh.process_of(owner))
+            result[name] = whole.to("cpu", copy=True)
     return result
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-import torch
-import torch.distributed as dist
-
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
+from pipefit.runtime.collectives import exchange
 from pipefit.runtime.engine import Engine, PassResult
 from pipefit.timeline import Event, Timeline
 
@@ -44,20 +42,16 @@ class PassHistory:
         if self._program is None or not self._passes:
             raise PipefitError("nothing has run yet: there is no timeline")
         program = self._program
-        passes = list(self._passes)[-last:]
-        events = []
-        for repeat, times in enumerate(passes):
-            for rank, instructions in enumerate(program.ranks):
-                table = torch.zeros(2, len(instructions), dtype=torch.float64)
-                if rank in times:
-                    table = torch.tensor(times[rank], dtype=torch.float64)
-                if engine.session.is_distributed:
-                    dist.broadcast(table, engine.mesh.process_of(rank))
-                starts, ends = table.tolist()
-                events += [
-                    Event(rank, position, repeat, start, end)
-                    for position, (start, end) in enumerate(zip(starts, ends, strict=True))
-                ]
+        passes = [sorted(times.items()) for times in list(self._passes)[-last:]]
+        # Processes that share a rank hold the times of the same instructions: those of its first one count.
+        of_processes = exchange(engine.session, passes if engine.mesh.is_first else [[]] * len(passes))
+        events = [
+            Event(rank, position, repeat, start, end)
+            for of_process in of_processes
+            for repeat, times in enumerate(of_process)
+            for rank, (starts, ends) in times
+            for position, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
         origin = min((event.start_s for event in events if event.start_s), default=0.0)
         shifted = [e._replace(start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
         shifted.sort(key=lambda event: (event.rank, event.repeat, event.position))

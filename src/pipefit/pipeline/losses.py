@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.errors import NonFiniteLossError
+from pipefit.runtime.collectives import start_sum
 from pipefit.runtime.engine import Engine, PassResult
 
 __all__ = ["PendingLosses", "finite"]
@@ -33,7 +33,7 @@ class PendingLosses:
             table[list(result.losses)] = torch.stack(losses).cpu()
         table[count:] = torch.tensor(extra, dtype=torch.float64)
         self._table, self._count, self._num_steps, self._session = table, count, num_steps, engine.session
-        self._work = dist.all_reduce(table, async_op=True) if engine.session.is_distributed else None
+        self._work = start_sum(engine.session, table)
 
     def wait(self) -> Sequence[float]:
         """The losses by step."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
+from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.in_use import in_use
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
@@ -25,12 +26,7 @@ def peak_memory_bytes(session: Session) -> list[float]:
         own = float(torch.cuda.max_memory_allocated())
     else:
         own = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
-    if not session.is_distributed:
-        return [own]
-    table = torch.zeros(session.num_ranks, dtype=torch.float64)
-    table[session.rank] = own
-    dist.all_reduce(table)
-    return table.tolist()
+    return [row[0] for row in gather_rows(session, [own])]
 
 
 class HeldMemory:
@@ -94,8 +90,5 @@ def _kept_bytes(worker: Worker) -> float:
 
 def held_memory_bytes(session: Session, own: float | None) -> list[float]:
     """What every rank has held at most; [] when one does not know. Every rank must ask."""
-    table = torch.zeros(session.num_ranks, dtype=torch.float64)
-    table[session.rank] = float("nan") if own is None else own
-    if session.is_distributed:
-        dist.all_reduce(table)
-    return [] if table.isnan().any() else table.tolist()
+    held = [row[0] for row in gather_rows(session, [math.nan if own is None else own])]
+    return [] if any(map(math.isnan, held)) else held

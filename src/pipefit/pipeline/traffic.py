@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
+from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.session import Session
 
 __all__ = ["Traffic", "traffic"]
@@ -27,8 +25,5 @@ class Traffic(NamedTuple):
 
 def traffic(session: Session, own: tuple[float, float]) -> Traffic:
     """The figures of all processes, from those of this one. Every process must ask."""
-    table = torch.zeros(2, session.num_ranks if session.is_distributed else 1, dtype=torch.float64)
-    table[:, session.rank] = torch.tensor(own, dtype=torch.float64)
-    if session.is_distributed:
-        dist.all_reduce(table)
-    return Traffic(*table.tolist())
+    rows = gather_rows(session, own)
+    return Traffic([row[0] for row in rows], [row[1] for row in rows])

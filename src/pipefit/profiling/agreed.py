@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from pipefit.profiling.clock import Clock
 from pipefit.profiling.passes import Step
 from pipefit.profiling.payload import batch_of, placed, take
 from pipefit.profiling.untouched import untouched
+from pipefit.runtime.collectives import from_first
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
@@ -96,7 +96,7 @@ def agreed_profile(
             clips=clips,
         )
         profile = _with_commits(profile, layers, example, loss)
-    return _from_rank_0(profile) if session.is_distributed else profile
+    return _from_rank_0(session, profile)
 
 
 def merged(profiles: Sequence[Profile], middle: Callable[[Iterable[float]], float] = fmean) -> Profile:
@@ -199,14 +199,6 @@ def as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
                 module.release()
 
 
-def _from_rank_0(profile: Profile) -> Profile:
-    text = json.dumps(encode("profile", profile)).encode()
-    size = torch.tensor([len(text)])
-    dist.broadcast(size, 0)
-    data = (
-        torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        if dist.get_rank() == 0
-        else torch.empty(int(size), dtype=torch.uint8)
-    )
-    dist.broadcast(data, 0)
-    return decode("profile", json.loads(data.numpy().tobytes()), Profile, ProfileError, "the profile of rank 0")
+def _from_rank_0(session: Session, profile: Profile) -> Profile:
+    first = from_first(session, lambda: encode("profile", profile))
+    return decode("profile", first, Profile, ProfileError, "the profile of rank 0")

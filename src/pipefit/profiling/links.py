@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import platform
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipefit.errors import TopologyError
+from pipefit.runtime.collectives import exchange_in_group
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
 
@@ -107,13 +107,11 @@ def measure_links(
     per_host = _ranks_per_host(group, device)
     samples = []
     for a, b in _pairs(world, per_host):
-        seconds = torch.zeros(len(sizes), dtype=torch.float64, device=device)
-        if rank in (a, b):
-            seconds += torch.tensor(_time_pair(rank, a, b, sizes, repeats, device, group), device=device)
-        # Everybody learns what rank a measured, and nobody disturbs the next pair.
-        dist.broadcast(seconds, _global_rank(group, a), group=group)
-        samples += [LinkSample(a, b, size, time_s) for size, time_s in zip(sizes, seconds.tolist(), strict=True)]
-    return topology_of(samples, world, per_host, each or Device(), name, _cores(group, per_host))
+        mine = _time_pair(rank, a, b, sizes, repeats, device, group) if rank in (a, b) else []
+        # Every rank learns what rank a measured, and nobody disturbs the next pair.
+        seconds = exchange_in_group(mine, group, device)[a]
+        samples += [LinkSample(a, b, size, time_s) for size, time_s in zip(sizes, seconds, strict=True)]
+    return topology_of(samples, world, per_host, each or Device(), name, _cores(group, per_host, device))
 
 
 def topology_of(
@@ -185,22 +183,18 @@ def _global_rank(group: Any, rank: int) -> int:
 def _ranks_per_host(group: Any, device: torch.device | str) -> int:
     """Ranks on each host where all hosts have as many, one after the other; else 1: every rank counts as a host."""
     world = dist.get_world_size(group)
-    mine = torch.tensor([zlib.crc32(platform.node().encode())], dtype=torch.int64, device=device)
-    gathered = [torch.zeros_like(mine) for _ in range(world)]
-    dist.all_gather(gathered, mine, group=group)
-    hosts = [int(host) for host in gathered]
+    hosts = exchange_in_group(platform.node(), group, device)
     width = hosts.count(hosts[0])
     runs = [hosts[start : start + width] for start in range(0, world, width)]
     even = all(len(set(run)) == 1 and len(run) == width for run in runs) and len({run[0] for run in runs}) == len(runs)
     return width if even else 1
 
 
-def _cores(group: Any, per_host: int) -> int | None:
+def _cores(group: Any, per_host: int, device: torch.device | str) -> int | None:
     """Cores that the ranks of a host compute on together, the fewest of all hosts; None where GPUs do the work."""
     if torch.cuda.is_available() or not hasattr(os, "sched_getaffinity"):
         return None
-    theirs: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(theirs, os.sched_getaffinity(0), group=group)
+    theirs = exchange_in_group(sorted(os.sched_getaffinity(0)), group, device)
     hosts = (theirs[first : first + per_host] for first in range(0, len(theirs), per_host))
     return min(len(set().union(*host)) for host in hosts)
 

@@ -1,4 +1,7 @@
-"""Ranks tell each other plain JSON data, so that all of them reach the same verdict."""
+"""Small collectives among the processes of a run: JSON data, rows of figures, sums of tables.
+
+Every process of the run must call them alike. In a run of one process they return what was given.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +11,88 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipefit import errors
 from pipefit.errors import PipefitError
 from pipefit.runtime.session import Session
 
-__all__ = ["agree", "attempt", "exchange", "from_first"]
+__all__ = [
+    "agree",
+    "attempt",
+    "broadcast",
+    "exchange",
+    "exchange_in_group",
+    "from_first",
+    "gather_rows",
+    "start_sum",
+    "sum_table",
+]
 
 
 def exchange(session: Session, data: Any) -> list[Any]:
-    """The JSON data of every process, by rank. All must call it."""
-    if not session.is_distributed:
-        return [json.loads(json.dumps(data))]
+    """Returns the JSON data of every process, by number."""
+    return exchange_in_group(data) if session.is_distributed else [json.loads(json.dumps(data))]
+
+
+def exchange_in_group(data: Any, group: Any = None, device: torch.device | str = "cpu") -> list[Any]:
+    """Returns the JSON data of every process of a process group, by number; None: the default group.
+
+    The tensors that carry it are on `device`, which the group's backend must serve.
+    """
     text = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
-    sizes = torch.zeros(session.num_ranks, dtype=torch.int64)
-    sizes[session.rank] = len(text)
-    dist.all_reduce(sizes)
-    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[dist.get_rank(group)] = len(text)
+    dist.all_reduce(sizes, group=group)
+    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
     mine[: len(text)] = text
-    parts = [torch.empty_like(mine) for _ in range(session.num_ranks)]
-    dist.all_gather(parts, mine)
-    sizes_by_rank: list[int] = sizes.tolist()
-    return [json.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes_by_rank, strict=True)]
+    parts = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(parts, mine, group=group)
+    return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+
+def gather_rows(session: Session, row: Sequence[float]) -> list[list[float]]:
+    """Returns the rows of all processes, by number; every process gives as many float64 figures."""
+    table = torch.zeros(session.num_ranks, len(row), dtype=torch.float64)
+    table[session.rank] = torch.tensor(row, dtype=torch.float64)
+    return sum_table(session, table).tolist()
+
+
+def sum_table(session: Session, table: Tensor) -> Tensor:
+    """Returns the table (any shape, on the CPU) with the sum over all processes, which is written in place."""
+    work = start_sum(session, table)
+    if work is not None:
+        work.wait()
+    return table
+
+
+def start_sum(session: Session, table: Tensor) -> Any:
+    """Begins `sum_table`; returns the work to wait for, None in a run of one process."""
+    return dist.all_reduce(table, async_op=True) if session.is_distributed else None
+
+
+def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
+    """Returns the tensor with the values that process `source` gave, which are written in place."""
+    if session.is_distributed:
+        dist.broadcast(tensor, source)
+    return tensor
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:
-    """What a function gives, or what went wrong, as JSON data: {"value": …} or {"error": text}."""
+    """Returns the value of a function, or its error, as JSON data: {"value": …} or {"error": text}."""
     try:
         return {"value": function()}
     except PipefitError as problem:
         return {"error": str(problem)}
-    except Exception as problem:  # whatever it is, the other ranks must hear of it before this one raises
+    except Exception as problem:  # whatever it is, the other ranks must get it before this one raises
         return {"error": f"{type(problem).__name__}: {problem}"}
 
 
 def agree(session: Session, outcome: dict[str, Any], kind: type[PipefitError] = PipefitError) -> list[Any]:
-    """The values of all ranks' attempts.
+    """Returns the values of all processes' attempts.
 
     Raises:
-        PipefitError: of `kind`, on every rank with the same words, when an attempt failed on any.
+        PipefitError: of `kind`, on every process with the same message, when an attempt failed on any.
     """
     outcomes: Sequence[dict[str, Any]] = exchange(session, outcome)
     errors = {rank: o["error"] for rank, o in enumerate(outcomes) if "error" in o}
@@ -58,10 +104,10 @@ def agree(session: Session, outcome: dict[str, Any], kind: type[PipefitError] = 
 
 
 def from_first(session: Session, function: Callable[[], Any]) -> Any:
-    """The JSON data that a function gives on the first rank, which alone calls it.
+    """Returns the JSON data of a function that only the first process calls.
 
     Raises:
-        PipefitError: on every rank the one that the function raised.
+        PipefitError: on every process the one that the function raised.
     """
     if not session.is_distributed:
         return function()
@@ -69,7 +115,7 @@ def from_first(session: Session, function: Callable[[], Any]) -> Any:
     if session.rank == 0:
         try:
             outcome = {"value": function()}
-        except Exception as problem:  # the other ranks wait for this one's word
+        except Exception as problem:  # the other processes wait for the outcome
             known = isinstance(problem, PipefitError)
             outcome = {"error": str(problem) if known else repr(problem), "kind": type(problem).__name__}
     first = exchange(session, outcome)[0]

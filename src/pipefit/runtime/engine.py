@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.errors import InvalidProgramError
@@ -16,6 +15,7 @@ from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.parallel.mesh import Mesh
+from pipefit.runtime.collectives import exchange
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution, Feed
@@ -157,7 +157,7 @@ class Engine:
             return
         self._prepared.add(program.digest)
         if self.session.is_distributed:
-            _agree_on(program, self.session.num_ranks)
+            _agree_on(program, self.session)
         for worker in self.workers:
             make_buckets(worker, program)
         graph = dependency_graph(program)
@@ -175,17 +175,15 @@ class Engine:
             text.save(program, program_file(self.session.folder, number))
 
 
-def _agree_on(program: Program, num_ranks: int) -> None:
+def _agree_on(program: Program, session: Session) -> None:
     """Every rank has derived the program by itself: before it runs, all must have the same.
 
     Raises:
         InvalidProgramError: on every rank, when two differ.
     """
-    mine = torch.tensor(list(bytes.fromhex(program.digest)), dtype=torch.uint8)
-    digests = [torch.empty_like(mine) for _ in range(num_ranks)]
-    dist.all_gather(digests, mine)
+    digests = exchange(session, program.digest)
     for rank, digest in enumerate(digests):
-        if not torch.equal(digest, digests[0]):
+        if digest != digests[0]:
             raise InvalidProgramError(
                 f"rank {rank} is about to run another program than rank 0: every rank must make the same Pipeline "
                 "(model, stages, schedule, microbatches, version of pipefit) and call its methods alike"
