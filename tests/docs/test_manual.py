@@ -43,9 +43,17 @@ def test_every_schedule_has_a_page_a_picture_and_a_row():
         assert all(part in page for part in ("## The law", "## When to use it", "## Source"))
 
 
-def test_the_page_on_architecture_names_every_operation():
-    page = (ROOT / "docs/architecture.md").read_text()
+def test_the_page_on_programs_names_every_operation():
+    page = (ROOT / "docs/programs.md").read_text()
     assert all(f"| `{op.value}` |" in page for op in Op)
+
+
+def test_the_page_on_architecture_fits_on_three_screens_and_its_files_exist():
+    page = (ROOT / "docs/architecture.md").read_text()
+    files = re.findall(r"`(\w+/\w+\.py)`", page)
+    assert len(page.splitlines()) <= 135
+    assert len(set(files)) > 20
+    assert [name for name in files if not (ROOT / "src/pipefit" / name).is_file()] == []
 
 
 def test_the_page_on_architecture_names_every_folder():
