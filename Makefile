@@ -64,8 +64,8 @@ docs: .venv/stamp ## build the manual in docs/_build/html; a warning is an error
 golden: .venv/stamp ## rewrite the golden .pipe files of the tests; look at the diff before you commit it
 	@$(PY) -m tests.golden
 
-bench: .venv/stamp ## run a benchmark: make bench BENCH_ARGS="NAME"
-	@$(PY) -m pipefit bench $(BENCH_ARGS)
+bench: .venv/stamp ## run a benchmark: make bench BENCH_ARGS=NAME
+	@$(PY) -m benchmarks $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and built pages; runs/ stays
 	rm -rf .venv build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

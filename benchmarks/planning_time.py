@@ -1,4 +1,4 @@
-"""How long planning takes, in processor seconds: OMP_NUM_THREADS=1 python benchmarks/planning_time.py."""
+"""Processor seconds of planning."""
 
 import subprocess
 import sys
@@ -44,9 +44,10 @@ def one(name: str) -> None:
     report(f"chain of {num_layers} layers on local:{devices}, batch 64", profile, Topology.local(devices), 64)
 
 
+def main() -> None:
+    for case in ("8 2", "8 4", "32 4", "128 4", "32 8", "128 8", *GPTS):
+        subprocess.run([sys.executable, __file__, case], check=True)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        one(sys.argv[1])
-    else:
-        for case in ("8 2", "8 4", "32 4", "128 4", "32 8", "128 8", *GPTS):
-            subprocess.run([sys.executable, __file__, case], check=True)
+    one(sys.argv[1])

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.devices import capped, devices_for, put
+from benchmarks.network import lab as netlab
+from benchmarks.network.lab import DEVICE, PAYLOAD, Lab, laboratory
+from benchmarks.network.run import network
+from benchmarks.network.spec import NetworkConfig, Scaled
 
-from pipefit.compare.bench import netlab
-from pipefit.compare.bench.devices import capped, devices_for, put
-from pipefit.compare.bench.netlab import DEVICE, PAYLOAD, Lab, laboratory
-from pipefit.compare.bench.network import network
-from pipefit.compare.bench.network_spec import NetworkConfig, Scaled
 from pipefit.errors import PipefitError
 
 REASON = netlab.why_not()

@@ -189,13 +189,10 @@ for verb in {cli_app.VERBS!r}:
 
 def test_benchmarks_are_listed_and_what_one_does_not_know_is_refused(capsys):
     assert main(["bench", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["benchmarks"]) >= {"lean", "prediction", "start", "partition"}
+    assert list(json.loads(capsys.readouterr().out)["benchmarks"]) == ["lean", "prediction"]
     for words, said in (
         (["leen"], "did you mean lean"),
-        (["lean", "--tokens", "64"], "--tokens: not an option of lean, whose options are: --repeats, --microbatches"),
-        (["partition", "--repeats", "2"], "whose options are: none"),
-        (["ddp", "--steps", "0"], "--steps: expected at least 1, got 0"),
-        (["spill", "--option", "depth=4"], "--option: unknown 'depth'"),
+        (["lean", "--repeats", "0"], "--repeats: expected at least 1"),
     ):
         assert main(["bench", *words]) == 2
         assert said in capsys.readouterr().err

@@ -12,7 +12,6 @@ from tests.stage.test_precision import float_model
 from tests.stage.test_precision import pipeline as mixed_pipeline
 from tests.testing.equality_models import make
 
-from pipefit.compare.bench.ddp import ddp
 from pipefit.runtime.launch import launch
 
 pytestmark = pytest.mark.dist
@@ -135,10 +134,3 @@ def test_eight_processes_do_it_all_at_once() -> None:
         tensor_jobs.model().float(), microbatches=4, precision="bf16", stages=4, chunks=2, schedule="interleaved"
     )
     assert losses[0] == pytest.approx(pipe.fit([tensor_jobs.batch(8, 0)])[0], rel=1e-2)
-
-
-def test_data_parallelism_is_measured_beside_ddp_in_turns() -> None:
-    (row,) = ddp([("mlp", "layers=2,width=16", 8)], [2], steps=1, repeats=3)
-    assert row.model == "mlp layers=2,width=16"
-    assert row.num_microbatches == 2
-    assert min(row.pipefit_s, row.ddp_s, row.ratio, row.processor_ratio) > 0

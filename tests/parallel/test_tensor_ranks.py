@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 from tests.parallel import tensor_jobs as jobs
 
-from pipefit.compare.bench.hybrid import HybridConfig, hybrid
 from pipefit.errors import PlanError
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.parallel import widths_of
@@ -188,14 +187,3 @@ def test_the_carriers_of_sums_give_way_and_no_others(measured: list[dict[str, An
     for fact in measured:
         assert fact["carriers that give way"].count(True) >= 1
         assert not fact["carriers that give way"][0], "that of the group of all processes came first"
-
-
-def test_the_ways_to_share_work_are_measured_beside_predicted() -> None:
-    tiny = HybridConfig("layers=2,hidden=16,heads=2,context=16", batch=8, microbatches=4, steps=1, repeats=1)
-    rows = {row.name: row for row in hybrid(tiny)}
-    assert list(rows) == ["tensor", "tensor and sequence", "pipeline", "data", "2-1"]
-    assert all(row.predicted_s > 0 and row.measured_s > 0 for row in rows.values())
-    activations = 8 * 16 * 16 * 4  # of the whole batch, in float32
-    assert rows["pipeline"].sent_bytes == activations and not rows["pipeline"].inside_bytes
-    assert rows["tensor"].inside_bytes > 0 and rows["tensor"].sent_bytes == rows["data"].sent_bytes == 0
-    assert rows["2-1"].sent_bytes == activations and rows["2-1"].reduced_bytes > 0

@@ -1,4 +1,4 @@
-"""The parts of spilling: optimizer states found out beforehand, weights drawn layer by layer, rates, the benchmark."""
+"""The parts of spilling: optimizer states found out beforehand, weights drawn layer by layer, and rates."""
 
 import time
 from types import SimpleNamespace
@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from pipefit import Pipeline, Spilled
-from pipefit.compare.bench import spill as bench
 from pipefit.errors import ModelError, PlanError
 from pipefit.ir import Op
 from pipefit.ir.residency import kept_fetches
@@ -162,15 +161,6 @@ def test_a_tier_whose_reads_and_writes_take_turns_is_known_by_both_at_once(monke
     monkeypatch.setattr(tiers, "_turn", lambda *_: (1.0, 0.8, both_s))
     tier = measure_tier(num_bytes=4096, repeats=3)
     assert tier.one_channel is one_channel and (tier.read_bytes_per_s, tier.write_bytes_per_s) == (4096, 5120)
-
-
-def test_the_benchmark_compares_five_ways_of_one_model(tmp_path):
-    _, rows = bench.speed(tmp_path, layers=3, hidden=64, tokens=(32,), repeats=1, steps=1)
-    row = rows[0]
-    assert row.tokens == 32 and row.limit_s >= row.resident_s and row.of_resident == row.resident_s / row.buffered_s
-    assert row.host_of_resident == row.resident_s / row.host_s
-    assert row.read_s > 0 and row.write_s > 0
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import offload as bench
 from pipefit import Pipeline, Spilled
-from pipefit.compare.bench import offload as bench
 from pipefit.models import build
 from pipefit.spill.arena import aligned
 from pipefit.spill.disk import DiskTier

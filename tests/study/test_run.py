@@ -300,18 +300,6 @@ def test_halving_stops_the_same_trials_under_every_policy(tmp_path):
     assert len(steps) == 1 and sorted(steps.pop()) == [2, 2, 4, 6]
 
 
-def test_a_benchmark_that_is_told_to_stop_measures_no_half_study(monkeypatch):
-    from types import SimpleNamespace
-
-    from pipefit.compare.bench import study as bench
-
-    monkeypatch.setattr(
-        bench, "StudyRun", lambda *_, **__: SimpleNamespace(run=lambda: SimpleNamespace(interrupted=True))
-    )
-    with pytest.raises(KeyboardInterrupt):
-        bench.study_policies(["lrtf"])
-
-
 def test_what_workers_cannot_do_is_said_in_one_message(tmp_path):
     with pytest.raises(PipefitError, match="device: 'gpu9' cannot be used: Invalid device"):
         study(trials(1), tmp_path / "a", device="gpu9", workers=1).run()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer
@@ -18,7 +19,7 @@ from pipefit.errors import PipefitError
 if TYPE_CHECKING:
     from pipefit.compare import CompareConfig, Comparison, Row
 
-__all__ = ["command", "compare_rank", "told"]
+__all__ = ["command", "compare_rank", "table"]
 
 _PATIENCE_S = 30.0
 
@@ -81,7 +82,7 @@ def command(
     )
     found = _compared(settings, ranks, quiet=json)
     paths = found.save(output) if output is not None else {}
-    return Answer({**found.as_dict(), "paths": paths}, partial(told, found, paths))
+    return Answer({**found.as_dict(), "paths": paths}, partial(table, found, paths))
 
 
 def _compared(settings: CompareConfig, ranks: int, quiet: bool) -> Comparison:
@@ -117,7 +118,7 @@ def _teller() -> Callable[[str], None]:
     return say
 
 
-def told(found: Comparison, paths: dict[str, str]) -> str:
+def table(found: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -> str:
     """A comparison as a table for people."""
     from io import StringIO
 
@@ -136,7 +137,7 @@ def told(found: Comparison, paths: dict[str, str]) -> str:
         f"{found.batch} samples per update; medians of {found.repeats}; losses after {found.samples} samples",
         highlight=False,
     )
-    console.print(_table(found))
+    console.print(_rows(found))
     for reason, cells in _reasons(found).items():
         console.print(f"not measured: {cells}: {reason}", highlight=False)
     for kind, path in paths.items():
@@ -152,7 +153,7 @@ def _reasons(found: Comparison) -> dict[str, str]:
     return {reason: ", ".join(cells) for reason, cells in reasons.items()}
 
 
-def _table(found: Comparison) -> Any:
+def _rows(found: Comparison) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What `pipefit bench network` asks and answers, and the figure that makes a small network like the paper's.
+"""Settings and results, and the ratio that makes a small network like the paper's.
 
 The figure to keep is ρ: the seconds of one gradient reduction over those of one mini-batch's computation on a device,
 

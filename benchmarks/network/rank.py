@@ -1,4 +1,4 @@
-"""What a rank of `pipefit bench network` does in its namespace: profile, plan, train by every strategy, count."""
+"""A rank in its namespace: it profiles, plans, trains by every strategy, and counts bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from pipefit.compare.bench.devices import Devices
-from pipefit.compare.bench.netlab import PAYLOAD, Lab
-from pipefit.compare.bench.network_plan import choices, planned
-from pipefit.compare.bench.network_spec import (
+from benchmarks.devices import Devices
+from benchmarks.network.choices import choices, planned
+from benchmarks.network.contestants import Contestant, Subject, contestant, sgd, turn
+from benchmarks.network.lab import PAYLOAD, Lab
+from benchmarks.network.spec import (
     ModelResult,
     NetworkConfig,
     NetworkRow,
@@ -32,7 +33,6 @@ from pipefit.compare.bench.network_spec import (
     scaled_speedup,
     weight_bytes,
 )
-from pipefit.compare.bench.network_strategies import Contestant, Subject, contestant, sgd, turn
 from pipefit.errors import CommunicationError
 from pipefit.models import build, parse_options
 from pipefit.profiling import profile_sizes

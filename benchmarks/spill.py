@@ -1,9 +1,9 @@
-"""Spilling measured: a model that is larger than the memory allowed, and what spilling costs where it is not needed.
+"""Spilling measured: a model larger than the memory allowed, and the price of spilling where it is not needed.
 
 Two parts. `large` trains a GPT of about a billion parameters with Adam in a process of its own, whose highest resident
-memory is read from the kernel and held against a cap. `speed` trains a smaller one that also fits: resident, spilled to
-disk with synchronous loads, with double buffering, with that and replays, spilled to the host's memory, and spilled to
-disk as the planner chooses for half of what the resident one takes, in turns.
+memory is read from the kernel and compared with a cap. `speed` trains a smaller one that also fits: resident, spilled
+to disk with synchronous loads, with double buffering, with that and replays, spilled to the host's memory, and spilled
+to disk as the planner chooses for half of what the resident one takes, alternating.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from pipefit.pipeline.spill_options import Spilled
 from pipefit.profiling import measure_tier
 from pipefit.spec.topology import Tier
 from pipefit.spill.tiers import Key
+from pipefit.units import format_bytes, parse_quantity
 
 __all__ = ["LargeResult", "SpeedRow", "large", "speed"]
 
 GIB = 2**30
+ROOT = Path(__file__).parents[1]
 _CONTEXT = 128
 _PART_TOKENS = 256
 _KEPT_BYTES, _NUM_KEPT = 32 << 20, 11
@@ -110,9 +112,9 @@ def large(
         PipefitError: the process has failed; the message is its own.
     """
     with _folder(folder) as place:
-        asked = {"folder": str(place), "layers": layers, "hidden": hidden, "tokens": tokens, "steps": steps}
-        command = [sys.executable, "-m", "pipefit.compare.bench.spill", json.dumps(asked | {"cap_bytes": cap_bytes})]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        request = {"folder": str(place), "layers": layers, "hidden": hidden, "tokens": tokens, "steps": steps}
+        command = [sys.executable, "-m", "benchmarks.spill", json.dumps(request | {"cap_bytes": cap_bytes})]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         if done.returncode:
             raise PipefitError(f"the large model was not trained: {done.stderr.strip()[-2000:]}")
         return LargeResult(**json.loads(done.stdout.splitlines()[-1]))
@@ -374,6 +376,87 @@ def _folder(given: Path | None) -> Iterator[Path]:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+# ---- printed -------------------------------------------------------------------------------------------------------
+
+
+def main(
+    *,
+    disk: Path | None = None,
+    cap: str = "2.5 GiB",
+    layers: int = 20,
+    hidden: int = 2048,
+    large_tokens: int = 512,
+    steps: int = 3,
+    small_layers: int = 8,
+    small_hidden: int = 1024,
+    tokens: tuple[int, ...] = (32, 64, 128, 256, 512, 1024),
+    repeats: int = 3,
+) -> int:
+    """Prints both parts; exit code 1: the large model's process had more memory than the cap.
+
+    Args:
+        disk: folder on the disk; temporary files when not given.
+        cap: on the resident memory of the large model's process.
+        layers: of the large model; 0 leaves it out.
+        hidden: its width.
+        large_tokens: of its step.
+        steps: it trains.
+        small_layers: of the small model; 0 leaves it out.
+        small_hidden: its width.
+        tokens: of its steps.
+        repeats: of every way to train it.
+    """
+    if disk is not None and not disk.is_dir():
+        raise PipefitError(f"--disk {disk}: no such folder")
+    fine = True
+    if layers:
+        limit = parse_quantity(cap, "bytes", "--cap")
+        found = large(disk, layers=layers, hidden=hidden, tokens=large_tokens, steps=steps, cap_bytes=limit)
+        fine = found.is_under_cap
+        _print_large(found)
+    if small_layers:
+        print(_HEAD)
+        tier, _ = speed(
+            disk, layers=small_layers, hidden=small_hidden, tokens=tokens, repeats=repeats, on_row=_print_row
+        )
+        rates = tier.read_bytes_per_s / 1e9, tier.write_bytes_per_s / 1e9
+        turns = "alternating" if tier.one_channel else "at the same time"
+        print(f"the disk alone: reads {rates[0]:.2f} GB/s, writes {rates[1]:.2f} GB/s, {turns}")
+    return 0 if fine else 1
+
+
+def _print_large(found: LargeResult) -> None:
+    verdict = "kept" if found.is_under_cap else "EXCEEDED"
+    each = zip(found.seconds, found.losses, strict=True)
+    steps = ", ".join(f"{seconds:.1f} s (loss {loss:.3f})" for seconds, loss in each)
+    print(
+        f"GPT of {found.num_parameters / 1e6:,.0f} M parameters, Adam, float32: {format_bytes(found.state_bytes)} of "
+        f"weights, gradients and states; {found.shards} shards, {found.tokens} tokens per step\n"
+        f"cap {format_bytes(found.cap_bytes)} {verdict}: the process had {format_bytes(found.peak_bytes)} resident at "
+        f"most (VmHWM), predicted {format_bytes(found.predicted_bytes)}; {format_bytes(found.base_bytes)} of it is "
+        f"Python and torch, {format_bytes(found.arena_bytes)} slots; {format_bytes(found.tier_bytes)} on disk\n"
+        f"weights drawn and written in {found.setup_s:.1f} s; steps: {steps}; predicted {found.predicted_s:.1f} s, "
+        f"{found.binds} binds\n"
+    )
+
+
+_HEAD = (
+    "seconds per step: resident; spilled to disk, loads waited for; double-buffered; that with replays; spilled to the "
+    "host's memory; to disk, as planned for half the memory\n"
+    f"{'tokens':>6} {'resident':>9} {'synchr.':>9} {'buffered':>9} {'replaying':>9} {'host':>9} {'half':>9}  "
+    f"{'of resident':>11} {'host':>5} {'half':>5} {'of limit':>9}  binds"
+)
+
+
+def _print_row(row: SpeedRow) -> None:
+    print(
+        f"{row.tokens:>6} {row.resident_s:>9.3f} {row.synchronous_s:>9.3f} {row.buffered_s:>9.3f} "
+        f"{row.replaying_s:>9.3f} {row.host_s:>9.3f} {row.half_s:>9.3f}  {row.of_resident:>11.0%} "
+        f"{row.host_of_resident:>5.0%} {row.half_of_resident:>5.0%} {row.of_limit:>9.0%}  {row.binds}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from pipefit.compare.bench.network_spec import Planned
+from benchmarks.network.spec import Planned
 from pipefit.partition import pipedream
 from pipefit.partition.costs import convention_named, stage_s
 from pipefit.schedules import placement_of

@@ -67,3 +67,11 @@ def partition_times() -> Iterator[PartitionRow]:
         yield measure(chain(1000), *widths, search="hierarchical")
     yield measure(chain(1000), 8, 8)
     yield measure(chain(1000), 8, 8, cost="pipedream-code")
+
+
+def main() -> None:
+    """Prints what each search found, and its processor seconds."""
+    for row in partition_times():
+        print(
+            f"{row.model:14} {row.shape:9} {row.cost:14} {row.found:14} {row.note:13} {row.seconds:6.2f} s of processor"
+        )

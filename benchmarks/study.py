@@ -80,3 +80,23 @@ def _measure(policy: str, scale: float, workers: int) -> StudyRow:
     losses = tuple(row.last_loss for row in result.trials)
     moved = sum(row.moved_s for row in result.trials) / max(sum(row.busy_s for row in result.trials), 1e-9)
     return StudyRow(policy, result.makespan_s, result.bound_s, result.gap, result.predicted_s, moved, losses)
+
+
+def main(steps: int = max(LENGTHS)) -> int:
+    """Prints each policy's makespan and the bound; exit code 1: losses depend on the policy.
+
+    Args:
+        steps: of the longest trial.
+    """
+    rows = study_policies(scale=steps / max(LENGTHS))
+    print(f"{len(LENGTHS)} trials on 2 workers, the longest of {steps} steps\n")
+    print(f"{'policy':<12} {'makespan':>10} {'bound':>10} {'× bound':>8} {'predicted':>10} {'moving state':>13}")
+    for row in rows:
+        predicted = f"{row.predicted_s:.2f} s" if row.predicted_s is not None else "–"
+        print(
+            f"{row.policy:<12} {row.makespan_s:>8.2f} s {row.bound_s:>8.2f} s {1 + row.gap:>8.3f} {predicted:>10} "
+            f"{row.moved:>13.1%}"
+        )
+    alike = len({row.losses for row in rows}) == 1
+    print(f"\nevery trial's last loss is {'the same to the bit' if alike else 'NOT THE SAME'} under every policy")
+    return 0 if alike else 1

@@ -1,7 +1,7 @@
 """Data parallelism against pipelines and hybrids, by real processes on a network as slow as PipeDream's was.
 
 This side builds the laboratory and starts the ranks, each in a namespace of its own, as torchrun would start one on
-each host; what they do there is `network_rank`.
+each host; their work is in `rank`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from pipefit.compare.bench.devices import capped, devices_for, put
-from pipefit.compare.bench.netlab import DEVICE, Lab, laboratory
-from pipefit.compare.bench.network_spec import (
+from benchmarks.devices import capped, devices_for, put
+from benchmarks.network.lab import DEVICE, Lab, laboratory
+from benchmarks.network.spec import (
     SCALED,
     ModelResult,
     NetworkConfig,
@@ -35,6 +35,7 @@ from pipefit.runtime.launch import LaunchError
 
 __all__ = ["network"]
 
+ROOT = Path(__file__).parents[2]
 _PORT = 29400
 
 
@@ -76,11 +77,12 @@ def _ranks(lab: Lab, task: Path, groups: Sequence[str]) -> Iterator[list[subproc
     processes: list[subprocess.Popen[str]] = []
     try:
         for rank in range(lab.num_hosts):
-            command = lab.inside(rank, [sys.executable, "-m", "pipefit.compare.bench.network_rank", str(task)])
+            command = lab.inside(rank, [sys.executable, "-m", "benchmarks.network.rank", str(task)])
             with (task.parent / f"rank-{rank}.log").open("w") as log:
                 processes.append(
                     subprocess.Popen(
                         command,
+                        cwd=ROOT,
                         env=_environment(lab, rank),
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE if rank == 0 else log,

@@ -1,4 +1,4 @@
-"""Predicted beside measured when two processes share the work in each of the three ways, and three in the fourth.
+"""Predicted and measured seconds of tensor, pipeline and data parallelism on two processes, and of 2-1 on three.
 
     (2, 1, 1)   tensor parallelism: every layer divided          messages inside layers, two all-reduces per block
     (1, 2, 1)   a pipeline of two stages                         an activation and its gradient per micro-batch
@@ -17,15 +17,16 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from cyclopts import Parameter
 
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.calibrate.parts import profile_of_parts
 from pipefit.calibrate.prediction import RuntimeCosts, cost_of, predict
-from pipefit.compare.bench.devices import own_core
+from pipefit.compare.accuracy import own_core
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.setup import make_plan
@@ -38,6 +39,7 @@ from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.stage.split import named_layers
+from pipefit.units import format_bytes, format_seconds
 
 __all__ = ["CONFIG", "HybridConfig", "HybridRow", "hybrid", "hybrid_rank"]
 
@@ -207,3 +209,19 @@ def _cut(profile: Profile, replicas: tuple[int, int]) -> list[int]:
 
     best = min(range(1, len(times)), key=slower)
     return [best, len(times) - best]
+
+
+def main(*, config: Annotated[HybridConfig, Parameter(name="*")] = CONFIG) -> None:
+    """Prints predicted and measured seconds, and bytes, of every way."""
+    print(f"GPT {config.options}, batch {config.batch} in {config.microbatches} micro-batches; all figures per update")
+    print(
+        f"{'':<20}{'t,p,d':>7}{'ranks':>7}{'predicted':>11}{'measured':>11}{'ratio':>7}"
+        f"{'sent':>12}{'inside':>12}{'reduced':>12}"
+    )
+    for row in hybrid(config):
+        shape = ",".join(str(width) for width in row.shape) if all(row.shape) else row.name
+        print(
+            f"{row.name:<20}{shape:>7}{row.processes:>7}{format_seconds(row.predicted_s):>11}"
+            f"{format_seconds(row.measured_s):>11}{row.ratio:>7.2f}{format_bytes(row.sent_bytes):>12}"
+            f"{format_bytes(row.inside_bytes):>12}{format_bytes(row.reduced_bytes):>12}"
+        )

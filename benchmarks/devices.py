@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError
 
-__all__ = ["Devices", "capped", "devices_for", "own_core", "put"]
+__all__ = ["Devices", "capped", "devices_for", "put"]
 
 # What the ranks of a core leave of it to the kernel's network work, and to others.
 _USED = 0.9
@@ -59,13 +59,6 @@ def devices_for(num_ranks: int, cores: list[int]) -> Devices:
     most = -(-num_ranks // len(cores))
     share = 1.0 if most == 1 else round(_USED / most, 4)
     return Devices(tuple(cores[rank % len(cores)] for rank in range(num_ranks)), share)
-
-
-def own_core(rank: int, num_ranks: int) -> None:
-    """This process computes on a core of its own from now on, where there are enough for all ranks."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    if len(cores) >= num_ranks:
-        os.sched_setaffinity(0, {cores[rank]})
 
 
 def put(process: int, group: str) -> None:

@@ -1,63 +1,65 @@
-"""`pipefit bench network`: its options, its table."""
+"""Data parallelism, pipelines and hybrids on a network as slow as PipeDream's (Linux, root)."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipefit.cli.answer import Answer
+from benchmarks.network.lab import why_not
+from benchmarks.network.spec import ModelResult, NetworkConfig, NetworkResult, check
+from pipefit.spec.files import write_json
+from pipefit.units import parse_quantity
 
-if TYPE_CHECKING:
-    from pipefit.compare.bench.network_spec import ModelResult, NetworkResult
-
-__all__ = ["bench_network", "told"]
+__all__ = ["main", "tables"]
 
 
-def bench_network(
-    ranks: int | None = None,
+def main(
+    *,
+    ranks: int = 4,
     bandwidth: str | None = None,
     latency: str | None = None,
-    model: Sequence[str] = (),
-    steps: int | None = None,
-    repeats: int | None = None,
+    model: tuple[str, ...] = ("vgg", "resnet"),
+    steps: int = 2,
+    repeats: int = 1,
     output: Path | None = None,
-    *,
-    quiet: bool = False,
-) -> Answer:
-    """Measures in a laboratory of namespaces, or says in a few words why there can be none here."""
-    from pipefit.compare.bench.netlab import why_not
-    from pipefit.compare.bench.network_spec import NetworkConfig, check
-    from pipefit.spec.files import write_json
-    from pipefit.units import parse_quantity
+) -> None:
+    """Measures in a laboratory of namespaces, or prints why there can be none here.
 
-    usual = NetworkConfig()
+    Args:
+        ranks: hosts, 2 to 8.
+        bandwidth: of every link, like "50 Mbit/s"; as slow as the paper's was when not given.
+        latency: of every message one way, like "1 ms".
+        model: vgg, resnet or both.
+        steps: updates of a synchronous pipeline in one repetition.
+        repeats: repetitions that count.
+        output: a JSON file for the result.
+    """
     config = NetworkConfig(
-        ranks=usual.ranks if ranks is None else ranks,
-        models=tuple(dict.fromkeys(model or usual.models)),
+        ranks=ranks,
+        models=tuple(dict.fromkeys(model)),
         bandwidth_bytes_per_s=None if bandwidth is None else parse_quantity(bandwidth, "bytes/s", "--bandwidth"),
         latency_s=0.0 if latency is None else parse_quantity(latency, "s", "--latency"),
-        steps=steps or usual.steps,
-        repeats=repeats or usual.repeats,
+        steps=steps,
+        repeats=repeats,
     )
     check(config)
     if reason := why_not(config.latency_s):
-        return Answer({"format": "pipefit.network/1", "skipped": reason}, f"skipped: {reason}")
-    from pipefit.compare.bench.network import network
+        print(f"skipped: {reason}")
+        return
+    from benchmarks.network.run import network
 
-    found = network(config, (lambda line: None) if quiet else _say)
-    data = found.as_dict()
+    found = network(config, _say)
+    print(tables(found))
     if output is not None:
-        write_json(output, data)
-    return Answer(data, told(found) + (f"\njson     {output}" if output is not None else ""))
+        write_json(output, found.as_dict())
+        print(f"json     {output}")
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def told(found: NetworkResult) -> str:
+def tables(found: NetworkResult) -> str:
     """Every model's table."""
     return "\n\n".join([found.machine, *(_model(one) for one in found.models)])
 

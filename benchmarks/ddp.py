@@ -1,4 +1,4 @@
-"""Data parallelism as a program beside torch's `DistributedDataParallel`: two ranks, one model, data and optimizer.
+"""Data parallelism as a program compared with torch's DistributedDataParallel: the same model, data and optimizer.
 
 Both live in the same two processes and take turns, a few updates each, so that whatever slows the machine down slows
 both; the ratio of each turn is taken, and the median of the ratios is the answer.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipefit.compare.bench.devices import own_core
+from pipefit.compare.accuracy import own_core
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import DataParallel, Subject, Trainer
 from pipefit.models import build, parse_options
@@ -132,3 +132,14 @@ def _turn(trainer: Trainer, batches: Sequence[Any]) -> tuple[float, float]:
     trainer.train(batches)
     dist.barrier()
     return time.perf_counter() - began, time.process_time() - used
+
+
+def main(repeats: int = 15, microbatches: tuple[int, ...] = (1, 4), options: str = "", steps: int = 4) -> None:
+    """Prints seconds per update of both; `options` of a GPT replace the usual models."""
+    models = (("gpt", options, 16),) if options else MODELS
+    print("seconds per update on two ranks; the ratio is the median over the turns, below 1: faster than DDP")
+    for row in ddp(models, microbatches, steps, repeats):
+        print(
+            f"{row.model:<46} {row.num_microbatches} per rank: pipefit {row.pipefit_s:.4f}, DDP {row.ddp_s:.4f}, "
+            f"ratio {row.ratio:.3f}, of processor time {row.processor_ratio:.3f}"
+        )

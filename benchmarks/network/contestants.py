@@ -1,4 +1,4 @@
-"""The strategies of `pipefit bench network` at work on a rank: torch's data parallelism, and programs of pipefit."""
+"""Strategies at work on a rank: torch's data parallelism, and programs of pipefit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.network.choices import Choice, plan_for
+from benchmarks.network.lab import sent_bytes
+from benchmarks.network.spec import Scaled, compute_s, weight_bytes
+from benchmarks.network.traffic import program_bytes, ring_bytes
 from pipefit.calibrate.prediction import cost_of, predict
-from pipefit.compare.bench.netlab import sent_bytes
-from pipefit.compare.bench.network_plan import Choice, plan_for
-from pipefit.compare.bench.network_spec import Scaled, compute_s, weight_bytes
-from pipefit.compare.bench.traffic import program_bytes, ring_bytes
 from pipefit.models import ModelBundle
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.session import Session

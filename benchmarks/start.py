@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
+from pipefit.units import format_seconds
 
 __all__ = ["StartRow", "start"]
 
@@ -56,3 +57,9 @@ def start(repeats: int = 5) -> list[StartRow]:
 
 def _nothing() -> int:
     return current().rank
+
+
+def main(repeats: int = 5) -> None:
+    """Prints medians and the fastest of each."""
+    for row in start(repeats):
+        print(f"{row.what:<46} {format_seconds(row.seconds):>9}, least {format_seconds(row.least)}")

@@ -1,4 +1,4 @@
-"""A GPT that one device has no room for: three ways to train it there, one beside the other.
+"""A GPT that one device has no room for: three ways to train it there, side by side.
 
     resident   everything on the device, whatever that takes: what the others are measured by
     spilled    under a cap: stages come from the host's memory and go back, double-buffered, as the planner cuts them
@@ -20,11 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from cyclopts import Parameter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -35,11 +37,12 @@ from pipefit.models import ModelBundle, build
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.spill_options import Spilled
 from pipefit.profiling import Copies, measure_copies
-from pipefit.units import format_bytes
+from pipefit.units import format_bytes, format_seconds, parse_quantity
 
 __all__ = ["TOKENS", "WAYS", "OffloadConfig", "OffloadRow", "offload", "rates"]
 
 GIB = 2**30
+ROOT = Path(__file__).parents[1]
 TOKENS = (4096, 16384, 65536)
 WAYS = ("resident", "spilled", "offloaded")
 
@@ -67,6 +70,9 @@ class OffloadConfig:
     part: int = 4096
     fsdp_part: int = 16384
     steps: int = 3
+
+
+USUAL = OffloadConfig()
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ def _check(config: OffloadConfig) -> None:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise PipefitError(
             "this benchmark is for a GPU, and torch sees none here; to try its code, --device cpu with a small model, "
-            "like --option layers=4,hidden=64,heads=2,vocab=64,context=32,part=64 --tokens 64 --cap '3 MiB'"
+            "like --layers 4 --hidden 64 --heads 2 --vocab 64 --context 32 --part 64 --tokens 64 --cap '3 MiB'"
         )
 
 
@@ -147,13 +153,13 @@ class _KilledError(PipefitError):
     """A process was ended from outside, as one is that takes more memory than the host has."""
 
 
-def _of_child(asked: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pipefit.compare.bench.offload", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _of_child(request: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.offload", json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode < 0:
         raise _KilledError(f"killed by signal {-done.returncode}")
     if done.returncode:
-        raise PipefitError(f"{asked.get('way', 'rates')}: {done.stderr.strip()[-2000:]}")
+        raise PipefitError(f"{request.get('way', 'rates')}: {done.stderr.strip()[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -173,7 +179,7 @@ def _answer(config: OffloadConfig, way: str | None = None, tokens: int = 0) -> C
 
 
 def _is_lack_of_memory(problem: BaseException | None) -> bool:
-    """Also where a stage tells of what its layer met."""
+    """Whether the error, or one that it was raised from, is a lack of memory."""
     while problem is not None:
         if isinstance(problem, torch.OutOfMemoryError | InfeasibleError | TierError):
             return True
@@ -326,10 +332,54 @@ def _pipeline(config: OffloadConfig, tokens: int, bundle: ModelBundle | None = N
     )
 
 
+# ---- printed -------------------------------------------------------------------------------------------------------
+
+
+def main(
+    *,
+    cap: str = "20 GiB",
+    tokens: tuple[int, ...] = TOKENS,
+    config: Annotated[OffloadConfig, Parameter(name="*")] = USUAL,
+) -> int:
+    """Prints a row for every way; exit code 1: the spilled run had more of the GPU's memory than the cap."""
+    config = replace(config, cap_bytes=parse_quantity(cap, "bytes", "--cap"))
+    to_device, to_host, both = (f"{rate / 1e9:.2f} GB/s" for rate in rates(config))
+    print(
+        f"GPT of {config.layers} x {config.hidden}, {config.heads} heads, on {config.device}; spilled under "
+        f"{format_bytes(config.cap_bytes)}\n"
+        f"copies alone: {to_device} to the device, {to_host} to the host, {both} both at once\n"
+        f"{'tokens':>7} {'way':<10} {'step':>10} {'of resident':>11} {'peak':>11} {'predicted':>10} {'loss':>8}"
+    )
+    resident: dict[int, float] = {}
+
+    def show(row: OffloadRow) -> None:
+        if row.way == "resident" and row.seconds is not None:
+            resident[row.tokens] = row.seconds
+        print(_line(row, resident.get(row.tokens)), flush=True)
+
+    rows = offload(config, tokens, on_row=show)
+    peaks = [row.peak_bytes or 0.0 for row in rows if row.way == "spilled"]
+    if config.device == "cuda" and max(peaks) > config.cap_bytes:
+        print(f"the cap of {format_bytes(config.cap_bytes)} was EXCEEDED")
+        return 1
+    return 0
+
+
+def _line(row: OffloadRow, resident_s: float | None) -> str:
+    if row.seconds is None or row.peak_bytes is None or row.loss is None:
+        return f"{row.tokens:>7} {row.way:<10} {row.note}"
+    of_resident = "" if resident_s is None else f"{resident_s / row.seconds:.0%}"
+    predicted = "" if row.predicted_s is None else format_seconds(row.predicted_s)
+    return (
+        f"{row.tokens:>7} {row.way:<10} {format_seconds(row.seconds):>10} {of_resident:>11} "
+        f"{format_bytes(row.peak_bytes):>11} {predicted:>10} {row.loss:>8.3f}  {row.note}"
+    )
+
+
 if __name__ == "__main__":
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     try:
-        found = _answer(OffloadConfig(**asked.pop("config")), **asked)
+        found = _answer(OffloadConfig(**request.pop("config")), **request)
     except PipefitError as problem:
         sys.exit(str(problem))
     sys.stdout.write(json.dumps(found._asdict() if isinstance(found, Copies) else asdict(found)) + "\n")

@@ -1,0 +1,1 @@
+"""Measurements of pipefit's own speed: `python -m benchmarks NAME`."""

@@ -1,0 +1,39 @@
+"""Runs a benchmark by its name: `python -m benchmarks ddp --repeats 3`."""
+
+import sys
+from importlib import import_module
+
+from cyclopts import App
+
+from pipefit.errors import PipefitError
+
+MODULES = {
+    "ddp": "benchmarks.ddp",
+    "hybrid": "benchmarks.hybrid",
+    "network": "benchmarks.network.command",
+    "offload": "benchmarks.offload",
+    "partition": "benchmarks.partition",
+    "planning-time": "benchmarks.planning_time",
+    "spill": "benchmarks.spill",
+    "start": "benchmarks.start",
+    "study": "benchmarks.study",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    app = App(name="python -m benchmarks", help_format="plaintext")
+    # Only the module that is run is loaded.
+    wanted = arguments[:1] if arguments and arguments[0] in MODULES else MODULES
+    for name in wanted:
+        module = import_module(MODULES[name])
+        app.command(module.main, name=name, help=(module.__doc__ or "").splitlines()[0])
+    try:
+        return int(app(arguments, result_action="return_value") or 0)
+    except PipefitError as problem:
+        print(f"{arguments[0]}: {problem}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Training on a network as slow as PipeDream's was: namespaces, shaped links, real processes."""
