@@ -12,7 +12,7 @@ from pipefit.models import build
 from pipefit.pipeline.spill_options import Spilled
 from pipefit.run.config import RunConfig
 from pipefit.runtime.session import current
-from pipefit.spill.tier_file import TierFile
+from pipefit.spill.tier_file import Commit, TierFile
 
 STEPS = 4
 
@@ -54,10 +54,10 @@ def killed(config: RunConfig, commits: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         true(file, data, position)
 
-    def commit(file: TierFile, *rest: object) -> None:
-        committed(file, *rest)
+    def commit(file: TierFile, what: Commit) -> None:
+        committed(file, what)
         # Those that measure what a commit takes are of another file.
-        done.extend([rest] * (file.path.stem == "rank-1"))
+        done.extend([what] * (file.path.stem == "rank-1"))
 
     committed = TierFile.commit
     if current().rank == 1:

@@ -266,7 +266,7 @@ def test_activations_that_wait_on_the_tier_change_nothing(how, clip, tmp_path):
         x, y = torch.randn(size, 8), torch.randint(0, 4, (size,))
         assert one.step(x, y) == other.step(x, y)
     assert same(one.state_dict(), other.state_dict())
-    assert not other.workers[0].spilling.parking._there
+    assert not other.workers[0].spilling.parked._forms
     other.close()
 
 

@@ -1,6 +1,8 @@
 """What a tier does when a write is torn, a folder goes away, or there is no room: one message, and nothing is lost."""
 
+import contextlib
 import errno
+import json
 import os
 import shutil
 
@@ -17,8 +19,8 @@ from pipefit.spill import tier_file as tierfile
 from pipefit.spill.arena import aligned
 from pipefit.spill.disk import DiskTier
 from pipefit.spill.host import HostTier
+from pipefit.spill.parked import ParkedTensors
 from pipefit.spill.records import HEADER_BYTES, RecordHeader, chunk_sum
-from pipefit.spill.tier_file import Committed
 from pipefit.spill.tiers import Key
 
 SIZE = 3 * 4096
@@ -37,13 +39,19 @@ def read(tier, key, version):
     return int(into[0]), int(into[-1])
 
 
+def found(tier, **how):
+    """Step and state that a tier recovers."""
+    commit = tier.recover(**how)
+    return commit.step, commit.state
+
+
 def written(folder, steps=2):
     """A tier of two records with some committed steps; record contents are the step's number."""
     tier = DiskTier(folder)
     tier.reserve({A: SIZE, B: SIZE})
     for step in range(1, steps + 1):
         writes = [tier.write(key, 10 + step, filled(step)) for key in (A, B)]
-        tier.commit(step, 10 + step, f"state {step}".encode(), writes).wait()
+        tier.commit(step, {"at": step}, writes).wait()
     return tier
 
 
@@ -59,7 +67,7 @@ def test_a_read_waits_for_the_write_of_its_version(make, tmp_path):
 
 def test_a_version_that_is_not_there_is_refused(tmp_path):
     tier = written(tmp_path)
-    with pytest.raises(TierError, match="asked for version 7"):
+    with pytest.raises(TierError, match="version 7 is needed"):
         read(tier, A, 7)
     tier.close()
 
@@ -67,7 +75,7 @@ def test_a_version_that_is_not_there_is_refused(tmp_path):
 def test_a_run_goes_on_from_the_step_it_committed_last(tmp_path):
     written(tmp_path).close()
     tier = DiskTier(tmp_path)
-    assert tier.recover() == Committed(2, 12, b"state 2")
+    assert found(tier) == (2, {"at": 2})
     assert read(tier, A, 12) == read(tier, B, 12) == (2, 2)
     tier.close()
 
@@ -116,12 +124,12 @@ def test_a_flipped_bit_is_found_and_the_step_before_taken_while_that_is_whole(tm
     tier.close()
     flip(tier, record, record.current, offset)
     tier = DiskTier(tmp_path)
-    assert tier.recover() == Committed(1, 11, b"state 1")
+    assert found(tier) == (1, {"at": 1})
     assert read(tier, A, 11) == read(tier, B, 11) == (1, 1)
     tier.close()
     flip(tier, record, 1 - record.current, offset)
     tier = DiskTier(tmp_path)
-    with pytest.raises(TierError, match="does not fit its checksum; go on from a checkpoint"):
+    with pytest.raises(TierError, match="does not have its checksum; resume from a checkpoint"):
         tier.recover()
     tier.close()
 
@@ -130,26 +138,26 @@ def test_a_step_that_others_have_not_committed_can_be_passed_over(tmp_path):
     written(tmp_path, steps=3).close()
     tier = DiskTier(tmp_path)
     assert tier.recover().step == 3
-    found = tier.recover(at_most=2)
-    assert found == Committed(2, 12, b"state 2") and read(tier, B, 12) == (2, 2)
-    tier.goes_on_from(found)
+    commit = tier.recover(at_most=2)
+    assert (commit.step, commit.state) == (2, {"at": 2}) and read(tier, B, 12) == (2, 2)
+    tier.resume_from(commit)
     assert [committed.step for committed in tierfile.read_commits(tmp_path, "rank-0")] == [2]
-    tier.commit(3, 13, b"again", [tier.write(key, 13, filled(33)) for key in (A, B)]).wait()
+    tier.commit(3, {"at": "again"}, [tier.write(key, 13, filled(33)) for key in (A, B)]).wait()
     tier.close()
     tier = DiskTier(tmp_path)
-    assert tier.recover() == Committed(3, 13, b"again") and read(tier, A, 13) == (33, 33)
-    with pytest.raises(TierError, match="step 1 is asked for, the first that is there is 2"):
+    assert found(tier) == (3, {"at": "again"}) and read(tier, A, 13) == (33, 33)
+    with pytest.raises(TierError, match="step 1 is needed, the first that is there is 2"):
         tier.recover(at_most=1)
     tier.close()
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"?", lambda data: b""])
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-2] + b"?", lambda data: b""])
 def test_a_commit_that_is_damaged_gives_way_to_the_one_before(tmp_path, damage):
     written(tmp_path).close()
     path = tmp_path / "rank-0.commit"
     path.write_bytes(damage(path.read_bytes()))
     tier = DiskTier(tmp_path)
-    assert tier.recover() == Committed(1, 11, b"state 1") and read(tier, A, 11) == (1, 1)
+    assert found(tier) == (1, {"at": 1}) and read(tier, A, 11) == (1, 1)
     tier.close()
 
 
@@ -163,7 +171,7 @@ def test_a_folder_that_goes_away_stops_the_next_commit(tmp_path):
     tier = written(tmp_path / "tier")
     shutil.rmtree(tmp_path / "tier")
     with pytest.raises(TierError, match="it held step 2, the last committed; put it back"):
-        tier.commit(3, 13, b"").wait()
+        tier.commit(3, {}).wait()
     tier.close()
 
 
@@ -172,7 +180,7 @@ def test_a_failed_write_fails_the_commit_and_keeps_the_step_before(tmp_path, mon
     monkeypatch.setattr(tierfile.os, "pwritev", _full)
     write = tier.write(A, 13, filled(3))
     with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
-        tier.commit(3, 13, b"", [write]).wait()
+        tier.commit(3, {}, [write]).wait()
     monkeypatch.undo()
     tier.close()
     tier = DiskTier(tmp_path)
@@ -282,3 +290,70 @@ def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
             model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.LBFGS(p), stages=2, chunks=2,
             microbatches=2, spill=Spilled(disk=tmp_path),
         )  # fmt: skip
+
+
+# ---- several processes one after another -----------------------------------------------------------------------------
+
+
+def test_records_with_one_copy_and_versions_of_their_own_are_found_by_the_next_process(tmp_path):
+    """The folder of a trial: each turn opens it, writes some records, commits them together, and closes it."""
+    how = {"name": "trial", "direct": False, "durable": False, "keep_scratch": True}
+    tier = DiskTier(tmp_path, **how)
+    tier.about = {"shards": 2}
+    tier.reserve({A: SIZE, B: SIZE}, scratch=[B])
+    tier.commit(0, {"turn": 0}, [tier.write(A, 7, filled(7)), tier.write(B, 1, filled(1))]).wait()
+    tier.close()
+
+    tier = DiskTier(tmp_path, **how)
+    assert tier.recover(check=False).state == {"turn": 0} and tier.about == {"shards": 2}
+    parked = ParkedTensors(tier, torch.device("cpu"))
+    left = [torch.randn(3, 5).T, torch.arange(4, dtype=torch.int32)]
+    act, empty = Key(1, "act", 0), Key(1, "grad", 0)
+    writes = [tier.write(A, 8, filled(8)), parked.write(act, left), parked.write(empty, [])]
+    tier.commit(1, {"turn": 1, "parked": parked.describe()}, writes).wait()
+    tier.write(A, 9, filled(9)).wait()  # of a turn that was cut off
+    tier.close()
+
+    tier = DiskTier(tmp_path, **how)
+    state = tier.recover(check=False).state
+    assert (tier.holds(A), tier.holds(B)) == (8, 1)
+    assert read(tier, A, 8) == (8, 8) and read(tier, B, 1) == (1, 1)
+    parked = ParkedTensors(tier, torch.device("cpu"))
+    parked.restore(json.loads(json.dumps(state["parked"])))
+    for _ in range(2):
+        copy, tensors = parked.read(act, keep=True)
+        copy.wait()
+        assert all(map(torch.equal, tensors(), left)) and tensors()[0].stride() == left[0].stride()
+    copy, tensors = parked.read(empty)
+    copy.wait()
+    assert tensors() == [] and [row[:3] for row in parked.describe()] == [list(act)]
+    tier.close()
+
+
+def test_any_damage_to_a_folder_is_reported_as_such(tmp_path):
+    written(tmp_path / "whole").close()
+    for path in sorted((tmp_path / "whole").iterdir()):
+        content = path.read_bytes()
+        step = 1 if len(content) < 5000 else 1009
+        for index in [*range(0, len(content), step), None]:
+            folder = tmp_path / "damaged"
+            shutil.copytree(tmp_path / "whole", folder)
+            data = bytearray(content if index is not None else content[:-1])
+            if index is not None:
+                data[index] ^= 1 << (index % 8)
+            (folder / path.name).write_bytes(data)
+            tier = DiskTier(folder)
+            with contextlib.suppress(TierError):
+                assert found(tier) in ((1, {"at": 1}), (2, {"at": 2}))
+            tier.close()
+            shutil.rmtree(folder)
+
+
+def test_a_folder_of_another_version_is_refused_by_its_name(tmp_path):
+    written(tmp_path).close()
+    for name in ("rank-0.commit", "rank-0.before"):
+        (tmp_path / name).write_bytes(b'{"format": "pipefit.tier/3", "step": 2, "bytes": 3}\n\xff\x00\x01')
+    tier = DiskTier(tmp_path)
+    with pytest.raises(TierError, match=r"has format pipefit\.tier/3, this version of pipefit reads pipefit\.tier/4"):
+        tier.recover()
+    tier.close()

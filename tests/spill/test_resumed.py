@@ -12,7 +12,7 @@ from tests.processes import ended
 from torch import nn
 
 from pipefit import Pipeline
-from pipefit.checkpoint import committed, tensors
+from pipefit.checkpoint import committed
 from pipefit.errors import ModelError, PipefitError, TierError
 from pipefit.models import build
 from pipefit.pipeline import committing
@@ -146,7 +146,7 @@ def test_states_that_stay_on_the_device_lie_aside_when_they_are_many(tmp_path, m
     monkeypatch.setattr(committed, "MOST_BYTES", 1000)
     how = {"optim_slots": 0, "commit_every": every}
     first = cut_off(tmp_path / "tier", steps=5, **how)
-    assert (tmp_path / "tier" / "rank-0.aside-0").exists()
+    assert (tmp_path / "tier" / "rank-0.state-0").exists()
     pipe = pipeline(tmp_path / "tier", resume=True, **how)
     assert pipe.num_updates == 5 // every * every
     assert first[: pipe.num_updates] + trained(pipe) == losses
@@ -159,7 +159,7 @@ def test_what_lies_aside_and_was_not_kept_gives_way_to_the_step_before(tmp_path,
     monkeypatch.setattr(committed, "MOST_BYTES", 1000)
     cut_off(tmp_path / "tier", steps=4, optim_slots=0)
     last = tierfile.read_commits(tmp_path / "tier", "rank-0")[0]
-    path = tmp_path / "tier" / last.aside.name
+    path = tmp_path / "tier" / last.tensors.name
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     pipe = pipeline(tmp_path / "tier", resume=True, optim_slots=0)
     assert pipe.num_updates == 3 and trained(pipe) == losses[3:]
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_while_states_are_set_aside_ends_the_run_with_one_mess
     trained(pipe, 2)
     pipe.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(tensors.os, "fsync", _full)
+        patch.setattr(os, "fsync", _full)
         with pytest.raises(TierError, match="No space left on device; the last committed step, 2, is whole"):
             trained(pipe)
     pipe.close()
@@ -237,10 +237,10 @@ def test_ranks_go_on_from_the_last_step_that_all_have_committed(tmp_path, monkey
     trained(pipe, 3)
     true = tierfile.TierFile.commit
 
-    def failing(file, step, version, state, aside):
+    def failing(file, commit):
         if file.path.stem == "rank-1":
             raise TierError("the machine of rank 1 is gone")
-        true(file, step, version, state, aside)
+        true(file, commit)
 
     monkeypatch.setattr(tierfile.TierFile, "commit", failing)
     with pytest.raises(TierError, match="rank 1 is gone"):
@@ -361,7 +361,7 @@ def test_a_reason_that_a_step_cannot_be_gone_on_from_is_told(tmp_path, monkeypat
     monkeypatch.setattr(committed, "optimization_of", reason)
     cut_off(tmp_path / "tier")
     assert Spilled(disk=tmp_path / "tier").committed is None
-    with pytest.raises(TierError, match=r"step 3 cannot be gone on from: its schedule .* go on from a checkpoint"):
+    with pytest.raises(TierError, match=r"step 3 cannot be resumed from: its schedule .* resume from a checkpoint"):
         pipeline(tmp_path / "tier", resume=True)
 
 
@@ -374,7 +374,7 @@ def test_a_record_that_was_not_kept_is_found(tmp_path):
         for copy in (0, 1):
             file.seek(record.position(copy) + HEADER_BYTES)
             file.write(b"torn")
-    with pytest.raises(TierError, match="does not fit its checksum; go on from a checkpoint"):
+    with pytest.raises(TierError, match="does not have its checksum; resume from a checkpoint"):
         pipeline(tmp_path / "tier", resume=True)
 
 

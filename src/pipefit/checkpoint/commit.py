@@ -12,7 +12,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 import uuid
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from pipefit.checkpoint.manifest import MANIFEST, FileEntry, Manifest, candidates, step_name
+from pipefit.checkpoint.manifest import MANIFEST, Manifest, Optimization, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded_optimizer import whole_for_writing
 from pipefit.checkpoint.state import Trained, is_first, tensors_of
@@ -28,6 +27,7 @@ from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.spec.files import encode, sync_folder
+from pipefit.spec.sealed import FileEntry, seal, write_file
 
 __all__ = ["explained", "make_folder", "save"]
 
@@ -101,7 +101,9 @@ def make_folder(place: Path) -> None:
 
 def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
     """Writes the files of this process's ranks; what the manifest must know of them."""
-    files, optimization, aliases = [], [], {}
+    files: list[FileEntry] = []
+    optimization: list[Optimization] = []
+    aliases: dict[str, str] = {}
     for worker in pipeline.workers:
         tensors, known = tensors_of(pipeline, worker)
         if not worker.mesh.is_first:
@@ -110,11 +112,10 @@ def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
         optimization += optimization_of(worker, [s for s in worker.stages if is_first(pipeline.plan, worker, s)])
         path = temporary / f"rank-{worker.rank}.safetensors"
         try:
-            size, checksum = write_tensors(path, tensors, {"format": "pt"})
+            files.append(write_tensors(path, tensors, {"format": "pt"}))
         except OSError as problem:
             needed = sum(tensor.nbytes for tensor in tensors.values())
             raise explained(problem, path, needed) from None
-        files.append(FileEntry(path.name, size, checksum))
     return msgspec.to_builtins({"files": files, "aliases": aliases, "optimization": optimization})
 
 
@@ -135,10 +136,7 @@ def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], e
     }
     place = temporary.parent
     try:
-        with (temporary / MANIFEST).open("x", encoding="utf-8") as file:
-            file.write(msgspec.convert(data, Manifest).to_text())
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(temporary / MANIFEST, [seal(msgspec.convert(data, Manifest).data(), indent=1).encode()])
         sync_folder(temporary)
         taken = 0
         while (path := place / step_name(pipeline.num_updates, taken)).exists():

@@ -1,8 +1,8 @@
-"""What each step on a disk tier is committed with: all that its records do not hold, so that a run goes on from there.
+"""The state that a disk tier commits with each step: all that its records do not hold and a resumed run needs.
 
-That is mostly small: where the training stands, learning-rate schedules, buffers, weights that stages share, and the
-like, as the bytes of a safetensors file with the rest as JSON data in its head. Where more of the weights and states
-stays on the device, they are written to a file of their own, tensor by tensor.
+The numbers (where the training stands, learning-rate schedules and the like) are JSON data of the commit. Buffers,
+weights that stages share, and whatever else stays on the device are a safetensors file that the commit names: copied
+and written in the background where they are few, else written tensor by tensor before the next step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from safetensors import safe_open
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
@@ -26,24 +26,24 @@ from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
+from pipefit.spec.sealed import FileEntry
 from pipefit.spill.disk import DiskTier
 from pipefit.spill.split_tier import SplitTier
-from pipefit.spill.tier_file import Aside
+from pipefit.spill.tier_file import Commit
 
-__all__ = ["MOST_BYTES", "Standing", "commit_step", "standing_of", "take_over"]
+__all__ = ["MOST_BYTES", "RankState", "commit_step", "rank_state", "resume_records"]
 
 MOST_BYTES = 64 << 20
-"""What is copied and written beside the next step; more is written from where it is, and the next step waits."""
-_HEAD = "pipefit"
+"""Most bytes that are copied and written while the next step runs; more is written from where it is before that."""
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """Where a rank stands after a step, beside tensors.
+class RankState(msgspec.Struct, frozen=True):
+    """The numbers of a rank after a step.
 
     Attributes:
-        reason: why a run cannot go on from here; "": it can.
+        reason: why a run cannot resume from here; "": it can.
         ordinal: micro-batches seen, which seeds the next one's random numbers.
-        loss_scale: its value and how it came to be; None: the loss is not scaled.
+        loss_scale: its value and history; None: the loss is not scaled.
         optimization: of each stage.
         known: of each spilled stage, the states that its optimizer has made.
         extra: the caller's own data, such as the position in the training data.
@@ -65,7 +65,7 @@ class _Resident(NamedTuple):
 
 
 def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None, now: bool = False) -> None:
-    """Between two steps: what this process's ranks have written becomes the committed step, in the background.
+    """Between two steps: starts to commit the records that this process's ranks have written.
 
     Nothing is done where that is not due yet.
 
@@ -80,14 +80,13 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
     """
     spillings = [(worker, worker.spilling) for worker in pipeline.workers if worker.spilling is not None]
     for worker, spilling in spillings:
-        if not (now and spilling.commit_every) and not spilling.is_due(pipeline.num_updates):
-            spilling.passes()
-        elif spilling.lasts:
+        if not (now and spilling.commit_every) and not spilling.is_commit_due(pipeline.num_updates):
+            spilling.check_writes()
+        elif spilling.is_durable:
             spilling.settle()
-            state, aside = _state_of(pipeline, worker, extra)
-            spilling.commit(pipeline.num_updates, state, aside)
+            spilling.commit(pipeline.num_updates, *_state_of(pipeline, worker, extra))
         else:
-            spilling.commit(pipeline.num_updates, b"")
+            spilling.commit(pipeline.num_updates, {})
     if pipeline.plan.placement.num_ranks > 1:
         for _, spilling in spillings:
             spilling.settle()
@@ -95,25 +94,25 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
 
 def _state_of(
     pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None
-) -> tuple[bytes, Aside | None]:
-    """A rank's standing and copies of what its records do not hold; what is too much for that, in a file."""
-    aside, tensors = None, {}
+) -> tuple[dict[str, Any], FileEntry | bytes | None]:
+    """A rank's numbers, and the tensors that its records do not hold: written already, or a copy of them."""
+    tensors: FileEntry | bytes | None = None
     try:
-        standing = _standing(pipeline, worker, extra)
+        state = _numbers(pipeline, worker, extra)
         found = {entry.name: entry.tensor for entry in _resident(worker)}
         if sum(tensor.nbytes for tensor in found.values()) > MOST_BYTES:
-            aside = _set_aside(worker, found)
-        else:
-            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
+            tensors = _written(worker, found)
+        elif found:
+            tensors = save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()})
     except TierError:
         raise
     except PipefitError as problem:
-        standing = Standing(str(problem))
-    return save(tensors, {_HEAD: msgspec.json.encode(standing).decode()}), aside
+        state = RankState(str(problem))
+    return msgspec.to_builtins(state, str_keys=True), tensors
 
 
-def _set_aside(worker: Worker, tensors: Mapping[str, Tensor]) -> Aside:
-    """Writes tensors to a file that the last committed step does not need.
+def _written(worker: Worker, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Writes tensors to a file that the last commit does not need.
 
     Raises:
         TierError: the disk refused.
@@ -123,19 +122,19 @@ def _set_aside(worker: Worker, tensors: Mapping[str, Tensor]) -> Aside:
     path = worker.spilling.tier.spare()
     try:
         path.unlink(missing_ok=True)
-        return Aside(path.name, *write_tensors(path, tensors, {}))
+        return write_tensors(path, tensors, {})
     except OSError as problem:
-        raise TierError(f"{path}: {problem.strerror}; {worker.spilling.tier.cure()}") from None
+        raise TierError(f"{path}: {problem.strerror}; {worker.spilling.tier.status()}") from None
 
 
-def _standing(pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None) -> Standing:
-    """Where a rank stands.
+def _numbers(pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None) -> RankState:
+    """The numbers of a rank.
 
     Raises:
-        PipefitError: that cannot be told.
+        PipefitError: some cannot be saved.
     """
     assert worker.spilling is not None
-    return Standing(
+    return RankState(
         ordinal=pipeline._next_ordinal,
         loss_scale=worker.scale.state() if worker.scale is not None else None,
         optimization=optimization_of(worker, list(worker.stages)),
@@ -171,32 +170,31 @@ def _states(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
                     yield f"{OPTIM}{name}/{key}", value
 
 
-def standing_of(state: bytes) -> Standing:
-    """Reads what a step was committed with, but for its tensors.
+def rank_state(commit: Commit) -> RankState:
+    """The numbers that a step was committed with.
 
     Raises:
-        TierError: it is damaged.
+        TierError: they are of another form.
     """
     try:
-        head = json.loads(state[8 : 8 + int.from_bytes(state[:8], "little")])
-        return msgspec.json.decode(head["__metadata__"][_HEAD], type=Standing)
-    except (ValueError, KeyError, msgspec.MsgspecError) as problem:
+        return msgspec.convert(commit.state, RankState, str_keys=True, strict=False)
+    except msgspec.ValidationError as problem:
         raise TierError(
-            f"what the step was committed with cannot be read: {problem}; go on from a checkpoint"
+            f"the state of step {commit.step} cannot be read: {problem}; resume from a checkpoint"
         ) from None
 
 
-def take_over(pipeline: Trained) -> dict[str, Any]:
+def resume_records(pipeline: Trained) -> dict[str, Any]:
     """Puts the ranks of this process where their tiers' records stand, before the first step.
 
     Returns:
-        What the caller had committed with the step.
+        The caller's data that was committed with the step.
 
     Raises:
-        TierError: on every rank: what was committed is damaged, or of another optimizer or learning-rate schedule.
+        TierError: on every rank: the state is damaged, or of another optimizer or learning-rate schedule.
     """
     try:
-        found: dict[str, Any] = agree(pipeline._session, attempt(lambda: _taken(pipeline)), TierError)[0]
+        found: dict[str, Any] = agree(pipeline._session, attempt(lambda: _resumed(pipeline)), TierError)[0]
     except TierError:
         for worker in pipeline.workers:
             if worker.spilling is not None:
@@ -205,35 +203,36 @@ def take_over(pipeline: Trained) -> dict[str, Any]:
     return found
 
 
-@torch.no_grad()
-def _taken(pipeline: Trained) -> dict[str, Any]:
+def _resumed(pipeline: Trained) -> dict[str, Any]:
     extra: dict[str, Any] = {}
     for worker in pipeline.workers:
         assert worker.spilling is not None and worker.spilling.resumed is not None
-        committed = worker.spilling.resumed
-        standing = standing_of(committed.state)
+        commit = worker.spilling.resumed
+        state = rank_state(commit)
         with contextlib.ExitStack() as files:
             tensors: dict[str, Callable[[], Tensor]] = {}
-            for name, tensor in load(committed.state).items():
-                tensors[name] = tensor.clone
-            if committed.aside is not None:
+            if commit.tensors is not None:
                 assert isinstance(worker.spilling.tier, DiskTier | SplitTier)
-                path = worker.spilling.tier.spare().parent / committed.aside.name
-                file = files.enter_context(safe_open(path, framework="pt"))
-                tensors |= {name: partial(_read, file, name) for name in file.keys()}
-            _take(worker, standing, tensors)
-        pipeline.num_updates, pipeline._next_ordinal = committed.step, standing.ordinal
-        extra = standing.extra
+                path = worker.spilling.tier.spare().parent / commit.tensors.name
+                try:
+                    file = files.enter_context(safe_open(path, framework="pt"))
+                except (SafetensorError, OSError) as problem:
+                    raise TierError(f"{path}: {problem}; resume from a checkpoint") from None
+                tensors = {name: partial(_read, file, name) for name in file.keys()}
+            _restore(worker, state, tensors)
+        pipeline.num_updates, pipeline._next_ordinal = commit.step, state.ordinal
+        extra = state.extra
     return extra
 
 
 def _read(file: Any, name: str) -> Tensor:
-    """A copy: the file is written anew while the run lasts."""
+    """A copy: the file is overwritten while the run lasts."""
     tensor: Tensor = file.get_tensor(name).clone()
     return tensor
 
 
-def _take(worker: Worker, standing: Standing, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
+@torch.no_grad()
+def _restore(worker: Worker, state: RankState, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
     assert worker.spilling is not None
     for stage in worker.stages:
         for name, tensor in _weights(worker, stage):
@@ -241,13 +240,13 @@ def _take(worker: Worker, standing: Standing, tensors: Mapping[str, Callable[[],
                 tensor.copy_(tensors[f"{stage}/{name}"]())
         store = worker.spilling.stores.get(stage)
         if store is not None and store.states is not None:
-            store.states.known = set(standing.known.get(stage, ()))
+            store.states.known = set(state.known.get(stage, ()))
         if stage in worker.optimizers:
             states: dict[str, dict[str, Callable[[], Tensor]]] = {}
             begin = f"{stage}/{OPTIM}"
             for name in (name for name in tensors if name.startswith(begin)):
                 parameter, _, key = name.removeprefix(begin).rpartition("/")
                 states.setdefault(parameter, {})[key] = tensors[name]
-            restore_optimizer(worker, stage, standing.optimization, states)()
-    if worker.scale is not None and standing.loss_scale is not None:
-        worker.scale.load(standing.loss_scale)
+            restore_optimizer(worker, stage, state.optimization, states)()
+    if worker.scale is not None and state.loss_scale is not None:
+        worker.scale.load(state.loss_scale)

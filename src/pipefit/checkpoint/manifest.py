@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipefit.checkpoint.tensors import checksum_of
 from pipefit.errors import PipefitError
-from pipefit.spec.files import decode, encode, read_text
+from pipefit.spec.files import decode, encode
+from pipefit.spec.sealed import FileEntry, read_sealed
 
 __all__ = [
     "MANIFEST",
-    "FileEntry",
     "Manifest",
     "Optimization",
     "candidates",
     "read_manifest",
     "step_name",
-    "verify_file",
 ]
 
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
-_FILE = re.compile(r"rank-\d+\.safetensors")
-
-
-class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of a checkpoint: its name inside the directory, size in bytes, SHA-256."""
-
-    name: str
-    num_bytes: int
-    checksum: str
-
-    def __post_init__(self) -> None:
-        if not _FILE.fullmatch(self.name):
-            raise PipefitError(f"file name {self.name!r}: expected one like 'rank-0.safetensors'")
 
 
 class Optimization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,18 +76,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extra: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
 
-    def to_text(self) -> str:
-        """JSON that ends with the checksum of all before it."""
-        data = encode("checkpoint", self)
-        return _text({**data, "checksum": _checksum(data)})
-
-
-def _text(data: dict[str, Any]) -> str:
-    return json.dumps(data, indent=1) + "\n"
-
-
-def _checksum(data: dict[str, Any]) -> str:
-    return hashlib.sha256(_text(data).encode()).hexdigest()
+    def data(self) -> dict[str, Any]:
+        """JSON data, the format first."""
+        return encode("checkpoint", self)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -114,32 +88,11 @@ def read_manifest(directory: Path) -> Manifest:
         PipefitError: there is none (the checkpoint was never finished), or it is damaged, or of another format.
     """
     path = directory / MANIFEST
-    if not path.is_file():
-        raise PipefitError(f"{directory}: no {MANIFEST}, so this is no finished checkpoint")
-    text = read_text(path)
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError:
-        raise PipefitError(f"{path}: damaged (not JSON)") from None
-    body = {k: v for k, v in data.items() if k != "checksum"} if isinstance(data, dict) else {}
-    if not body or data.get("checksum") != _checksum(body) or _text(data) != text:
-        raise PipefitError(f"{path}: damaged (it does not have the checksum it states)")
-    return decode("checkpoint", body, Manifest, PipefitError, str(path))
-
-
-def verify_file(directory: Path, entry: FileEntry) -> None:
-    """Holds a file to its size and checksum.
-
-    Raises:
-        PipefitError: it is missing or damaged.
-    """
-    path = directory / entry.name
-    if path.is_symlink() or not path.is_file():
-        raise PipefitError(f"{path}: missing")
-    if (size := path.stat().st_size) != entry.num_bytes:
-        raise PipefitError(f"{path}: has {size} bytes, the manifest says {entry.num_bytes}")
-    if checksum_of(path) != entry.checksum:
-        raise PipefitError(f"{path}: damaged (its checksum is not the manifest's)")
+        data = read_sealed(path, "pipefit.checkpoint/1")
+    except (FileNotFoundError, IsADirectoryError):
+        raise PipefitError(f"{directory}: no {MANIFEST}, so this is no finished checkpoint") from None
+    return decode("checkpoint", data, Manifest, PipefitError, str(path))
 
 
 def step_name(step: int, attempt: int = 0) -> str:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest, verify_file
+from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
 from pipefit.checkpoint.optim import OPTIM, restore_optimizer
 from pipefit.checkpoint.sharded_optimizer import whole_for_reading
 from pipefit.checkpoint.state import Trained, aliases_of, weights_of
@@ -122,7 +122,7 @@ def _verify(session: Session, path: Path) -> None:
     """Every rank reads the manifest, and its share of the files to the last byte."""
     manifest = read_manifest(path)
     for entry in manifest.files[session.rank :: session.num_ranks]:
-        verify_file(path, entry)
+        entry.check(path)
 
 
 # ---- what ----------------------------------------------------------------------------------------------------------

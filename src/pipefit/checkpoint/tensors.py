@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,9 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import PipefitError
+from pipefit.spec.sealed import FileEntry, write_file
 
-__all__ = ["checksum_of", "dtype_of", "header", "payload", "write_tensors"]
+__all__ = ["dtype_of", "header", "payload", "write_tensors"]
 
 _CHUNK_BYTES = 1 << 24
 _NAMES = {
@@ -46,7 +45,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterable[Tensor] | None = None
-) -> tuple[int, str]:
+) -> FileEntry:
     """Writes a new safetensors file and forces it to the disk.
 
     Args:
@@ -57,26 +56,22 @@ def write_tensors(
             time.
 
     Returns:
-        Its size in bytes and its SHA-256.
+        Its entry, with size and checksum.
 
     Raises:
         PipefitError: a tensor has a type that the format does not know.
         OSError: the file cannot be written.
     """
     head = header(tensors, metadata)
-    digest, size = hashlib.sha256(head), len(head)
-    with path.open("xb") as file:
-        file.write(head)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield head
         for tensor in tensors.values() if values is None else values:
             data = payload(tensor)
             for start in range(0, len(data), _CHUNK_BYTES):
-                chunk = data[start : start + _CHUNK_BYTES]
-                digest.update(chunk)
-                file.write(chunk)
-            size += len(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return size, digest.hexdigest()
+                yield data[start : start + _CHUNK_BYTES]
+
+    return write_file(path, chunks())
 
 
 def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -105,9 +100,3 @@ def payload(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, on the host, row by row."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
-
-
-def checksum_of(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.checkpoint import Checkpoint, load, save
-from pipefit.checkpoint.committed import commit_step, take_over
+from pipefit.checkpoint.committed import commit_step, resume_records
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
@@ -193,7 +193,7 @@ class Pipeline:
         self._next_ordinal = 0
         # What a step on a disk tier is committed with beside the training itself, such as the position in the data.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
-        self.noted = take_over(self) if spill is not None and spill.resume is not False else {}
+        self.noted = resume_records(self) if spill is not None and spill.resume is not False else {}
         self.history = PassHistory()
         self.held_bytes: float | None = None
         # Whether every step also tells all ranks of each other's bubble and memory, and the last it told.

@@ -13,13 +13,13 @@ import msgspec
 import torch
 from torch import nn
 
-from pipefit.checkpoint.committed import standing_of
+from pipefit.checkpoint.committed import rank_state
 from pipefit.errors import PlanError, TierError
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
 from pipefit.spill.rank import Spilling, tier_name
-from pipefit.spill.tier_file import Committed, read_commits, read_table
+from pipefit.spill.tier_file import Commit, read_commits, read_table
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer, Training
 
@@ -138,7 +138,7 @@ def check_same(folder: Path, rank: int, facts: Mapping[str, Any], parts: Sequenc
         more = f", and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
         raise TierError(
             f"{folder} holds the records of another run: {'; '.join(found[:_TOLD])}{more}; ask for the same as there, "
-            "or go on from a checkpoint"
+            "or resume from a checkpoint"
         )
 
 
@@ -173,13 +173,13 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
     """
     commits = read_commits(folder, tier_name(rank))
     if not commits:
-        raise TierError(f"{folder}: no step was committed there; begin anew, or go on from a checkpoint")
+        raise TierError(f"{folder}: no step was committed there; begin anew, or resume from a checkpoint")
     _check_reason(commits[0])
     _, about = read_table(folder, tier_name(rank))
     try:
         return msgspec.convert(about["plan"], Plan)
     except (KeyError, msgspec.ValidationError) as problem:
-        raise TierError(f"{folder}: the plan there cannot be read: {problem}; go on from a checkpoint") from None
+        raise TierError(f"{folder}: the plan there cannot be read: {problem}; resume from a checkpoint") from None
 
 
 def committed_step(folder: str | Path, rank: int = 0) -> int | None:
@@ -189,7 +189,7 @@ def committed_step(folder: str | Path, rank: int = 0) -> int | None:
         TierError: there is something that cannot be read.
     """
     found = read_commits(Path(folder), tier_name(rank))
-    return found[0].step if found and not standing_of(found[0].state).reason else None
+    return found[0].step if found and not rank_state(found[0]).reason else None
 
 
 def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> None:
@@ -222,18 +222,18 @@ def _agree(session: Session, spillings: Sequence[Spilling | None]) -> None:
 
 def _go_back(spillings: Sequence[Spilling], step: int) -> None:
     for spilling in spillings:
-        spilling.go_back_to(step)
+        spilling.resume_from(step)
 
 
 def _check_all(spillings: Sequence[Spilling | None]) -> None:
     for spilling in spillings:
         if spilling is None:
-            raise TierError("a rank has all its stages on the device; go on from a checkpoint")
+            raise TierError("a rank has all its stages on the device; resume from a checkpoint")
         assert spilling.resumed is not None
         _check_reason(spilling.resumed)
 
 
-def _check_reason(committed: Committed) -> None:
-    reason = standing_of(committed.state).reason
+def _check_reason(committed: Commit) -> None:
+    reason = rank_state(committed).reason
     if reason:
-        raise TierError(f"step {committed.step} cannot be gone on from: {reason}; go on from a checkpoint")
+        raise TierError(f"step {committed.step} cannot be resumed from: {reason}; resume from a checkpoint")

@@ -74,12 +74,12 @@ def _park(run: Execution, i: Instruction) -> Copy:
     """Starts to write an activation, of which the rank keeps only what it is called."""
     act = run.values.pop((i.kind, i.stage, i.version))
     run.values["parked", i.stage, i.version] = act._replace(leaves=[])
-    return _spilling(run, i).parking.leave(Key(i.stage, i.kind, i.version), act.leaves)
+    return _spilling(run, i).parked.write(Key(i.stage, i.kind, i.version), act.leaves)
 
 
 def _unparked(run: Execution, i: Instruction) -> _Arriving:
     """An activation on its way back; once it is there, it is a value of the run again."""
-    copy, tensors = _spilling(run, i).parking.take(Key(i.stage, i.kind, i.version))
+    copy, tensors = _spilling(run, i).parked.read(Key(i.stage, i.kind, i.version))
     values = run.values
 
     def arrived() -> None:

@@ -118,8 +118,13 @@ def write_json(path: str | Path, data: object) -> Path:
     return write_atomically(path, json.dumps(data, indent=1) + "\n")
 
 
-def write_atomically(path: str | Path, content: str | bytes) -> Path:
-    """Writes a whole file or nothing: beside its place first, then renamed into it.
+def write_atomically(path: str | Path, content: str | bytes, *, durable: bool = True) -> Path:
+    """Writes a whole file or nothing: to a temporary file in the same folder first, which is then renamed.
+
+    Args:
+        path: of the file.
+        content: of the file.
+        durable: whether it survives a power cut, too: file and folder are forced to disk.
 
     Raises:
         PipefitError: the folder is missing, or the path is a directory, or the disk is full.
@@ -134,10 +139,13 @@ def write_atomically(path: str | Path, content: str | bytes) -> Path:
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             Path(temporary).chmod(0o644)
             Path(temporary).replace(path)
+            if durable:
+                sync_folder(path.parent)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import TierError
+from pipefit.spec.sealed import FileEntry
 from pipefit.spill.arena import aligned, pin, unpin
 from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.records import HEADER_BYTES, RecordHeader, chunk_sum
-from pipefit.spill.tier_file import Aside, Committed, TierFile
+from pipefit.spill.tier_file import Commit, Room, TierFile, Written
 from pipefit.spill.tiers import ALIGNMENT, Key
 from pipefit.units import format_bytes
 
@@ -28,50 +29,65 @@ _THREADS = 2
 
 @dataclass
 class _Record:
-    """Where a record lies.
+    """A record and where it lies.
 
     Attributes:
-        start: of its first copy in the file.
-        num_bytes: of its payload.
-        current: which copy holds what was written last; −1: none.
-        kept: which copy belongs to the last committed step, and is not written; −1: none.
-        version: of that copy.
-        asked: the version that was last given to write.
-        written: its last write.
+        room: in the file.
+        is_committed: whether commits name it.
+        current: the copy that was written last; −1: none.
+        committed: the copy that the last commit names, which is not overwritten; −1: none.
+        version: of the current copy.
+        requested: the version that `write` was called with last.
+        written: the last write.
     """
 
-    start: int
-    num_bytes: int
-    copies: int
+    room: Room
+    is_committed: bool
     current: int = -1
-    kept: int = -1
+    committed: int = -1
     version: int = -1
-    asked: int | None = None
+    requested: int | None = None
     written: Copy | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return self.room.num_bytes
+
     def position(self, copy: int) -> int:
-        return self.start + copy * (HEADER_BYTES + self.num_bytes)
+        return self.room.start + copy * (HEADER_BYTES + self.room.num_bytes)
 
     @property
     def end(self) -> int:
-        return self.position(self.copies)
+        return self.position(self.room.copies)
+
+    @property
+    def next_copy(self) -> int:
+        """The copy to write."""
+        return 1 - self.committed if self.room.copies == 2 and self.committed >= 0 else 0
+
+    def restore(self, written: Written) -> None:
+        self.current = self.committed = written.copy
+        self.version = self.requested = written.version
 
 
 class DiskTier:
-    """Records in a file, each with version and checksum, twice.
+    """Records in a file, each with version and checksum; those that are committed have two copies.
 
-    A run that is cut off goes on from `recover`: the records of the last committed step are whole, because whatever
-    is written after it goes to the other copy of each.
+    A run that is cut off resumes from `recover`: the records of the last committed step are whole, because later
+    writes go to the other copy of each.
 
     Attributes:
-        about: JSON data that tells what the records are of; set it before `reserve`, read it after `recover`.
+        about: JSON data: what the records are of; set it before `reserve`, read it after `recover`.
 
     Args:
         folder: for the file; made if its parent exists.
-        name: of the file, without ending; one for each rank and trial.
+        name: of the file, without ending; one for each rank or trial.
         lanes: shared with other stores; None: its own.
-        direct: whether to read and write past the page cache; where the file system refuses that, it is not done.
+        direct: whether to read and write past the page cache; ignored where the file system refuses that.
         device: whose memory the records come from; those of a GPU go by way of pinned buffers as large as the largest.
+        durable: whether commits survive a power cut, too, and not only the death of the process.
+        keep_scratch: whether commits name scratch records too, of which there is one copy; then another process finds
+            them, unless they were written again since.
 
     Raises:
         TierError: the folder cannot be used, or another run uses the file.
@@ -84,12 +100,16 @@ class DiskTier:
         lanes: Lanes | None = None,
         direct: bool = True,
         device: torch.device | None = None,
+        durable: bool = True,
+        keep_scratch: bool = False,
     ) -> None:
-        self._file = TierFile(Path(folder), name, direct)
+        self._file = TierFile(Path(folder), name, direct, durable)
         self.about: dict[str, Any] = {}
+        self._keep_scratch = keep_scratch
+        self._table_changed = False
         self._device = device or torch.device("cpu")
         self._lanes = lanes or Lanes(self._device)
-        self._own_lanes = lanes is None
+        self._closes_lanes = lanes is None
         # Chunks of a record, several under way at once: each lane has its own, so that neither waits for the other.
         self._readers, self._writers = (ThreadPoolExecutor(_THREADS, f"pipefit-{what}") for what in ("pread", "pwrite"))
         self._records: dict[Key, _Record] = {}
@@ -98,45 +118,59 @@ class DiskTier:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
-        return max((record.end for record in self._records.values()), default=0)
+        """Bytes of the file."""
+        return max((record.end for record in list(self._records.values())), default=0)
 
     @property
     def sizes(self) -> dict[Key, int]:
-        """Bytes of each record that outlasts the run."""
-        return {key: record.num_bytes for key, record in self._records.items() if record.copies == 2}
+        """Bytes of each record that is committed."""
+        return {key: record.num_bytes for key, record in self._records.items() if record.is_committed}
 
     @property
     def is_direct(self) -> bool:
         """Whether it goes past the page cache."""
         return self._file.is_direct
 
+    # ---- room ------------------------------------------------------------------------------------------------------
+
     def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
-        """See `TierStore`. What an earlier run left in the file is forgotten."""
+        """See `TierStore`. The records that an earlier run left in the file are lost."""
         self._place({key: size for key, size in sizes.items() if key not in scratch}, 2)
         self._place({key: size for key, size in sizes.items() if key in scratch}, 1)
         self._file.allocate(self.num_bytes)
-        self._file.write_table([[*key, size] for key, size in self.sizes.items()], self.about)
+        self._write_table()
 
     def reserve_scratch(self, sizes: Mapping[Key, int]) -> None:
-        """See `TierStore`; the room is behind what the file has."""
+        """See `TierStore`; the room is at the end of the file."""
         self._place(sizes, 1)
         self._file.extend(self.num_bytes)
 
     def _place(self, sizes: Mapping[Key, int], copies: int) -> None:
         position = self.num_bytes
         for key, size in sizes.items():
-            record = self._records[key] = _Record(position, size, copies)
+            record = _Record(Room(position, size, copies), copies == 2 or self._keep_scratch)
+            self._records[key] = record
             position = record.end
-        if self._device.type == "cuda":
-            largest = max((record.num_bytes for record in self._records.values()), default=0)
-            if not self._pinned or largest > min(buffer.numel() for buffer in self._pinned.values()):
-                for lane in (self._lanes.read, self._lanes.write):
-                    lane.submit(lambda: None, 0).wait()
-                self._pin(largest)
+        self._table_changed |= self._keep_scratch
+        self._pin_largest()
+
+    def _pin_largest(self) -> None:
+        """Sees to pinned buffers as large as the largest record, where the device is a GPU."""
+        if self._device.type != "cuda":
+            return
+        largest = max((record.num_bytes for record in self._records.values()), default=0)
+        if not self._pinned or largest > min(buffer.numel() for buffer in self._pinned.values()):
+            for lane in (self._lanes.read, self._lanes.write):
+                lane.submit(lambda: None, 0).wait()
+            self._pin(largest)
+
+    def _write_table(self) -> None:
+        rooms = {key: record.room for key, record in list(self._records.items()) if record.is_committed}
+        self._file.write_table(rooms, self.about)
+        self._table_changed = False
 
     def _pin(self, num_bytes: int) -> None:
-        """Sees to pinned buffers of that size. Each lane has one: its thread makes one copy at a time, to the end."""
+        """Pins buffers of that size. Each lane has one: its thread makes one copy at a time, to the end."""
         for lane in ("read", "write"):
             if lane in self._pinned:
                 unpin(self._pinned.pop(lane))
@@ -153,28 +187,28 @@ class DiskTier:
         assert source.numel() == record.num_bytes, f"{key}: {source.numel()} bytes for a record of {record.num_bytes}"
         through = self._pinned["write"][: record.num_bytes] if source.is_cuda else source
         data = memoryview(through.numpy())
-        # A computation waits for the slowest of its threads, so a lane that took checksums beside it would cost it that
-        # time on every core. Whoever has computed the data takes them, on all cores.
+        # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
+        # by that time on every core. Whoever has computed the data computes them, on all cores.
         known = None if source.is_cuda or after else chunk_sum(data)
 
         def work() -> None:
             if source.is_cuda:
                 through.copy_(source)
             checksum = chunk_sum(data) if known is None else known
-            copy = 1 - record.kept if record.kept >= 0 else 0
+            copy = record.next_copy
             self._head["write"][:] = RecordHeader(str(key), version, record.num_bytes, checksum).pack()
             self._move(self._writers, self._file.write, self._head["write"], data, record.position(copy))
             record.current, record.version = copy, version
 
-        record.asked = version
+        record.requested = version
         record.written = self._lanes.write.submit(work, record.num_bytes, after)
         return record.written
 
     def read(self, key: Key, version: int, into: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`.
 
-        The copy fails with a `TierError` where the record holds another version or does not fit its checksum; into
-        the host's memory, the checksum is taken by the thread that waits for the copy.
+        The copy fails with a `TierError` where the record holds another version or does not have its checksum; into
+        the host's memory, the checksum is computed by the thread that waits for the copy.
         """
         record = self._records[key]
         through = self._pinned["read"][: record.num_bytes] if into.is_cuda else into[: record.num_bytes]
@@ -184,7 +218,7 @@ class DiskTier:
 
         def work() -> None:
             if record.version != version:
-                raise TierError(f"{key}: asked for version {version}, {self._file.path} holds {record.version}")
+                raise TierError(f"{key}: version {version} is needed, {self._file.path} holds {record.version}")
             found.append(self._load(key, record, record.current, data))
             if into.is_cuda:
                 check()
@@ -194,8 +228,8 @@ class DiskTier:
             header = found[0]
             if header is None or header.version != version or header.checksum != chunk_sum(data):
                 raise TierError(
-                    f"{key} in {self._file.path} does not fit its checksum: the disk did not keep what was written; "
-                    f"{self._file.cure()}"
+                    f"{key} in {self._file.path} does not have its checksum: the disk did not keep what was written; "
+                    f"{self._file.status()}"
                 )
 
         waits = (*after, *([record.written] if record.written else []))
@@ -204,35 +238,49 @@ class DiskTier:
 
     def holds(self, key: Key) -> int | None:
         """See `TierStore`."""
-        return self._records[key].asked
+        return self._records[key].requested
+
+    # ---- commits ---------------------------------------------------------------------------------------------------
 
     def commit(
-        self, step: int, version: int, state: bytes, after: Sequence[Copy] = (), aside: Aside | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        after: Sequence[Copy] = (),
+        tensors: FileEntry | bytes | None = None,
     ) -> Copy:
-        """See `TierStore`. Nothing waits for it but what is written later."""
+        """See `TierStore`. Only later writes wait for it."""
 
         def work() -> None:
-            self._file.commit(step, version, state, aside)
-            for record in list(self._records.values()):  # others may get room meanwhile
-                record.kept = record.current if record.copies == 2 else -1
+            if self._table_changed:
+                self._write_table()
+            entry = self._file.write_spare(tensors) if isinstance(tensors, bytes) else tensors
+            records = {  # others may get room meanwhile
+                key: Written(record.version, record.current)
+                for key, record in list(self._records.items())
+                if record.is_committed and record.current >= 0
+            }
+            self._file.commit(Commit(step, dict(state), records, entry))
+            for key, written in records.items():
+                self._records[key].committed = written.copy
 
-        return self._lanes.write.submit(work, len(state), after)
+        return self._lanes.write.submit(work, len(tensors) if isinstance(tensors, bytes) else 0, after)
 
     def spare(self) -> Path:
-        """Where a file can be put that belongs to the next step to be committed."""
+        """The path for a safetensors file of the next commit; the last commit does not name it."""
         return self._file.spare()
 
-    def cure(self) -> str:
-        """What is left to go on from."""
-        return self._file.cure()
+    def status(self) -> str:
+        """A message's end: what is left to resume from."""
+        return self._file.status()
 
-    def recover(self, at_most: int | None = None) -> Committed:
-        """Goes back to the last committed step, whatever was being written when the run before was cut off.
-
-        Every record of it is read and checked. Where one is damaged, the step before is taken if that is whole.
+    def recover(self, at_most: int | None = None, check: bool = True) -> Commit:
+        """Takes up the last committed step, whatever was being written when the run before was cut off.
 
         Args:
-            at_most: a later step is passed over. It is still there for a later call, until something is written.
+            at_most: later steps are left out. They are still there for a later call, until something is written.
+            check: whether every record of it is read and checked now; where one is damaged, the step before is taken
+                if that is whole. Else each is checked when it is read.
 
         Raises:
             TierError: there is no committed step, or records are damaged.
@@ -240,47 +288,47 @@ class DiskTier:
         commits = self._file.commits()
         if not commits:
             raise TierError(f"{self._file.path.parent}: no step was committed there")
-        rows, self.about = self._file.table()
+        rooms, self.about = self._file.table()
         if not self._records:
-            self._place({Key(stage, kind, mb): size for stage, kind, mb, size in rows}, 2)
+            self._records = {key: _Record(room, True) for key, room in rooms.items()}
+            self._pin_largest()
         self._file.check_size(self.num_bytes)
-        wanted = [committed for committed in commits if at_most is None or committed.step <= at_most]
-        if not wanted:
+        candidates = [commit for commit in commits if at_most is None or commit.step <= at_most]
+        if not candidates:
             first = commits[-1].step
-            raise TierError(f"{self._file.path}: step {at_most} is asked for, the first that is there is {first}")
+            raise TierError(f"{self._file.path}: step {at_most} is needed, the first that is there is {first}")
         damaged: list[str] = []
-        for committed in wanted:
-            version = committed.version
-            damaged = [str(key) for key, record in self._records.items() if not self._finds(key, record, version)]
-            if not self._file.fits(committed):
-                damaged.append("what stayed on the device")
+        for commit in candidates:
+            damaged = [str(key) for key, written in commit.records.items() if not self._restore(key, written, check)]
+            if check and not self._file.has_tensors(commit):
+                damaged.append("the state of what stayed on the device")
             if not damaged:
-                return committed
+                return commit
         raise TierError(
-            f"{damaged[0]} of step {wanted[-1].step} in {self._file.path} does not fit its checksum; go on from a "
-            "checkpoint"
+            f"{damaged[0]} of step {candidates[-1].step} in {self._file.path} does not have its checksum; resume from "
+            "a checkpoint"
         )
 
-    def goes_on_from(self, committed: Committed) -> None:
-        """What was committed after a step, and passed over by `recover`, is forgotten."""
-        self._file.goes_on_from(committed)
+    def resume_from(self, commit: Commit) -> None:
+        """Forgets later commits, which `recover` has left out."""
+        self._file.resume_from(commit)
 
-    def _finds(self, key: Key, record: _Record, version: int) -> bool:
-        """Whether there is a whole copy of a version, which then counts."""
-        if record.copies == 1:
-            return True
-        buffer = memoryview(mmap.mmap(-1, record.num_bytes)) if record.num_bytes else memoryview(b"")
-        for copy in range(record.copies):
-            header = self._load(key, record, copy, buffer)
-            if header is not None and header.version == version and header.checksum == chunk_sum(buffer):
-                record.current = record.kept = copy
-                record.version = record.asked = version
-                return True
-        return False
+    def _restore(self, key: Key, written: Written, check: bool) -> bool:
+        """Makes a committed copy of a record the current one; whether it is whole."""
+        record = self._records.get(key)
+        if record is None or not 0 <= written.copy < record.room.copies:
+            return False
+        if check:
+            buffer = memoryview(mmap.mmap(-1, record.num_bytes)) if record.num_bytes else memoryview(b"")
+            header = self._load(key, record, written.copy, buffer)
+            if header is None or header.version != written.version or header.checksum != chunk_sum(buffer):
+                return False
+        record.restore(written)
+        return True
 
     def close(self) -> None:
         """Waits for what is under way and closes the file, which stays."""
-        if self._own_lanes:
+        if self._closes_lanes:
             self._lanes.close()
         for buffer in self._pinned.values():
             unpin(buffer)
@@ -290,12 +338,12 @@ class DiskTier:
         self._file.close()
 
     def discard(self) -> None:
-        """Closes the file and removes it: the run has ended well, and what it leaves is a checkpoint."""
+        """Closes the file and removes it: the run has ended well, and has left a checkpoint."""
         self.close()
         self._file.remove()
 
     def _load(self, key: Key, record: _Record, copy: int, data: memoryview) -> RecordHeader | None:
-        """Reads one copy of a record; its header, None if that is not whole, or another record's."""
+        """Reads one copy of a record; its header, None if that is damaged or another record's."""
         self._move(self._readers, self._file.read, self._head["read"], data, record.position(copy))
         header = RecordHeader.unpack(self._head["read"][:])
         fits = header is not None and header.name == str(key) and header.num_bytes == record.num_bytes

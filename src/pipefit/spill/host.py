@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipefit.errors import TierError
+from pipefit.spec.sealed import FileEntry
 from pipefit.spill.arena import aligned, pin, unpin
 from pipefit.spill.lanes import Copy, Lanes
-from pipefit.spill.tier_file import Aside
-from pipefit.spill.tiers import Key
+from pipefit.spill.tiers import WEIGHTS, WGRAD, Key
 from pipefit.units import format_bytes
 
 __all__ = ["HostTier"]
@@ -33,16 +34,16 @@ class HostTier:
         self._capacity_bytes = capacity_bytes
         self._device = device or torch.device("cpu")
         self._lanes = lanes or Lanes(self._device)
-        self._own_lanes = lanes is None
+        self._closes_lanes = lanes is None
         self._buffers: list[Tensor] = []
-        self._places: dict[Key, Tensor] = {}
+        self._rooms: dict[Key, Tensor] = {}
         self._versions: dict[Key, int] = {}
-        self._asked: dict[Key, int] = {}
+        self._requested: dict[Key, int] = {}
         self._writes: dict[Key, Copy] = {}
 
     @property
     def num_bytes(self) -> int:
-        """What its buffers take."""
+        """Bytes of its buffers."""
         return sum(buffer.numel() for buffer in self._buffers)
 
     def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
@@ -55,7 +56,7 @@ class HostTier:
         wanted = self.num_bytes + total
         if self._capacity_bytes is not None and wanted > self._capacity_bytes:
             raise TierError(
-                f"the host tier needs {format_bytes(wanted)} for what is spilled, --host-memory allows "
+                f"the host tier needs {format_bytes(wanted)} for spilled records, --host-memory allows "
                 f"{format_bytes(self._capacity_bytes)}; allow more, or give --disk as well"
             )
         try:
@@ -67,28 +68,28 @@ class HostTier:
         self._buffers.append(buffer)
         position = 0
         for key, size in sizes.items():
-            self._places[key] = buffer[position : position + size]
+            self._rooms[key] = buffer[position : position + size]
             position += size
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`."""
-        target = self._place(key, source.numel())
+        target = self._room(key, source.numel())
 
         def work() -> None:
             _copy(source, target)
             self._versions[key] = version
 
-        self._asked[key] = version
+        self._requested[key] = version
         copy = self._writes[key] = self._lanes.write.submit(work, source.numel(), after)
         return copy
 
     def read(self, key: Key, version: int, into: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`."""
-        source = self._place(key, into.numel())
+        source = self._room(key, into.numel())
 
         def work() -> None:
             if self._versions.get(key) != version:
-                raise TierError(f"{key}: asked for version {version}, the host tier holds {self._versions.get(key)}")
+                raise TierError(f"{key}: version {version} is needed, the host tier holds {self._versions.get(key)}")
             _copy(source, into)
 
         written = self._writes.get(key)
@@ -96,7 +97,7 @@ class HostTier:
 
     def record(self, key: Key) -> Tensor:
         """The bytes of a record, where they lie."""
-        return self._places[key]
+        return self._rooms[key]
 
     def written(self, key: Key) -> Tensor:
         """The bytes of a record, once its last write has ended."""
@@ -104,51 +105,55 @@ class HostTier:
             self._writes[key].wait()
         return self.record(key)
 
-    def took(self, key: Key, version: int) -> None:
-        """A record was filled where it lies."""
-        self._versions[key] = self._asked[key] = version
+    def set_version(self, key: Key, version: int) -> None:
+        """Notes the version of a record that was filled where it lies."""
+        self._versions[key] = self._requested[key] = version
 
     def step(self, stage: int, version: int, work: Callable[[], None], after: Sequence[Copy] = ()) -> Copy:
-        """Starts a step where the records of a stage lie, once its gradients are written; they are `version` then."""
-        key = Key(stage, "weights")
-        writes = [self._writes[key] for key in (key, Key(stage, "wgrad")) if key in self._writes]
+        """Starts a step on the records of a stage, once its gradients are written; it makes `version` of them."""
+        key = Key(stage, WEIGHTS)
+        writes = [self._writes[key] for key in (key, Key(stage, WGRAD)) if key in self._writes]
 
         def step() -> None:
             work()
             self._versions[key] = version
 
-        self._asked[key] = version
+        self._requested[key] = version
         copy = self._writes[key] = self._lanes.host.submit(step, 0, (*after, *writes))
         return copy
 
     def holds(self, key: Key) -> int | None:
         """See `TierStore`."""
-        return self._asked.get(key)
+        return self._requested.get(key)
 
     def commit(
-        self, step: int, version: int, state: bytes, after: Sequence[Copy] = (), aside: Aside | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        after: Sequence[Copy] = (),
+        tensors: FileEntry | bytes | None = None,
     ) -> Copy:
-        """Nothing to do: memory does not outlive the process."""
+        """Does nothing: memory does not outlive the process."""
         return self._lanes.write.submit(lambda: None, 0, after)
 
     def close(self) -> None:
-        """Lets the buffer go."""
-        if self._own_lanes:
+        """Releases the buffers."""
+        if self._closes_lanes:
             self._lanes.close()
         for buffer in self._buffers:
             if self._device.type == "cuda" and buffer.numel():
                 unpin(buffer)
         self._buffers.clear()
-        self._places.clear()
+        self._rooms.clear()
 
-    def _place(self, key: Key, num_bytes: int) -> Tensor:
-        record = self._places[key]
+    def _room(self, key: Key, num_bytes: int) -> Tensor:
+        record = self._rooms[key]
         assert num_bytes <= record.numel(), f"{key}: {num_bytes} bytes for a record of {record.numel()}"
         return record[:num_bytes]
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """On the host with numpy: torch would take the threads that compute. Beside a GPU it is only begun."""
+    """On the host with numpy: torch would take the threads that compute. With a GPU it is only begun."""
     if source.device.type == "cpu" and target.device.type == "cpu":
         np.copyto(target.numpy(), source.numpy())
     else:

@@ -16,15 +16,16 @@ from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
 from pipefit.ir.values import OPTIM
 from pipefit.parallel.buckets import record_layout
+from pipefit.spec.sealed import FileEntry
 from pipefit.spill.arena import Arena
 from pipefit.spill.disk import DiskTier
 from pipefit.spill.host import HostTier
 from pipefit.spill.lanes import Copy, Lanes
-from pipefit.spill.parking import Parking
+from pipefit.spill.parked import ParkedTensors
 from pipefit.spill.split_tier import SplitTier
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.states import is_zero_at_first, numbers_beside, probe_states
-from pipefit.spill.tier_file import Aside, Committed
+from pipefit.spill.tier_file import Commit
 from pipefit.spill.tiers import Key, TierStore
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
 from pipefit.stage.record_layout import Layout
@@ -48,7 +49,7 @@ class SpillPlace:
         host_bytes: most that the host tier may take; with a folder, the rest lies there. None: no limit, or no host.
         direct: whether the disk is read and written past the page cache.
         about: JSON data that is kept beside the records: what they are of.
-        resume: go on from the records that are in the folder; a number: from that step or one before.
+        resume: from the records in the folder; a number: from that step or one before.
         commits: whether steps will be committed to the folder.
     """
 
@@ -61,7 +62,7 @@ class SpillPlace:
 
     @property
     def latest(self) -> int | None:
-        """The last step to go on from; None: whichever it is."""
+        """The last step to resume from; None: whichever it is."""
         return None if isinstance(self.resume, bool) else self.resume
 
     def tier(self, rank: int, kind: str, lanes: Lanes, device: torch.device) -> TierStore:
@@ -91,8 +92,8 @@ class Spilling:
         arena: the slots.
         tier: where the stages live.
         lanes: that copy.
-        parking: activations that wait on the tier.
-        resumed: what an earlier run committed, from which this one goes on.
+        parked: activations that wait on the tier.
+        resumed: what an earlier run committed, from which this one resumes.
         committed: the last commit that was asked for.
         committed_step: its step, or that of `resumed`.
         commit_every: steps from one commit to the next; 0: none.
@@ -104,8 +105,8 @@ class Spilling:
     arena: Arena
     tier: TierStore
     lanes: Lanes
-    parking: Parking
-    resumed: Committed | None = None
+    parked: ParkedTensors
+    resumed: Commit | None = None
     committed: Copy | None = None
     committed_step: int = 0
     commit_every: int = 1
@@ -169,10 +170,10 @@ class Spilling:
         for number, (stage, store) in enumerate(stores.items()):
             store.attach(arena, tier, lanes)
             fill = _filling(layers[stage], training.seed, own) if is_new(layers[stage]) else None
-            store.store_first(number % spill.weights_slots, fill, resumed.version if resumed else None)
-        return cls(stores, arena, tier, lanes, Parking(tier, device), resumed)
+            store.store_first(number % spill.weights_slots, fill, resumed.version(stage) if resumed else None)
+        return cls(stores, arena, tier, lanes, ParkedTensors(tier, device), resumed)
 
-    def go_back_to(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Before the first program: takes the records of a step that is not after the one that was found.
 
         Raises:
@@ -181,10 +182,10 @@ class Spilling:
         assert isinstance(self.tier, DiskTier | SplitTier) and self.resumed is not None
         if step < self.resumed.step:
             self.resumed = self.tier.recover(step)
-        self.tier.goes_on_from(self.resumed)
+        self.tier.resume_from(self.resumed)
         self.committed_step = self.resumed.step
-        for store in self.stores.values():
-            store.hold(self.resumed.version)
+        for stage, store in self.stores.items():
+            store.hold(self.resumed.version(stage))
 
     def end_pass(self) -> None:
         """A program has ended.
@@ -200,19 +201,19 @@ class Spilling:
         self.settle()
 
     @property
-    def lasts(self) -> bool:
-        """Whether what is committed outlasts the process."""
+    def is_durable(self) -> bool:
+        """Whether commits outlive the process."""
         return isinstance(self.tier, DiskTier | SplitTier)
 
-    def is_due(self, step: int) -> bool:
+    def is_commit_due(self, step: int) -> bool:
         """Whether a step is to be committed."""
         return 0 < self.commit_every <= step - self.committed_step
 
-    def passes(self) -> None:
-        """The last step is not committed.
+    def check_writes(self) -> None:
+        """Looks at the writes that have ended, where a step is not committed.
 
         Raises:
-            TierError: a write of it, or of one before, has failed.
+            TierError: one of them has failed.
         """
         under_way = [copy for copy in self.writes if not copy.ended()]
         for copy in self.writes:
@@ -220,16 +221,15 @@ class Spilling:
                 copy.wait()
         self.writes = under_way
 
-    def commit(self, step: int, state: bytes, aside: Aside | None = None) -> None:
-        """What was written becomes the committed step, once that has ended.
+    def commit(self, step: int, state: Mapping[str, Any], tensors: FileEntry | bytes | None = None) -> None:
+        """Starts to commit a step with all that was written.
 
         Args:
             step: weight updates done.
-            state: what else must be known to go on from there.
-            aside: a file with more of that.
+            state: JSON data: what else is needed to resume from there.
+            tensors: a safetensors file with more of that, or the bytes of one.
         """
-        version = max(store.num_updates for store in self.stores.values())
-        self.committed = self.tier.commit(step, version, state, self.writes, aside)
+        self.committed = self.tier.commit(step, state, self.writes, tensors)
         self.committed_step = step
         self.writes = []
 
@@ -256,10 +256,10 @@ class Spilling:
             self.tier.close()
 
 
-def _recovered(tier: TierStore, kept: Mapping[Key, int], scratch: Sequence[Key], place: SpillPlace) -> Committed:
+def _recovered(tier: TierStore, kept: Mapping[Key, int], scratch: Sequence[Key], place: SpillPlace) -> Commit:
     """Goes back to what an earlier run committed; its records must be those of this one."""
     if not isinstance(tier, DiskTier | SplitTier):
-        raise TierError("only what was committed to a disk can be gone on from; go on from a checkpoint")
+        raise TierError("a run resumes only from records on a disk; resume from a checkpoint")
     found = tier.recover(place.latest)
     lasting = {key: size for key, size in kept.items() if key not in scratch}
     if tier.sizes != lasting:

@@ -1,29 +1,31 @@
-"""Host and disk as one tier: what fits lies in the host's memory, the rest on disk."""
+"""Host and disk as one tier: records that fit lie in the host's memory, the rest on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from pipefit.spec.sealed import FileEntry
 from pipefit.spill.disk import DiskTier
 from pipefit.spill.host import HostTier
 from pipefit.spill.lanes import Copy
-from pipefit.spill.tier_file import Aside, Committed
-from pipefit.spill.tiers import Key, TierStore
+from pipefit.spill.tier_file import Commit
+from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key, TierStore
 
 __all__ = ["SplitTier"]
 
 # Weights are read twice in a step, the others once.
-_FIRST = {"weights": 0, "wgrad": 1, "optim": 2}
+_FIRST = {WEIGHTS: 0, WGRAD: 1, OPTIM: 2}
 
 
 class SplitTier:
     """Records on two tiers; where each lies is settled when room is made.
 
-    What the host holds does not outlive the process, so a commit copies it to the disk, where it has records like the
-    others. A run that goes on finds them there, and may hold more or less of them in the host's memory.
+    The host's memory does not outlive the process, so a commit copies its records to the disk, where they have room
+    like the others. A run that resumes finds them there, and may hold more or fewer of them in the host's memory.
 
     Args:
         host: takes records until they reach `host_bytes`, weights first.
@@ -39,7 +41,7 @@ class SplitTier:
 
     @property
     def num_bytes(self) -> int:
-        """Of both."""
+        """Bytes of both."""
         return self.host.num_bytes + self.disk.num_bytes
 
     @property
@@ -84,37 +86,44 @@ class SplitTier:
         return self._home[key].holds(key)
 
     def commit(
-        self, step: int, version: int, state: bytes, after: Sequence[Copy] = (), aside: Aside | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        after: Sequence[Copy] = (),
+        tensors: FileEntry | bytes | None = None,
     ) -> Copy:
-        """See `TierStore`. What is written to the host later waits for its copies: the lane keeps the order."""
-        held = [key for key in self._copied() if self.host.holds(key) is not None]
-        copies = [self.disk.write(key, version, self.host.written(key)) for key in held]
-        return self.disk.commit(step, version, state, (*after, *copies), aside)
+        """See `TierStore`. Later writes to the host wait for its copies: the lane keeps the order."""
+        held = [(key, version) for key in self._copied() if (version := self.host.holds(key)) is not None]
+        copies = [self.disk.write(key, version, self.host.written(key)) for key, version in held]
+        return self.disk.commit(step, state, (*after, *copies), tensors)
 
     def _copied(self) -> list[Key]:
+        """The records in the host's memory that commits copy to the disk."""
         return [key for key in self.disk.sizes if self._home[key] is self.host]
 
-    def recover(self, at_most: int | None = None) -> Committed:
+    def recover(self, at_most: int | None = None) -> Commit:
         """See `DiskTier`."""
         found = self.disk.recover(at_most)
         if not self._home:
             self._divide(self.disk.sizes)
         return found
 
-    def goes_on_from(self, committed: Committed) -> None:
-        """See `DiskTier`; what belongs in the host's memory is read into it."""
-        self.disk.goes_on_from(committed)
+    def resume_from(self, commit: Commit) -> None:
+        """See `DiskTier`; records that belong in the host's memory are read into it."""
+        self.disk.resume_from(commit)
         for key in self._copied():
-            self.disk.read(key, committed.version, self.host.record(key)).wait()
-            self.host.took(key, committed.version)
+            if key in commit.records:
+                version = commit.records[key].version
+                self.disk.read(key, version, self.host.record(key)).wait()
+                self.host.set_version(key, version)
 
     def spare(self) -> Path:
         """See `DiskTier`."""
         return self.disk.spare()
 
-    def cure(self) -> str:
+    def status(self) -> str:
         """See `DiskTier`."""
-        return self.disk.cure()
+        return self.disk.status()
 
     def close(self) -> None:
         """See `TierStore`."""

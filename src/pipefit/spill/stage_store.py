@@ -15,12 +15,10 @@ from pipefit.spill.kept import saved_apart
 from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.moved_states import MovedStates
 from pipefit.spill.states import StateSpec
-from pipefit.spill.tiers import Key, TierStore
+from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key, TierStore
 from pipefit.stage.record_layout import Layout, absent
 
 __all__ = ["SpilledStore"]
-
-WEIGHTS, WGRAD, OPTIM = "weights", "wgrad", "optim"
 
 
 class SpilledStore:

@@ -1,102 +1,125 @@
-"""The file of a disk tier and what stands beside it: the table of its records, and the last committed step."""
+"""The files of a disk tier: the records, the table that says where they lie, and the last two commits.
+
+rank-0.tier                     the records, preallocated
+rank-0.json                     table: where each record lies, and what the records are of
+rank-0.commit, rank-0.before    the last commit and the one before it
+rank-0.state-0, rank-0.state-1  safetensors that a commit names, written alternately
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
-import hashlib
-import json
 import os
 import shutil
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipefit.errors import TierError
+from pipefit.errors import PipefitError, TierError
 from pipefit.spec.files import sync_folder
+from pipefit.spec.sealed import FileEntry, read_sealed, write_file, write_sealed
+from pipefit.spill.tiers import WEIGHTS, Key
 from pipefit.units import format_bytes
 
-__all__ = ["Aside", "Committed", "TierFile", "check_unused", "read_commits", "read_table"]
+__all__ = ["Commit", "Room", "TierFile", "Written", "check_unused", "read_commits", "read_table"]
 
-_FORMAT = "pipefit.tier/3"
+FORMAT = "pipefit.tier/4"
 
 
-class Aside(NamedTuple):
-    """A file beside the records, with what a step needs of the weights and states that stay on the device.
+class Written(NamedTuple):
+    """A record of a commit: its version, and which of its copies in the file holds it."""
+
+    version: int
+    copy: int
+
+
+class Room(NamedTuple):
+    """A record's room in the file.
 
     Attributes:
-        name: of the file.
-        num_bytes: of it.
-        sha256: of it.
+        start: of its first copy.
+        num_bytes: of its payload.
+        copies: 2 for one that is committed: the copy that the last commit names is never overwritten.
     """
 
-    name: str
+    start: int
     num_bytes: int
-    sha256: str
-
-    def fits(self, folder: Path) -> bool:
-        """Whether the file is whole."""
-        try:
-            with (folder / self.name).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
-        except OSError:
-            return False
+    copies: int
 
 
-class Committed(NamedTuple):
+class Commit(NamedTuple):
     """A step whose records are whole.
 
     Attributes:
         step: weight updates done.
-        version: of the records that belong to it.
-        state: what else must be known to go on from there.
-        aside: what is too much for `state`; None: nothing.
+        state: JSON data: what else is needed to resume from there.
+        records: that belong to it.
+        tensors: a safetensors file with more of what is needed; None: nothing.
     """
 
     step: int
-    version: int
-    state: bytes
-    aside: Aside | None = None
+    state: dict[str, Any]
+    records: dict[Key, Written]
+    tensors: FileEntry | None = None
+
+    def version(self, stage: int) -> int:
+        """The version of a stage's weights."""
+        return self.records[Key(stage, WEIGHTS)].version
 
 
 class TierFile:
-    """An open file; every failure becomes one message that says what is still whole.
+    """The files of an open tier; every failure becomes one message that says what is still whole.
+
+    Args:
+        folder: of the files; made if its parent exists.
+        name: of the files, without ending.
+        direct: whether to read and write past the page cache, where the file system allows it.
+        durable: whether commits survive a power cut, too, and not only the death of the process.
 
     Attributes:
-        path: of the file.
-        is_direct: whether it is read and written past the page cache.
+        path: of the records.
+        is_direct: whether they are read and written past the page cache.
+
+    Raises:
+        TierError: the folder cannot be used, or another run uses the file.
     """
 
-    def __init__(self, folder: Path, name: str, direct: bool) -> None:
+    def __init__(self, folder: Path, name: str, direct: bool, durable: bool = True) -> None:
         self.path = folder / f"{name}.tier"
         self._table = folder / f"{name}.json"
         self._commit, self._before = (folder / f"{name}.{ending}" for ending in ("commit", "before"))
-        self._asides = tuple(folder / f"{name}.aside-{number}" for number in (0, 1))
-        self._step: int | None = None
-        self._aside = ""
+        self._tensors = tuple(folder / f"{name}.state-{number}" for number in (0, 1))
+        self._durable = durable
+        self._last: Commit | None = None
         try:
             folder.mkdir(exist_ok=True)
             self._fd, self.is_direct = _open(self.path, direct)
         except OSError as problem:
-            told = {errno.ENOENT: f"{folder.parent} is not there", errno.EEXIST: "it is a file, not a folder"}
-            why = told.get(problem.errno or 0, problem.strerror)
+            known = {errno.ENOENT: f"{folder.parent} is not there", errno.EEXIST: "it is a file, not a folder"}
+            why = known.get(problem.errno or 0, problem.strerror)
             raise TierError(f"{folder}: cannot keep spilled records there: {why}") from None
         try:
-            _take(self._fd, self.path)
+            _lock(self._fd, self.path)
         except TierError:
             os.close(self._fd)
             raise
         self._inode = os.fstat(self._fd).st_ino
 
-    def cure(self) -> str:
-        """What is left to go on from."""
-        if self._step is None:
+    def status(self) -> str:
+        """A message's end: what is left to resume from."""
+        if self._last is None:
             return "no step was committed"
         if not self.path.exists():
-            return f"it held step {self._step}, the last committed; put it back, or go on from a checkpoint"
-        return f"the last committed step, {self._step}, is whole"
+            return f"it held step {self._last.step}, the last committed; put it back, or resume from a checkpoint"
+        return f"the last committed step, {self._last.step}, is whole"
+
+    def _error(self, problem: OSError | PipefitError) -> TierError:
+        why = f"{self.path}: {problem.strerror}" if isinstance(problem, OSError) else str(problem)
+        return TierError(f"{why}; {self.status()}")
+
+    # ---- room ------------------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> None:
         """Takes all the room at once; what an earlier run committed is no longer valid.
@@ -105,12 +128,12 @@ class TierFile:
             TierError: there is not enough.
         """
         try:
-            for path in (self._commit, self._before, *self._asides):
+            for path in (self._commit, self._before, *self._tensors):
                 path.unlink(missing_ok=True)
             sync_folder(self.path.parent)
             os.ftruncate(self._fd, 0)
         except OSError as problem:
-            raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
+            raise self._error(problem) from None
         self.extend(num_bytes)
 
     def extend(self, num_bytes: int) -> None:
@@ -119,40 +142,42 @@ class TierFile:
         Raises:
             TierError: there is not enough.
         """
-        had = os.fstat(self._fd).st_size
+        before = os.fstat(self._fd).st_size
         try:
             if num_bytes:
                 os.posix_fallocate(self._fd, 0, num_bytes)
         except OSError as problem:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, had)
+                os.ftruncate(self._fd, before)
             if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 free = shutil.disk_usage(self.path.parent).free
                 raise TierError(
                     f"{self.path.parent}: the spilled model needs {format_bytes(num_bytes)} there, "
                     f"{format_bytes(free)} are free; make room, or give another --disk folder"
                 ) from None
-            raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
+            raise self._error(problem) from None
 
     def check_size(self, num_bytes: int) -> None:
-        """Refuses a file that was cut short.
+        """Refuses a truncated file.
 
         Raises:
             TierError: it is smaller than its records.
         """
         size = os.fstat(self._fd).st_size
         if size < num_bytes:
-            raise TierError(f"{self.path}: its records take {num_bytes} bytes, the file has {size}; it was cut short")
+            raise TierError(f"{self.path}: its records take {num_bytes} bytes, the file has {size}: it was truncated")
+
+    # ---- bytes -----------------------------------------------------------------------------------------------------
 
     def read(self, data: memoryview, position: int) -> None:
         """Fills `data` from a position."""
-        self._all(os.preadv, data, position)
+        self._transfer(os.preadv, data, position)
 
     def write(self, data: memoryview, position: int) -> None:
         """Writes `data` at a position."""
-        self._all(os.pwritev, data, position)
+        self._transfer(os.pwritev, data, position)
 
-    def _all(self, call: Any, data: memoryview, position: int) -> None:
+    def _transfer(self, call: Any, data: memoryview, position: int) -> None:
         done = 0
         try:
             while done < len(data):
@@ -161,88 +186,112 @@ class TierFile:
                     raise OSError(errno.EIO, "the file ends too early")
                 done += count
         except OSError as problem:
-            raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
+            raise self._error(problem) from None
+
+    # ---- commits ---------------------------------------------------------------------------------------------------
 
     def spare(self) -> Path:
-        """A file beside the records that the last committed step does not need."""
-        return next(path for path in self._asides if path.name != self._aside)
+        """The path for tensors of the next commit; the last commit does not name it."""
+        last = self._last.tensors if self._last else None
+        return next(path for path in self._tensors if last is None or path.name != last.name)
 
-    def commit(self, step: int, version: int, state: bytes, aside: Aside | None = None) -> None:
-        """Forces everything to the disk, then names the step whose records are whole; the one before stays beside it.
+    def write_spare(self, content: bytes) -> FileEntry:
+        """Writes the tensors of the next commit.
+
+        Raises:
+            TierError: the disk refused.
+        """
+        path = self.spare()
+        try:
+            path.unlink(missing_ok=True)
+            return write_file(path, [content])
+        except OSError as problem:
+            raise self._error(problem) from None
+
+    def commit(self, commit: Commit) -> None:
+        """Forces the records to disk, then names the step they belong to; the commit before it stays as well.
 
         Raises:
             TierError: the disk refused, or the folder is no longer there.
         """
+        data = {
+            "format": FORMAT,
+            "step": commit.step,
+            "state": commit.state,
+            "records": [[*key, *written] for key, written in commit.records.items()],
+            "tensors": [getattr(commit.tensors, field) for field in FileEntry.__struct_fields__]
+            if commit.tensors
+            else None,
+        }
         try:
-            os.fdatasync(self._fd)
+            if self._durable:
+                os.fdatasync(self._fd)
             if self.path.stat().st_ino != self._inode:
                 raise FileNotFoundError(errno.ENOENT, "it is no longer the file that was opened")
-            facts = {"format": _FORMAT, "step": step, "version": version, "aside": aside}
-            facts |= {"bytes": len(state), "checksum": zlib.crc32(state)}
-            temporary = self._commit.with_suffix(".writing")
-            _write(temporary, json.dumps(facts).encode() + b"\n" + state)
-            if self._step is not None:
+            if self._commit.exists():
                 self._commit.replace(self._before)
-            temporary.replace(self._commit)
-            # What is written next overwrites the step before: the names must be on the disk first.
-            sync_folder(self.path.parent)
-        except OSError as problem:
-            raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
-        self._step, self._aside = step, aside.name if aside else ""
+            # What is written next overwrites the step before: when this returns, the names are on the disk.
+            write_sealed(self._commit, data, durable=self._durable)
+        except (OSError, PipefitError) as problem:
+            raise self._error(problem) from None
+        self._last = commit
 
-    def commits(self) -> list[Committed]:
+    def commits(self) -> list[Commit]:
         """The committed steps whose records may be whole, the last one first."""
         found = read_commits(self.path.parent, self.path.stem)
-        self._stands_at(found[0] if found else None)
+        self._last = found[0] if found else None
         return found
 
-    def fits(self, committed: Committed) -> bool:
-        """Whether what lies beside the records of a step is whole."""
-        return committed.aside is None or committed.aside.fits(self.path.parent)
+    def has_tensors(self, commit: Commit) -> bool:
+        """Whether the tensors of a commit are whole."""
+        if commit.tensors is None:
+            return True
+        try:
+            commit.tensors.check(self.path.parent)
+        except PipefitError:
+            return False
+        return True
 
-    def _stands_at(self, committed: Committed | None) -> None:
-        self._step = committed.step if committed else None
-        self._aside = committed.aside.name if committed and committed.aside else ""
-
-    def goes_on_from(self, committed: Committed) -> None:
+    def resume_from(self, commit: Commit) -> None:
         """Forgets what was committed after a step.
 
         Raises:
             TierError: the folder cannot be written.
         """
+        self._last = commit
         try:
             with contextlib.suppress(TierError):
-                if _read_commit(self._commit) == committed:
+                if _read_commit(self._commit) == commit:
                     return
-            if _read_commit(self._before) == committed:
+            if _read_commit(self._before) == commit:
                 self._before.replace(self._commit)
                 sync_folder(self.path.parent)
         except OSError as problem:
-            raise TierError(f"{self.path}: {problem.strerror}; {self.cure()}") from None
-        finally:
-            self._stands_at(committed)
+            raise self._error(problem) from None
 
-    def write_table(self, rows: list[list[Any]], about: Mapping[str, Any]) -> None:
-        """Notes where the records lie, and of what they are."""
+    def write_table(self, records: Mapping[Key, Room], about: Mapping[str, Any]) -> None:
+        """Notes where the records lie, and what they are of.
+
+        Raises:
+            TierError: the disk refused.
+        """
+        rows = [[*key, *room] for key, room in records.items()]
         try:
-            temporary = self._table.with_suffix(".writing")
-            _write(temporary, json.dumps({"format": _FORMAT, "about": about, "records": rows}).encode())
-            temporary.replace(self._table)
-            sync_folder(self.path.parent)
-        except OSError as problem:
-            raise TierError(f"{self._table}: {problem.strerror}") from None
+            write_sealed(self._table, {"format": FORMAT, "about": about, "records": rows}, durable=self._durable)
+        except PipefitError as problem:
+            raise TierError(str(problem)) from None
 
-    def table(self) -> tuple[list[list[Any]], dict[str, Any]]:
-        """Where the records lie, and of what they are."""
+    def table(self) -> tuple[dict[Key, Room], dict[str, Any]]:
+        """See `read_table`."""
         return read_table(self.path.parent, self.path.stem)
 
     def close(self) -> None:
-        """Closes it; it stays."""
+        """Closes the files; they stay."""
         os.close(self._fd)
 
     def remove(self) -> None:
-        """Removes it and what stands beside it."""
-        for path in (self._commit, self._before, *self._asides, self._table, self.path):
+        """Removes the files."""
+        for path in (self._commit, self._before, *self._tensors, self._table, self.path):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -256,7 +305,7 @@ def _open(path: Path, direct: bool) -> tuple[int, bool]:
     return os.open(path, flags, 0o600), False
 
 
-def _take(handle: int, path: Path) -> None:
+def _lock(handle: int, path: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -271,14 +320,14 @@ def check_unused(folder: Path, name: str) -> None:
     """
     path = folder / f"{name}.tier"
     with contextlib.suppress(OSError), path.open("rb") as file:
-        _take(file.fileno(), path)
+        _lock(file.fileno(), path)
 
 
-def read_commits(folder: Path, name: str) -> list[Committed]:
+def read_commits(folder: Path, name: str) -> list[Commit]:
     """The committed steps of a tier, the last one first; none where there is no tier.
 
     Raises:
-        TierError: what is there cannot be read.
+        TierError: none of those that are there can be read.
     """
     found, problems = [], []
     for ending in ("commit", "before"):
@@ -286,42 +335,33 @@ def read_commits(folder: Path, name: str) -> list[Committed]:
             found.append(_read_commit(folder / f"{name}.{ending}"))
         except TierError as problem:
             problems.append(problem)
-    whole = [committed for committed in found if committed is not None]
+    whole = [commit for commit in found if commit is not None]
     if problems and not whole:
         raise problems[0]
     return whole
 
 
-def _read_commit(path: Path) -> Committed | None:
+def _read_commit(path: Path) -> Commit | None:
     try:
-        head, _, state = path.read_bytes().partition(b"\n")
-        facts = json.loads(head)
-        if len(state) != facts["bytes"] or zlib.crc32(state) != facts["checksum"]:
-            raise ValueError("it does not fit its checksum")
-        aside = Aside(*facts["aside"]) if facts["aside"] else None
-        return Committed(int(facts["step"]), int(facts["version"]), state, aside)
-    except (FileNotFoundError, NotADirectoryError):
+        data = read_sealed(path, FORMAT, TierError)
+    except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise TierError(f"{path} cannot be read: {problem}; go on from a checkpoint") from None
+    except TierError as problem:
+        raise TierError(f"{problem}; resume from a checkpoint") from None
+    records = {Key(*row[:3]): Written(*row[3:]) for row in data["records"]}
+    return Commit(data["step"], data["state"], records, FileEntry(*data["tensors"]) if data["tensors"] else None)
 
 
-def read_table(folder: Path, name: str) -> tuple[list[list[Any]], dict[str, Any]]:
-    """Where the records of a tier lie, and of what they are.
+def read_table(folder: Path, name: str) -> tuple[dict[Key, Room], dict[str, Any]]:
+    """Where the records of a tier lie, and what they are of.
 
     Raises:
-        TierError: they cannot be read.
+        TierError: the table cannot be read.
     """
-    path = folder / f"{name}.json"
     try:
-        data = json.loads(path.read_text())
-        return list(data["records"]), dict(data["about"])
-    except (OSError, ValueError, KeyError) as problem:
-        raise TierError(f"{path} cannot be read: {problem}; go on from a checkpoint") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        data = read_sealed(folder / f"{name}.json", FORMAT, TierError)
+    except FileNotFoundError as problem:
+        raise TierError(f"{problem}: missing; resume from a checkpoint") from None
+    except TierError as problem:
+        raise TierError(f"{problem}; resume from a checkpoint") from None
+    return {Key(*row[:3]): Room(*row[3:]) for row in data["records"]}, data["about"]

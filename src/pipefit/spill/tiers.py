@@ -2,25 +2,29 @@
 
     device (slots)  ⇄  host (one pinned buffer)  ⇄  disk (one preallocated file)
 
-Versions count weight updates since training began. A store holds one version of each record to read; the disk keeps
-the one before beside it until the next is written, so that a write that is cut off loses nothing.
+Each record has a version, which counts weight updates since training began. A store holds one version of each record to
+read; the disk keeps the committed one as well until the next is committed, so that a write that is cut off loses
+nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from pipefit.ir.spill import GRAIN_BYTES
+from pipefit.spec.sealed import FileEntry
 from pipefit.spill.lanes import Copy
-from pipefit.spill.tier_file import Aside
 
-__all__ = ["ALIGNMENT", "Key", "TierStore"]
+__all__ = ["ALIGNMENT", "OPTIM", "WEIGHTS", "WGRAD", "Key", "TierStore"]
 
 ALIGNMENT = GRAIN_BYTES
 """Bytes to which records, slots and positions in files are aligned."""
+
+WEIGHTS, WGRAD, OPTIM = "weights", "wgrad", "optim"
+"""Kinds of records that lie in slots while they are on the device."""
 
 
 class Key(NamedTuple):
@@ -28,8 +32,8 @@ class Key(NamedTuple):
 
     Attributes:
         stage: whose it is.
-        kind: "weights", "optim", "wgrad", "act" or "input".
-        mb: micro-batch of an activation or input; −1 otherwise.
+        kind: "weights", "optim", "wgrad", "act", "grad", …
+        mb: micro-batch of an activation or gradient; −1 otherwise.
     """
 
     stage: int
@@ -45,14 +49,14 @@ class TierStore(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What it occupies."""
+        """Bytes that it occupies."""
 
     def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
         """Makes room for all records at once, before the first is written.
 
         Args:
             sizes: bytes of each.
-            scratch: those that live within a step only, and need not outlast the run.
+            scratch: those that live within a step only, and need not outlive the run.
 
         Raises:
             TierError: there is not enough room.
@@ -66,7 +70,7 @@ class TierStore(Protocol):
         """
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
-        """Starts to write a version; it is committed, and may be read, once the copy has ended."""
+        """Starts to write a version; it may be read once the copy has ended."""
 
     def read(self, key: Key, version: int, into: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Starts to read a version, after its write and after all of `after`."""
@@ -75,17 +79,20 @@ class TierStore(Protocol):
         """The version that was written last (or is being written); None: none yet."""
 
     def commit(
-        self, step: int, version: int, state: bytes, after: Sequence[Copy] = (), aside: Aside | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        after: Sequence[Copy] = (),
+        tensors: FileEntry | bytes | None = None,
     ) -> Copy:
-        """All records as written so far belong to `step`, with what else must be known to go on from there.
+        """All records as written so far belong to `step`, with what else is needed to resume from there.
 
         Args:
             step: weight updates done.
-            version: of the records.
-            state: for `recover`.
+            state: JSON data, given back by `recover`.
             after: the writes since the last commit; if one of them fails, so does the commit.
-            aside: a file that belongs to the step too.
+            tensors: a safetensors file that belongs to the step too, or the bytes of one.
         """
 
     def close(self) -> None:
-        """Lets go of it; a disk keeps its file."""
+        """Releases what it holds; a disk keeps its file."""

@@ -1,0 +1,163 @@
+"""Files that vouch for themselves: small JSON documents with a checksum, and entries that name other files with theirs.
+
+Whatever must survive a crash is committed in this order, by checkpoints, disk tiers and studies alike:
+
+    new files, each forced to disk ─► the ranks agree ─► a document that names them replaces the last one atomically
+                                                      ─► its folder is forced to disk
+
+Until the document is in place, the state before counts; nothing that the last document names is overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipefit.errors import PipefitError
+from pipefit.spec.files import write_atomically
+
+__all__ = ["FileEntry", "read_sealed", "seal", "unseal", "write_file", "write_sealed"]
+
+_NAME = re.compile(r"\w[\w.-]*")
+_FORMAT = re.compile(rb'"format": ?"([^"\n]*)"')
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of a commit.
+
+    Attributes:
+        name: inside the folder of the document that names it.
+        num_bytes: its size.
+        checksum: its SHA-256, in hexadecimal digits.
+    """
+
+    name: str
+    num_bytes: int
+    checksum: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise PipefitError(f"file name {self.name!r}: expected one like 'rank-0.safetensors'")
+
+    def check(self, folder: Path) -> None:
+        """Compares the file with this entry.
+
+        Raises:
+            PipefitError: it is missing or damaged.
+        """
+        path = folder / self.name
+        if path.is_symlink() or not path.is_file():
+            raise PipefitError(f"{path}: missing")
+        if (size := path.stat().st_size) != self.num_bytes:
+            raise PipefitError(f"{path}: has {size} bytes, expected {self.num_bytes}")
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != self.checksum:
+                raise PipefitError(f"{path}: damaged (it does not have its checksum)")
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+    """Writes a new file and forces it to disk.
+
+    Args:
+        path: must not exist yet.
+        chunks: its content.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            file.write(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(path.name, size, digest.hexdigest())
+
+
+def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
+    """JSON text that ends with the checksum of all before it.
+
+    Args:
+        data: JSON data with its "format" first.
+        indent: 1 for people, None for speed.
+    """
+    plain = json.loads(json.dumps(data))
+    return _text({**plain, "checksum": _checksum(plain, indent)}, indent)
+
+
+def unseal(content: bytes, form: str, where: str, error: type[PipefitError] = PipefitError) -> dict[str, Any]:
+    """Reads what `seal` made.
+
+    Args:
+        content: of the file.
+        form: the format it must have, such as "pipefit.checkpoint/1".
+        where: its name, for messages.
+        error: what to raise.
+
+    Raises:
+        PipefitError: of kind `error`: it is damaged, or of another version.
+    """
+    found = _FORMAT.search(content)
+    name = found[1].decode(errors="replace") if found else ""
+    if name != form and name.partition("/")[0] == form.partition("/")[0]:
+        raise error(f"{where}: has format {name}, this version of pipefit reads {form}")
+    try:
+        text = content.decode()
+        data = json.loads(text)
+    except ValueError:
+        raise error(f"{where}: damaged (not JSON)") from None
+    indent = 1 if text.startswith("{\n") else None
+    body = {key: value for key, value in data.items() if key != "checksum"} if isinstance(data, dict) else {}
+    if not body or data.get("checksum") != _checksum(body, indent) or _text(data, indent) != text:
+        raise error(f"{where}: damaged (it does not have the checksum it states)")
+    if body.get("format") != form:
+        raise error(f"{where}: format: expected {form!r}, got {body.get('format')!r}; is this another kind of file?")
+    return body
+
+
+def _text(data: Mapping[str, Any], indent: int | None) -> str:
+    return json.dumps(data, indent=indent) + "\n"
+
+
+def _checksum(data: Mapping[str, Any], indent: int | None) -> str:
+    return hashlib.sha256(_text(data, indent).encode()).hexdigest()
+
+
+def write_sealed(path: Path, data: Mapping[str, Any], *, indent: int | None = None, durable: bool = True) -> None:
+    """Replaces a document atomically.
+
+    Args:
+        path: of the document.
+        data: JSON data with its "format" first.
+        indent: see `seal`.
+        durable: whether it survives a power cut, too; else only the death of the process, which takes no waiting.
+
+    Raises:
+        PipefitError: the folder is missing, or the disk is full.
+    """
+    write_atomically(path, seal(data, indent), durable=durable)
+
+
+def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError) -> dict[str, Any]:
+    """The data of a document; see `unseal`.
+
+    Raises:
+        PipefitError: of kind `error`: it cannot be read, is damaged, or of another version.
+        FileNotFoundError: there is none.
+    """
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(path) from None
+    except OSError as problem:
+        raise error(f"{path}: cannot be read: {problem.strerror}") from None
+    return unseal(content, form, str(path), error)
