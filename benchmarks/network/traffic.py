@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipefit.cost import CostModel
 from pipefit.ir.graph import collective_members
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 
@@ -26,7 +26,7 @@ def program_bytes(program: Program, cost: CostModel) -> list[float]:
     for rank, _, i in program:
         if i.op is Op.SEND:
             sent[rank] += cost.size_bytes(Value(i.kind, i.stage, i.mb))
-        elif i.op is Op.REDUCE and i.kind == Kind.REPLICAS:
+        elif i.op is Op.REDUCE and i.kind == Reduction.REPLICAS:
             members = collective_members(program.header, i)
             sent[rank] += ring_bytes(cost.weight_bytes[i.stage], len(members))
     return sent

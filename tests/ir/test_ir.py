@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.errors import PipefitError, ProgramError, ScheduleError
-from pipefit.ir import OP_SPEC, Header, Instruction, Kind, Op, Program, Spill, WeightRule
+from pipefit.ir import OP_SPEC, Header, Instruction, Kind, Op, Program, Reduction, Spill, WeightRule
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.liveness import lifetimes, peak, peak_at, peak_inflight, weight_versions
@@ -19,7 +19,7 @@ OPERANDS = {
     "stage": indices,
     "mb": indices,
     "version": indices,
-    "kind": st.sampled_from([kind.value for kind in Kind]),
+    "kind": st.sampled_from(Kind),
     "peer": st.integers(0, 99),
     "tier": st.sampled_from(["host", "disk"]),
     "slot": indices,
@@ -29,7 +29,8 @@ OPERANDS = {
 @st.composite
 def instructions(draw):
     op = draw(st.sampled_from(list(Op)))
-    return Instruction(op, **{field: draw(OPERANDS[field]) for field in OP_SPEC[op].fields})
+    operands = OPERANDS | ({"kind": st.sampled_from(Reduction)} if op is Op.REDUCE else {})
+    return Instruction(op, **{field: draw(operands[field]) for field in OP_SPEC[op].fields})
 
 
 def _spill(tier, weights_slots, optim_slots, activations):

@@ -7,7 +7,7 @@ import pytest
 from pipefit.cost import CostModel
 from pipefit.ir import text
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
@@ -53,7 +53,7 @@ def test_a_step_lies_between_the_sum_of_a_part_and_the_joining_of_parts() -> Non
 def test_stages_on_one_rank_are_stepped_whole() -> None:
     made = program("gpipe")
     kinds = {(i.stage, i.kind) for _, _, i in made if i.op is Op.REDUCE and i.stage >= 0}
-    assert kinds == {(0, Kind.SCATTER), (0, Kind.SHARDS)}
+    assert kinds == {(0, Reduction.SCATTER), (0, Reduction.SHARDS)}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -61,7 +61,7 @@ def test_whatever_is_taken_away_is_missed(name: str) -> None:
     made = program(name)
     for rank, instructions in enumerate(made.ranks):
         for index, i in enumerate(instructions):
-            if i.op is Op.REDUCE and i.kind in (Kind.SCATTER, Kind.SHARDS):
+            if i.op is Op.REDUCE and i.kind in (Reduction.SCATTER, Reduction.SHARDS):
                 ranks = [list(other) for other in made.ranks]
                 del ranks[rank][index]
                 assert not verify(made.with_ranks(ranks)).ok, f"rank {rank} without {i}"
@@ -72,7 +72,7 @@ def test_weights_are_not_used_before_their_parts_are_together(name: str) -> None
     made = program(name)
     ranks = [list(other) for other in made.ranks]
     for instructions in ranks:
-        index = next((n for n, i in enumerate(instructions) if i.kind == Kind.SHARDS), None)
+        index = next((n for n, i in enumerate(instructions) if i.kind == Reduction.SHARDS), None)
         if index is not None:
             step = next(n for n, i in enumerate(instructions) if i.op is Op.STEP)
             instructions.insert(step, instructions.pop(index))
@@ -83,7 +83,10 @@ def test_weights_are_not_used_before_their_parts_are_together(name: str) -> None
 def test_a_sum_over_replicas_is_no_sum_of_parts() -> None:
     made = program("data-parallel")
     wrong = [
-        [Instruction(Op.REDUCE, 0, version=0, kind=Kind.REPLICAS.value) if i.kind == Kind.SCATTER else i for i in rank]
+        [
+            Instruction(Op.REDUCE, 0, version=0, kind=Reduction.REPLICAS.value) if i.kind == Reduction.SCATTER else i
+            for i in rank
+        ]
         for rank in made.ranks
     ]
     assert not verify(made.with_ranks(wrong)).ok
@@ -94,16 +97,18 @@ def test_parts_and_joining_cost_together_what_a_sum_for_everyone_costs(copies: i
     cost = CostModel((1,), (1,), (1,), weight_bytes=(1000,), bandwidth_bytes_per_s=10, latency_s=Fraction(1, 3))
     seconds = {
         kind: cost.reduce_s(Instruction(Op.REDUCE, 0, version=0, kind=kind.value), range(copies))
-        for kind in (Kind.REPLICAS, Kind.SCATTER, Kind.SHARDS)
+        for kind in (Reduction.REPLICAS, Reduction.SCATTER, Reduction.SHARDS)
     }
-    assert seconds[Kind.SCATTER] == seconds[Kind.SHARDS] > 0
-    assert float(seconds[Kind.SCATTER] + seconds[Kind.SHARDS]) == pytest.approx(float(seconds[Kind.REPLICAS]))
+    assert seconds[Reduction.SCATTER] == seconds[Reduction.SHARDS] > 0
+    assert float(seconds[Reduction.SCATTER] + seconds[Reduction.SHARDS]) == pytest.approx(
+        float(seconds[Reduction.REPLICAS])
+    )
 
 
 def test_the_next_pass_begins_with_the_weights_put_together() -> None:
     made = generate("data-parallel", Shape(2, 2, sharded=True))
     run = simulate(made, CostModel.unit(made.header), repeats=3)
-    join = max(n for n, i in enumerate(made.ranks[0]) if i.kind == Kind.SHARDS)
+    join = max(n for n, i in enumerate(made.ranks[0]) if i.kind == Reduction.SHARDS)
     ends = {event.repeat: event.end_s for event in run.events if event.rank == 0 and event.position == join}
     starts = {event.repeat: event.start_s for event in run.events if event.rank == 0 and event.position == 0}
     assert all(starts[lap + 1] >= ends[lap] for lap in range(2))

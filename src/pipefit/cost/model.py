@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from pipefit.errors import PlanError
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import OP_SPEC, Kind, Lane, Op
+from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
 from pipefit.ir.values import Value
 from pipefit.spec.topology import Tier, Topology
 
@@ -283,10 +284,10 @@ class CostModel:
         return self.size_bytes(Value(message.kind, message.stage, message.mb))
 
     def _reduced_bytes(self, instruction: Instruction) -> float:
-        if instruction.op is Op.BARRIER or instruction.kind == Kind.NORM:
+        if instruction.op is Op.BARRIER or instruction.kind == Reduction.NORM:
             return 0
         whole = self.weight_bytes[instruction.stage]
-        return self.tied_bytes.get(instruction.stage, whole) if instruction.kind == Kind.TIED else whole
+        return self.tied_bytes.get(instruction.stage, whole) if instruction.kind == Reduction.TIED else whole
 
     # -------------------------------------------------------------------------------------------------- constructors
 
@@ -312,21 +313,23 @@ def _over(size: float, bandwidth: float) -> float:
     return 0 if math.isinf(bandwidth) else size / bandwidth
 
 
-_HALVES = (Kind.SCATTER.value, Kind.SHARDS.value)
+_HALVES = (Reduction.SCATTER.value, Reduction.SHARDS.value)
 
 _Work = Callable[[CostModel, Instruction], float]
 
-_WORK_S: Final[dict[Op, _Work]] = {
-    Op.LOAD: lambda cost, i: cost.load_s,
-    Op.FWD: lambda cost, i: cost.forward_s[i.stage],
-    Op.LOSS: lambda cost, i: cost.loss_s,
-    Op.RECOMPUTE: lambda cost, i: cost.recompute_s[i.stage],
-    Op.BWD: lambda cost, i: cost.backward_input_s[i.stage] + cost.backward_weight_s[i.stage],
-    Op.BWD_INPUT: lambda cost, i: cost.backward_input_s[i.stage] + cost.split_input_s[i.stage],
-    Op.BWD_WEIGHT: lambda cost, i: cost.backward_weight_s[i.stage] + cost.split_s[i.stage],
-    Op.STEP: lambda cost, i: cost.step_s[i.stage],
-    Op.DROP: lambda cost, i: 0,
-}
+
+def _work_s(names: tuple[str, ...]) -> _Work:
+    """The sum of some figures: of the instruction's stage, where there is one for each stage."""
+    if len(names) == 1 and names[0] in _PER_STAGE:
+        get = attrgetter(*names)
+        return lambda cost, i: get(cost)[i.stage]
+    if len(names) == 1:
+        get = attrgetter(*names)
+        return lambda cost, i: get(cost)
+    return lambda cost, i: sum(getattr(cost, name)[i.stage] for name in names)
+
+
+_WORK_S: Final = {op: _work_s(spec.seconds) for op, spec in OP_SPEC.items()}
 
 _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {
     Kind.INPUT.value: lambda cost, s: cost.target_bytes if s > 0 else cost.input_bytes,

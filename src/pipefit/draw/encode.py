@@ -10,15 +10,15 @@ from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
 from pipefit.draw.scene import Box, Scene, Thin
 from pipefit.draw.slots import stays_of
-from pipefit.ir.op import Op
-from pipefit.ir.spill import MOVED
+from pipefit.ir.op import OP_SPEC, Op
 from pipefit.units import format_bytes
 
 __all__ = ["LETTERS", "Entry", "decode_boxes", "decode_copies", "encode_scene", "to_script", "to_text"]
 
 LETTERS = "FRBIWS"
 _FIELDS, _COPY_FIELDS = 8, 9
-_WHAT = (*MOVED, "")  # a step on the host moves nothing
+_MOVED = OP_SPEC[Op.FETCH].kinds
+_WHAT = (*_MOVED, "")  # a step on the host moves nothing
 _FINEST = 1_000_000  # ticks of a timeline whose times are no multiples of a simple fraction
 
 
@@ -83,7 +83,7 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
         "tier": spill.tier,
         "lanes": list(scene.lanes),
         "copies": copies,
-        "slots": [[[MOVED.index(kind), slot, *row] for (kind, slot), row in own.items()] for own in slots],
+        "slots": [[[_MOVED.index(kind), slot, *row] for (kind, slot), row in own.items()] for own in slots],
     }
 
 

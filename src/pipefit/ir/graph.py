@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import OP_SPEC, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import WEIGHTS, WGRAD, Value, consumes, makes, needs, tied_stages
@@ -94,7 +94,7 @@ def _link_rank(
             else:
                 found += maker
         preds.append(found)
-        for value in consumes(instruction, program):
+        for value in consumes(instruction, program, rank):
             makers.pop(value, None)
         for value in makes(instruction, program, rank):
             # Gradients of weights are summed from many makers; any other value is the newest maker's.
@@ -133,9 +133,9 @@ def collective_members(header: Header, instruction: Instruction) -> tuple[int, .
 
     A tied weight is summed over every rank that holds a stage of its group, replicas included.
     """
-    if instruction.op is Op.BARRIER or (instruction.kind == Kind.NORM and instruction.stage < 0):
+    if instruction.op is Op.BARRIER or (instruction.kind == Reduction.NORM and instruction.stage < 0):
         return tuple(range(header.num_ranks))
-    if instruction.kind == Kind.TIED:
+    if instruction.kind == Reduction.TIED:
         return tuple(r for r in range(header.num_ranks) if tied_stages(header, instruction.stage, r))
     return tuple(sorted(header.placement[instruction.stage]))
 
@@ -145,7 +145,7 @@ def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) 
     seen: dict[tuple[object, ...], int] = {}
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, i in enumerate(flat):
-        if i.op is Op.REDUCE or i.op is Op.BARRIER:
+        if OP_SPEC[i.op].is_collective:
             what = (i.op, i.kind, i.stage, i.version)
             turn = seen[(rank_of[number], *what)] = seen.get((rank_of[number], *what), -1) + 1
             groups.setdefault((*what, turn), []).append(number)

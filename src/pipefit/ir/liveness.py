@@ -75,7 +75,7 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
         spilled = header.is_spilled(instruction.stage)
         in_slot = instruction.op is Op.STEP and spilled
         if in_slot or instruction.op is Op.EVICT or (instruction.op is Op.DROP and spilled):
-            gone = [value for value in consumes(instruction, program) if value in born]
+            gone = [value for value in consumes(instruction, program, rank) if value in born]
             done += [Lifetime(value, born.pop(value), index) for value in gone]
         for value in makes(instruction, program, rank):
             if value in born and value.kind == WEIGHTS:

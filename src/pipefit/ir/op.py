@@ -1,15 +1,31 @@
 """What an instruction can be: one enum, and one table of facts about it.
 
-Validation, text form, dependency graph, lanes, costs, drawings and the runtime's handlers all read `OP_SPEC`;
-nothing about an operation is written anywhere else.
+Validation, text form, dependency graph, liveness, lanes, costs, drawings and the runtime all read `OP_SPEC`; a fact
+about an operation is written nowhere else.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
-__all__ = ["COMPUTE_OPS", "OP_SPEC", "STEP_OPS", "Kind", "Lane", "Op", "OpSpec"]
+__all__ = [
+    "BACKWARD_OPS",
+    "COMPUTE_OPS",
+    "GRADIENT_OPS",
+    "MESSAGE_OPS",
+    "OP_SPEC",
+    "PIECE_OF",
+    "STEP_OPS",
+    "WEIGHT_GRADIENT_OPS",
+    "WHOLE_OF",
+    "Kind",
+    "Lane",
+    "Op",
+    "OpSpec",
+    "Reduction",
+]
 
 
 class Op(enum.StrEnum):
@@ -35,7 +51,7 @@ class Op(enum.StrEnum):
 
 
 class Lane(enum.StrEnum):
-    """What carries an instruction out. A rank issues its list in order; only the compute lane makes it wait."""
+    """The resource that executes an instruction. A rank issues its list in order; only COMPUTE makes it wait."""
 
     COMPUTE = "compute"
     COMM = "comm"
@@ -43,7 +59,16 @@ class Lane(enum.StrEnum):
 
 
 class Kind(enum.StrEnum):
-    """What a value is, or what a reduction reduces."""
+    """A kind of value.
+
+    INPUT, ACT, GRAD: of a micro-batch; the input of the model (or the targets), a stage's output, its gradient.
+    PIECE, GRAD_PIECE: 1/t of an ACT or GRAD, as it travels between ranks of t tensor-parallel processes.
+    SAVED: saved by a forward for its backward.
+    HALF: gradients that bwd_input leaves for bwd_weight.
+    WGRAD, WEIGHTS, OPTIM: of a stage; gradients of its weights, a version of them, the states of its optimizer.
+    SHARDS: the shards of new weights, as replicas have stepped them.
+    NORM: the norm of all gradients of an update, or a stage's part of it.
+    """
 
     INPUT = "input"
     ACT = "act"
@@ -55,6 +80,20 @@ class Kind(enum.StrEnum):
     WGRAD = "wgrad"
     WEIGHTS = "weights"
     OPTIM = "optim"
+    SHARDS = "shards"
+    NORM = "norm"
+
+
+class Reduction(enum.StrEnum):
+    """The kind of a `reduce`.
+
+    REPLICAS: sums gradients over the replicas of a stage.
+    SCATTER: the same, and each replica gets the sum of its shard.
+    SHARDS: joins the new weights from the shards that replicas have stepped.
+    TIED: sums gradients over the stages that share a weight.
+    NORM: the norm of all gradients; of a spilled stage, its part of it.
+    """
+
     REPLICAS = "replicas"
     SCATTER = "scatter"
     SHARDS = "shards"
@@ -62,15 +101,32 @@ class Kind(enum.StrEnum):
     NORM = "norm"
 
 
+WHOLE_OF: Final[dict[str, str]] = {Kind.PIECE.value: Kind.ACT.value, Kind.GRAD_PIECE.value: Kind.GRAD.value}
+"""The kind of value that pieces make."""
+
+PIECE_OF: Final[dict[str, str]] = {whole: piece for piece, whole in WHOLE_OF.items()}
+"""The kind of its pieces."""
+
+
 class OpSpec(NamedTuple):
     """Facts about one operation.
 
+    `needs`, `makes` and `consumes` name values by their kind and operands: s a stage, m a micro-batch, w a version or
+    update, u the update that micro-batch m belongs to. `pipefit.ir.values` says which values of a program these are.
+
     Attributes:
         fields: operands, in the order of the text form.
-        lane: what carries it out.
-        letter: how drawings name it; "" where they leave it out.
+        lane: the resource that executes it.
+        letter: its name in drawings; "" where they leave it out.
         roughly: pseudo-code.
         caution: the one thing to keep in mind.
+        needs: values that must be on the rank before it can run.
+        makes: values that are on the rank once it is done.
+        consumes: values that are gone once it is done.
+        kinds: what its operand `kind` can be.
+        seconds: the figures of a `CostModel` whose sum is its time.
+        is_awaited: whether it completes asynchronously, and the first instruction that needs its value waits for it.
+        is_collective: whether several ranks take part in it, each with an instruction of its own.
     """
 
     fields: tuple[str, ...]
@@ -78,14 +134,32 @@ class OpSpec(NamedTuple):
     letter: str
     roughly: str
     caution: str = ""
+    needs: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    consumes: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    seconds: tuple[str, ...] = ()
+    is_awaited: bool = False
+    is_collective: bool = False
 
 
 _STAGE_MB = ("stage", "mb")
 _VERSIONED = ("stage", "mb", "version")
+_FORWARD_NEEDS = ("act[s-1,m]", "weights[s,w]")
+_BACKWARD_NEEDS = ("saved[s,m]", "grad[s,m]", "weights[s,w]")
+_WHOLES = (Kind.ACT.value, Kind.GRAD.value)
+_MESSAGES = (*_WHOLES, *WHOLE_OF)
+_MOVED = (Kind.WEIGHTS.value, Kind.WGRAD.value, Kind.OPTIM.value, Kind.ACT.value, Kind.INPUT.value)
 
 OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.LOAD: OpSpec(
-        _STAGE_MB, Lane.COMPUTE, "", "input[s,m] = the stage's slice of the batch", "targets are the last stage's input"
+        _STAGE_MB,
+        Lane.COMPUTE,
+        "",
+        "input[s,m] = the stage's slice of the batch",
+        "targets are the last stage's input",
+        makes=("input[s,m]",),
+        seconds=("load_s",),
     ),
     Op.FWD: OpSpec(
         _VERSIONED,
@@ -93,6 +167,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "F",
         "act[s,m], saved[s,m] = stage(act[s-1,m], weights[s,w])",
         "saves nothing when a recompute follows",
+        needs=_FORWARD_NEEDS,
+        makes=("act[s,m]", "saved[s,m] unless replayed"),
+        seconds=("forward_s",),
     ),
     Op.LOSS: OpSpec(
         ("mb",),
@@ -100,15 +177,61 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "",
         "grad[last,m] = ∂loss(act[last,m], input[last,m])/∂act",
         "weighted by the micro-batch's share of its update",
+        needs=("act[last,m]", "input[last,m]"),
+        makes=("grad[last,m]",),
+        seconds=("loss_s",),
     ),
     Op.RECOMPUTE: OpSpec(
-        _VERSIONED, Lane.COMPUTE, "R", "saved[s,m] = replay of fwd", "same weights and same random numbers as its fwd"
+        _VERSIONED,
+        Lane.COMPUTE,
+        "R",
+        "saved[s,m] = replay of fwd",
+        "same weights and same random numbers as its fwd",
+        needs=_FORWARD_NEEDS,
+        makes=("saved[s,m]",),
+        seconds=("recompute_s",),
     ),
-    Op.BWD: OpSpec(_VERSIONED, Lane.COMPUTE, "B", "grad[s-1,m]; wgrad[s,u] += …", "same weights as its fwd"),
-    Op.BWD_INPUT: OpSpec(_VERSIONED, Lane.COMPUTE, "I", "grad[s-1,m]", "keeps saved[s,m] until bwd_weight"),
-    Op.BWD_WEIGHT: OpSpec(_VERSIONED, Lane.COMPUTE, "W", "wgrad[s,u] += …", "after its bwd_input"),
+    Op.BWD: OpSpec(
+        _VERSIONED,
+        Lane.COMPUTE,
+        "B",
+        "grad[s-1,m]; wgrad[s,u] += …",
+        "same weights as its fwd",
+        needs=_BACKWARD_NEEDS,
+        makes=("grad[s-1,m]", "wgrad[s,u]"),
+        consumes=("saved[s,m]", "grad[s,m]"),
+        seconds=("backward_input_s", "backward_weight_s"),
+    ),
+    Op.BWD_INPUT: OpSpec(
+        _VERSIONED,
+        Lane.COMPUTE,
+        "I",
+        "grad[s-1,m]",
+        "keeps saved[s,m] until bwd_weight",
+        needs=_BACKWARD_NEEDS,
+        makes=("grad[s-1,m]", "half[s,m]"),
+        consumes=("grad[s,m]",),
+        seconds=("backward_input_s", "split_input_s"),
+    ),
+    Op.BWD_WEIGHT: OpSpec(
+        _VERSIONED,
+        Lane.COMPUTE,
+        "W",
+        "wgrad[s,u] += …",
+        "after its bwd_input",
+        needs=("saved[s,m]", "half[s,m]", "weights[s,w]"),
+        makes=("wgrad[s,u]",),
+        consumes=("saved[s,m]", "half[s,m]"),
+        seconds=("backward_weight_s", "split_s"),
+    ),
     Op.SEND: OpSpec(
-        ("stage", "mb", "kind", "peer"), Lane.COMM, "", "kind[s,m] → peer", "may block until its receive is posted"
+        ("stage", "mb", "kind", "peer"),
+        Lane.COMM,
+        "",
+        "kind[s,m] → peer",
+        "may block until its receive is posted",
+        needs=("whole kind[s,m]",),
+        kinds=_MESSAGES,
     ),
     Op.RECV: OpSpec(
         ("stage", "mb", "kind", "peer"),
@@ -116,6 +239,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "",
         "kind[s,m] ← peer",
         "posts a buffer; whoever needs the value waits",
+        makes=("kind[s,m]",),
+        kinds=_MESSAGES,
+        is_awaited=True,
     ),
     Op.GATHER: OpSpec(
         ("stage", "mb", "kind"),
@@ -123,6 +249,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "",
         "kind[s,m] = join of the 1/t pieces",
         "over the tensor-parallel ranks of the stage",
+        needs=("piece of kind[s,m]",),
+        makes=("kind[s,m]",),
+        kinds=_WHOLES,
     ),
     Op.REDUCE: OpSpec(
         ("stage", "version", "kind"),
@@ -131,6 +260,11 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "wgrad[s,w] summed over replicas (scatter: to each its part), or over the stages that share a weight; the norm "
         "of all; or (shards) weights[s,w+1] from the parts that replicas have stepped",
         "a collective: same order on all members",
+        needs=("terms[s,w]",),
+        makes=("result[s,w]",),
+        kinds=tuple(kind.value for kind in Reduction),
+        is_awaited=True,
+        is_collective=True,
     ),
     Op.STEP: OpSpec(
         ("stage", "version"),
@@ -138,6 +272,10 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "S",
         "weights[s,w+1] = optimizer(weights[s,w], wgrad[s,w])",
         "in place when weights[s,w] is dropped next",
+        needs=("weights[s,w]", "wgrad[s,w]", "optim[s,w]", "norm[w]"),
+        makes=("stepped[s,w+1]", "optim[s,w+1]"),
+        consumes=("in slots[s,w]",),
+        seconds=("step_s",),
     ),
     Op.HOST_STEP: OpSpec(
         ("stage", "version"),
@@ -145,14 +283,26 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "",
         "on the host: weights[s,w+1] = optimizer(weights[s,w], wgrad[s,w])",
         "only after the gradients are written back; a fetch of weights[s,w+1] waits for it",
+        needs=("norm[w]",),
+        seconds=("host_step_s",),
     ),
-    Op.DROP: OpSpec(("stage", "version"), Lane.COMPUTE, "", "forget weights[s,w]"),
+    Op.DROP: OpSpec(
+        ("stage", "version"),
+        Lane.COMPUTE,
+        "",
+        "forget weights[s,w]",
+        needs=("weights[s,w]",),
+        consumes=("weights[s,w]",),
+    ),
     Op.FETCH: OpSpec(
         ("stage", "kind", "version", "tier", "slot"),
         Lane.COPY,
         "",
         "slot: kind[s,w] ← tier",
         "only after the tier holds that version and the slot is free",
+        makes=("kind[s,w]",),
+        kinds=_MOVED,
+        is_awaited=True,
     ),
     Op.EVICT: OpSpec(
         ("stage", "kind", "version", "tier"),
@@ -160,12 +310,39 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "",
         "kind[s,w] → tier; its slot is free",
         "written back once it is committed",
+        needs=("kind[s,w]",),
+        consumes=("kind[s,w]",),
+        kinds=_MOVED,
     ),
-    Op.BARRIER: OpSpec((), Lane.COMM, "", "all ranks", "a collective of every rank"),
+    Op.BARRIER: OpSpec(
+        (),
+        Lane.COMM,
+        "",
+        "all ranks",
+        "a collective of every rank",
+        is_collective=True,
+    ),
 }
 
-COMPUTE_OPS: Final = frozenset({Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT})
-"""The operations whose time is the model's: what schedules order."""
+
+def _ops(fact: Callable[[OpSpec], bool]) -> frozenset[Op]:
+    return frozenset(op for op, spec in OP_SPEC.items() if fact(spec))
+
+
+COMPUTE_OPS: Final = _ops(lambda spec: spec.fields == _VERSIONED)
+"""The operations whose time is the model's: what schedules order. They use a version of a stage's weights."""
+
+BACKWARD_OPS: Final = _ops(lambda spec: "saved[s,m]" in spec.needs)
+"""Backwards and their halves."""
+
+GRADIENT_OPS: Final = _ops(lambda spec: "grad[s-1,m]" in spec.makes)
+"""The backwards that make the gradient of a stage's input."""
+
+WEIGHT_GRADIENT_OPS: Final = _ops(lambda spec: "wgrad[s,u]" in spec.makes)
+"""The backwards that add to the gradients of a stage's weights."""
+
+MESSAGE_OPS: Final = _ops(lambda spec: "peer" in spec.fields)
+"""Sends and receives."""
 
 STEP_OPS: Final = (Op.STEP, Op.HOST_STEP)
 """The operations that make an update, on the device or on the host."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 from pipefit.ir.spill import SLOTTED
 
@@ -75,7 +75,7 @@ def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
             found = [written.get((kind, i.stage, i.version, tier)) for kind in (_WEIGHTS, _WGRAD)]
             waits[index] = tuple(sorted({n for n in (*found, read.get(i.stage)) if n is not None}))
             written[_WEIGHTS, i.stage, i.version + 1, tier] = index
-        elif (i.op is Op.BWD or i.op is Op.BWD_WEIGHT) and (_WEIGHTS, i.stage) in slots.home:
+        elif i.op in WEIGHT_GRADIENT_OPS and (_WEIGHTS, i.stage) in slots.home:
             slots.home[_WGRAD, i.stage] = slots.home[_WEIGHTS, i.stage]
             fetched = gradients.get((i.stage, program.header.update_of(i.stage, i.mb)))
             if fetched is not None:

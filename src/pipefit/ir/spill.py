@@ -9,7 +9,7 @@ import msgspec
 from pipefit.errors import ScheduleError
 from pipefit.ir.op import Kind
 
-__all__ = ["GRAIN_BYTES", "MOVED", "SLOTTED", "TIERS", "UNDER_WAY", "Spill"]
+__all__ = ["GRAIN_BYTES", "SLOTTED", "TIERS", "UNDER_WAY", "Spill"]
 
 GRAIN_BYTES: Final = 4096
 """What records and slots are rounded up to: direct I/O asks for it."""
@@ -19,10 +19,6 @@ TIERS: Final = ("host", "disk")
 
 SLOTTED: Final = {Kind.WEIGHTS.value: "weights", Kind.WGRAD.value: "wgrad", Kind.OPTIM.value: "optim"}
 """The kinds that lie in slots, and the name of their slots. Slot i of the gradients is the twin of weights slot i."""
-
-MOVED: Final = (*SLOTTED, Kind.ACT.value, Kind.INPUT.value)
-"""The kinds that can be fetched and evicted; activations and inputs have no slots."""
-
 
 UNDER_WAY: Final = 2
 """Activations that are being written to a tier at a time: they leave the device once they are there."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError, ProgramError, nearest
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import OP_SPEC, Kind, Op
+from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.spec.files import read_text, write_atomically
@@ -15,6 +15,7 @@ from pipefit.spec.files import read_text, write_atomically
 __all__ = ["dump", "load", "parse", "parse_instruction", "save"]
 
 _FORMAT = "format pipefit.program/1"
+_KINDS = sorted({*map(str, Kind), *map(str, Reduction)})
 _PREFIX = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}
 
 
@@ -143,7 +144,9 @@ def parse_instruction(text: str) -> Instruction:
 
 def _operand(op: Op, field: str, text: str) -> int | str:
     if field == "kind":
-        return Kind(text).value
+        if text not in _KINDS:
+            raise ProgramError(f"{op.value}: unknown kind {text!r}; {nearest(text, _KINDS)}")
+        return text
     if field == "tier":
         return text
     prefix = _PREFIX.get(field) or (">" if op is Op.SEND else "<")

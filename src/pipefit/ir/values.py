@@ -1,4 +1,6 @@
-"""What each instruction needs, makes and uses up: the law that dependency graph, liveness and runtime share.
+"""The values that each instruction needs, makes and consumes: the law that graph, liveness and runtime share.
+
+`OP_SPEC` names them by kind and operands; here these names become values of a program.
 
 A value lives on one rank. It is named by kind, stage and index: the micro-batch for data, the version for weights,
 the update for gradients of weights.
@@ -7,19 +9,18 @@ the update for gradients of weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import OP_SPEC, PIECE_OF, WHOLE_OF, Kind, Reduction
 from pipefit.ir.program import Header, Program
 
-__all__ = ["Value", "consumes", "makes", "needs", "tied_stages"]
+__all__ = ["Value", "consumes", "makes", "needs", "reduced_stages", "tied_stages"]
 
 INPUT, ACT, GRAD, SAVED, HALF = Kind.INPUT.value, Kind.ACT.value, Kind.GRAD.value, Kind.SAVED.value, Kind.HALF.value
 WGRAD, WEIGHTS, NORM, OPTIM = Kind.WGRAD.value, Kind.WEIGHTS.value, Kind.NORM.value, Kind.OPTIM.value
 SHARDS = Kind.SHARDS.value
-_WHOLE = {Kind.PIECE.value: ACT, Kind.GRAD_PIECE.value: GRAD}
-_PIECE = {ACT: Kind.PIECE.value, GRAD: Kind.GRAD_PIECE.value}
 
 
 class Value(NamedTuple):
@@ -38,36 +39,17 @@ Rule = Callable[[Instruction, Program, int], tuple[Value, ...]]
 
 def needs(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     """The values that must be on the rank before the instruction can run."""
-    rule = _NEEDS.get(instruction.op)
-    return rule(instruction, program, rank) if rule else ()
+    return _NEEDS[instruction.op](instruction, program, rank)
 
 
 def makes(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     """The values that are on the rank once the instruction is done."""
-    rule = _MAKES.get(instruction.op)
-    return rule(instruction, program, rank) if rule else ()
+    return _MAKES[instruction.op](instruction, program, rank)
 
 
-def consumes(instruction: Instruction, program: Program) -> tuple[Value, ...]:
-    """The values that are gone from the rank once the instruction is done.
-
-    The step of a spilled stage works in its slot: what it starts from is gone, and so are its gradients.
-    """
-    op, stage, mb = instruction.op, instruction.stage, instruction.mb
-    if op is Op.BWD:
-        return Value(SAVED, stage, mb), Value(GRAD, stage, mb)
-    if op is Op.BWD_WEIGHT:
-        return Value(SAVED, stage, mb), Value(HALF, stage, mb)
-    if op is Op.BWD_INPUT:
-        return (Value(GRAD, stage, mb),)
-    if op is Op.DROP:
-        return (Value(WEIGHTS, stage, instruction.version),)
-    if op is Op.EVICT:
-        return (Value(instruction.kind, stage, instruction.version),)
-    if op is Op.STEP and program.header.is_spilled(stage):
-        own = Value(WEIGHTS, stage, instruction.version), Value(WGRAD, stage, instruction.version)
-        return (*own, *_states(instruction, program, 0))
-    return ()
+def consumes(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    """The values that are gone from the rank once the instruction is done."""
+    return _CONSUMES[instruction.op](instruction, program, rank)
 
 
 def tied_stages(header: Header, stage: int, rank: int) -> tuple[int, ...]:
@@ -78,108 +60,102 @@ def tied_stages(header: Header, stage: int, rank: int) -> tuple[int, ...]:
     return ()
 
 
-def _stage_input(i: Instruction) -> Value:
-    return Value(ACT, i.stage - 1, i.mb) if i.stage > 0 else Value(INPUT, 0, i.mb)
+def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> tuple[int, ...]:
+    """The stages of a rank whose gradients a reduction takes."""
+    if kind == Reduction.NORM and stage < 0:
+        return header.stages_of(rank)
+    return tied_stages(header, stage, rank) if kind == Reduction.TIED else (stage,)
 
 
-def _forward_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    return _stage_input(i), Value(WEIGHTS, i.stage, i.version)
-
-
-def _forward_makes(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    act = Value(ACT, i.stage, i.mb)
-    return (act,) if (i.stage, i.mb) in program.recomputed else (act, Value(SAVED, i.stage, i.mb))
-
-
-def _loss_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    last = program.header.last_stage
-    return Value(ACT, last, i.mb), Value(INPUT, last, i.mb)
-
-
-def _backward_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    return Value(SAVED, i.stage, i.mb), Value(GRAD, i.stage, i.mb), Value(WEIGHTS, i.stage, i.version)
-
-
-def _weight_half_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    return Value(SAVED, i.stage, i.mb), Value(HALF, i.stage, i.mb), Value(WEIGHTS, i.stage, i.version)
-
-
-def _input_gradient(i: Instruction) -> tuple[Value, ...]:
-    return (Value(GRAD, i.stage - 1, i.mb),) if i.stage > 0 else ()
-
-
-def _weight_gradient(i: Instruction, program: Program) -> Value:
-    return Value(WGRAD, i.stage, program.header.update_of(i.stage, i.mb))
-
-
-def _reduce_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def _terms(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     header = program.header
-    if i.kind == SHARDS:
+    if i.kind == Reduction.SHARDS:
         return (Value(SHARDS, i.stage, i.version),)
-    if i.kind == Kind.NORM and i.stage < 0:
-        stages = tuple(s for s in header.stages_of(rank) if i.version < header.num_updates(s))
-        # The gradients of a spilled stage have come by one after the other, and left their part of the norm.
-        return tuple(Value(NORM if header.is_spilled(stage) else WGRAD, stage, i.version) for stage in stages)
-    stages = tied_stages(header, i.stage, rank) if i.kind == Kind.TIED else (i.stage,)
-    return tuple(Value(WGRAD, stage, i.version) for stage in stages)
+    stages = reduced_stages(header, i.kind, i.stage, rank)
+    if i.kind != Reduction.NORM or i.stage >= 0:
+        return tuple(Value(WGRAD, stage, i.version) for stage in stages)
+    # The gradients of a spilled stage were on the device one stage after the other, and left their part of the norm.
+    return tuple(
+        Value(NORM if header.is_spilled(stage) else WGRAD, stage, i.version)
+        for stage in stages
+        if i.version < header.num_updates(stage)
+    )
 
 
-def _reduce_makes(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    if i.kind == SHARDS:
+def _result(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    if i.kind == Reduction.SHARDS:
         return (Value(WEIGHTS, i.stage, i.version + 1),)
-    return (Value(NORM, i.stage, i.version),) if i.kind == Kind.NORM else _reduce_needs(i, program, rank)
+    return (Value(NORM, i.stage, i.version),) if i.kind == Reduction.NORM else _terms(i, program, rank)
 
 
-def _step_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    own = Value(WEIGHTS, i.stage, i.version), Value(WGRAD, i.stage, i.version)
-    norm = (Value(NORM, -1, i.version),) if program.header.clip else ()
-    return (*own, *_states(i, program, 0), *norm)
-
-
-def _host_step_needs(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    """What it works on lies on the tier, and is no value of the rank's device: see `ir.residency`."""
-    return (Value(NORM, -1, i.version),) if program.header.clip else ()
-
-
-def _step_makes(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def _stepped(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     if program.header.is_sharded(i.stage):
         return (Value(SHARDS, i.stage, i.version),)
-    return (Value(WEIGHTS, i.stage, i.version + 1), *_states(i, program, 1))
+    return (Value(WEIGHTS, i.stage, i.version + 1),)
 
 
-def _states(i: Instruction, program: Program, later: int) -> tuple[Value, ...]:
-    """The optimizer's states that a step starts from or makes, where they are moved; elsewhere they just stay."""
-    moved = program.header.is_optim_spilled(i.stage)
-    return (Value(OPTIM, i.stage, i.version + later),) if moved else ()
+def _states(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    """The optimizer's states, where they are moved; elsewhere they stay."""
+    return (Value(OPTIM, i.stage, i.version),) if program.header.is_optim_spilled(i.stage) else ()
 
 
-_NEEDS: dict[Op, Rule] = {
-    Op.FWD: _forward_needs,
-    Op.RECOMPUTE: _forward_needs,
-    Op.LOSS: _loss_needs,
-    Op.BWD: _backward_needs,
-    Op.BWD_INPUT: _backward_needs,
-    Op.BWD_WEIGHT: _weight_half_needs,
-    Op.SEND: lambda i, program, rank: (Value(_WHOLE.get(i.kind, i.kind), i.stage, i.mb),),
-    Op.GATHER: lambda i, program, rank: (Value(_PIECE[i.kind], i.stage, i.mb),),
-    Op.REDUCE: _reduce_needs,
-    Op.STEP: _step_needs,
-    Op.HOST_STEP: _host_step_needs,
-    Op.DROP: lambda i, program, rank: (Value(WEIGHTS, i.stage, i.version),),
-    Op.EVICT: lambda i, program, rank: (Value(i.kind, i.stage, i.version),),
+def _new_states(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    moved = program.header.is_optim_spilled(i.stage) and not program.header.is_sharded(i.stage)
+    return (Value(OPTIM, i.stage, i.version + 1),) if moved else ()
+
+
+def _in_slots(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    """The step of a spilled stage works in its slots: its old weights and states are gone, and so are its gradients."""
+    if not program.header.is_spilled(i.stage):
+        return ()
+    own = Value(WEIGHTS, i.stage, i.version), Value(WGRAD, i.stage, i.version)
+    return (*own, *_states(i, program, rank))
+
+
+_VALUES: dict[str, Rule] = {
+    "input[s,m]": lambda i, program, rank: (Value(INPUT, i.stage, i.mb),),
+    "input[last,m]": lambda i, program, rank: (Value(INPUT, program.header.last_stage, i.mb),),
+    "act[s-1,m]": lambda i, program, rank: (Value(ACT, i.stage - 1, i.mb) if i.stage > 0 else Value(INPUT, 0, i.mb),),
+    "act[s,m]": lambda i, program, rank: (Value(ACT, i.stage, i.mb),),
+    "act[last,m]": lambda i, program, rank: (Value(ACT, program.header.last_stage, i.mb),),
+    "grad[s-1,m]": lambda i, program, rank: (Value(GRAD, i.stage - 1, i.mb),) if i.stage > 0 else (),
+    "grad[s,m]": lambda i, program, rank: (Value(GRAD, i.stage, i.mb),),
+    "grad[last,m]": lambda i, program, rank: (Value(GRAD, program.header.last_stage, i.mb),),
+    "saved[s,m]": lambda i, program, rank: (Value(SAVED, i.stage, i.mb),),
+    "saved[s,m] unless replayed": lambda i, program, rank: (
+        () if (i.stage, i.mb) in program.recomputed else (Value(SAVED, i.stage, i.mb),)
+    ),
+    "half[s,m]": lambda i, program, rank: (Value(HALF, i.stage, i.mb),),
+    "weights[s,w]": lambda i, program, rank: (Value(WEIGHTS, i.stage, i.version),),
+    "stepped[s,w+1]": _stepped,
+    "wgrad[s,w]": lambda i, program, rank: (Value(WGRAD, i.stage, i.version),),
+    "wgrad[s,u]": lambda i, program, rank: (Value(WGRAD, i.stage, program.header.update_of(i.stage, i.mb)),),
+    "optim[s,w]": _states,
+    "optim[s,w+1]": _new_states,
+    "in slots[s,w]": _in_slots,
+    "norm[w]": lambda i, program, rank: (Value(NORM, -1, i.version),) if program.header.clip else (),
+    "terms[s,w]": _terms,
+    "result[s,w]": _result,
+    "kind[s,m]": lambda i, program, rank: (Value(i.kind, i.stage, i.mb),),
+    "kind[s,w]": lambda i, program, rank: (Value(i.kind, i.stage, i.version),),
+    "whole kind[s,m]": lambda i, program, rank: (Value(WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb),),
+    "piece of kind[s,m]": lambda i, program, rank: (Value(PIECE_OF[i.kind], i.stage, i.mb),),
 }
 
-_MAKES: dict[Op, Rule] = {
-    Op.LOAD: lambda i, program, rank: (Value(INPUT, i.stage, i.mb),),
-    Op.FWD: _forward_makes,
-    Op.RECOMPUTE: lambda i, program, rank: (Value(SAVED, i.stage, i.mb),),
-    Op.LOSS: lambda i, program, rank: (Value(GRAD, program.header.last_stage, i.mb),),
-    Op.BWD: lambda i, program, rank: (*_input_gradient(i), _weight_gradient(i, program)),
-    Op.BWD_INPUT: lambda i, program, rank: (*_input_gradient(i), Value(HALF, i.stage, i.mb)),
-    Op.BWD_WEIGHT: lambda i, program, rank: (_weight_gradient(i, program),),
-    Op.RECV: lambda i, program, rank: (Value(i.kind, i.stage, i.mb),),
-    Op.GATHER: lambda i, program, rank: (Value(i.kind, i.stage, i.mb),),
-    Op.REDUCE: _reduce_makes,
-    Op.STEP: _step_makes,
-    Op.FETCH: lambda i, program, rank: (Value(i.kind, i.stage, i.version),),
-}
+
+def _nothing(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+    return ()
+
+
+def _both(first: Rule, second: Rule) -> Rule:
+    return lambda i, program, rank: first(i, program, rank) + second(i, program, rank)
+
+
+def _rule(names: tuple[str, ...]) -> Rule:
+    """The values of several names."""
+    return reduce(_both, [_VALUES[name] for name in names]) if names else _nothing
+
+
+_NEEDS = {op: _rule(spec.needs) for op, spec in OP_SPEC.items()}
+_MAKES = {op: _rule(spec.makes) for op, spec in OP_SPEC.items()}
+_CONSUMES = {op: _rule(spec.consumes) for op, spec in OP_SPEC.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Op
+from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op
 from pipefit.ir.program import Header, WeightRule
 
 __all__ = ["required_versions"]
@@ -44,7 +44,7 @@ def _newest(header: Header, rank: int, instructions: Sequence[Instruction]) -> d
     for i in instructions:
         if i.op is Op.FWD:
             result[i.stage, i.mb] = finished.get(i.stage, 0)
-        elif i.op in (Op.BWD, Op.BWD_WEIGHT):
+        elif i.op in WEIGHT_GRADIENT_OPS:
             key = i.stage, header.update_of(i.stage, i.mb)
             pending[key] = pending.get(key, 0) - 1
             while pending.get((i.stage, finished.get(i.stage, 0)), 1) == 0:

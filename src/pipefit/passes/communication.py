@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 
 __all__ = ["computes_back", "with_communication"]
@@ -89,7 +89,7 @@ def _sends(program: Program, rank: int) -> dict[int, list[Instruction]]:
     for index, i in enumerate(program.ranks[rank]):
         if i.op is Op.FWD and i.stage < header.last_stage:
             peer, stage, kind = header.rank_of(i.stage + 1, i.mb), i.stage, Kind.ACT
-        elif i.op in (Op.BWD, Op.BWD_INPUT) and i.stage > 0:
+        elif i.op in GRADIENT_OPS and i.stage > 0:
             peer, stage, kind = header.rank_of(i.stage - 1, i.mb), i.stage - 1, Kind.GRAD
         else:
             continue
@@ -104,7 +104,7 @@ def _first_needs(instructions: tuple[Instruction, ...]) -> dict[tuple[str, int, 
     for index, i in enumerate(instructions):
         if i.op is Op.FWD:
             first.setdefault((Kind.ACT.value, i.stage - 1, i.mb), index)
-        elif i.op is Op.BWD or i.op is Op.BWD_INPUT:
+        elif i.op in GRADIENT_OPS:
             first.setdefault((Kind.GRAD.value, i.stage, i.mb), index)
     return first
 

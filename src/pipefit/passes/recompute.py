@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, Op
+from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Op
 from pipefit.ir.program import Program
 
 __all__ = ["with_recompute"]
@@ -24,7 +24,7 @@ def with_recompute(program: Program, stages: Collection[int] | None = None) -> P
         listed: list[Instruction] = []
         before: Instruction | None = None
         for i in instructions:
-            starts_backward = i.op is Op.BWD or i.op is Op.BWD_INPUT
+            starts_backward = i.op in GRADIENT_OPS
             if starts_backward and (stages is None or i.stage in stages) and not _just_ran(before, i):
                 listed.append(Instruction(Op.RECOMPUTE, i.stage, i.mb))
             listed.append(i)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import is_in_place
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import tied_stages
 
@@ -33,7 +33,7 @@ def with_reductions(program: Program) -> Program:
         for index, i in enumerate(instructions):
             if header.clip and i.op is Op.STEP and i.version not in normed:
                 normed.add(i.version)
-                listed.append(Instruction(Op.REDUCE, version=i.version, kind=Kind.NORM.value))
+                listed.append(Instruction(Op.REDUCE, version=i.version, kind=Reduction.NORM.value))
             listed.append(i)
             listed += after.get(index, ())
             listed += joins.get(index, ())
@@ -46,22 +46,22 @@ def _reductions_after(program: Program, rank: int) -> dict[int, list[Instruction
     header = program.header
     last: dict[tuple[int, int], int] = {}
     for index, i in enumerate(program.ranks[rank]):
-        if i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
+        if i.op in WEIGHT_GRADIENT_OPS:
             last[i.stage, header.update_of(i.stage, i.mb)] = index
     result: dict[int, list[Instruction]] = {}
     for (stage, update), index in last.items():
-        kind = Kind.SCATTER if header.is_sharded(stage) else Kind.REPLICAS
+        kind = Reduction.SCATTER if header.is_sharded(stage) else Reduction.REPLICAS
         reduce = Instruction(Op.REDUCE, stage, version=update, kind=kind.value)
         if len(collective_members(header, reduce)) > 1:
             result.setdefault(index, []).append(reduce)
     for tie in header.ties:
-        reduce = Instruction(Op.REDUCE, tie[0], version=0, kind=Kind.TIED.value)
+        reduce = Instruction(Op.REDUCE, tie[0], version=0, kind=Reduction.TIED.value)
         own = tied_stages(header, tie[0], rank)
         if not own or (len(own) == 1 and len(collective_members(header, reduce)) == 1):
             continue
         for update in {update for stage, update in last if stage in own}:
             ready = max(index for (_, of), index in last.items() if of == update)
-            instruction = Instruction(Op.REDUCE, tie[0], version=update, kind=Kind.TIED.value)
+            instruction = Instruction(Op.REDUCE, tie[0], version=update, kind=Reduction.TIED.value)
             result.setdefault(ready, []).append(instruction)
     return result
 
@@ -71,7 +71,7 @@ def _joins_after(program: Program, rank: int) -> dict[int, list[Instruction]]:
     instructions = program.ranks[rank]
     return {
         index + is_in_place(instructions, index): [
-            Instruction(Op.REDUCE, i.stage, version=i.version, kind=Kind.SHARDS.value)
+            Instruction(Op.REDUCE, i.stage, version=i.version, kind=Reduction.SHARDS.value)
         ]
         for index, i in enumerate(instructions)
         if i.op is Op.STEP and program.header.is_sharded(i.stage)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, PIECE_OF, Kind, Op
 from pipefit.ir.program import Program
 
 __all__ = ["with_scatter_gather"]
-
-_PIECE = {Kind.ACT.value: Kind.PIECE.value, Kind.GRAD.value: Kind.GRAD_PIECE.value}
 
 
 def with_scatter_gather(program: Program) -> Program:
@@ -34,10 +32,10 @@ def with_scatter_gather(program: Program) -> Program:
         listed: list[Instruction] = []
         arriving: set[tuple[int, int, str]] = set()
         for i in instructions:
-            if (i.op is Op.SEND or i.op is Op.RECV) and i.kind in _PIECE:
+            if (i.op is Op.SEND or i.op is Op.RECV) and i.kind in PIECE_OF:
                 if i.op is Op.RECV:
                     arriving.add((i.stage, i.mb, i.kind))
-                listed.append(msgspec.structs.replace(i, kind=_PIECE[i.kind]))
+                listed.append(msgspec.structs.replace(i, kind=PIECE_OF[i.kind]))
                 continue
             needed = _entering(i)
             if needed in arriving:

@@ -17,7 +17,7 @@ import msgspec
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Kind, MESSAGE_OPS, Op, Reduction, WEIGHT_GRADIENT_OPS
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import tied_stages
@@ -26,10 +26,8 @@ from pipefit.passes.stays import Stay, stays
 
 __all__ = ["with_spilling"]
 
-_USES = frozenset({Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT, Op.STEP})
-_ADDS = frozenset({Op.BWD, Op.BWD_WEIGHT})
-_ON_GRADIENTS = frozenset({*_ADDS, Op.STEP, Op.REDUCE})
-_MESSAGES = frozenset({Op.SEND, Op.RECV})
+_USES = COMPUTE_OPS | {Op.STEP}
+_ON_GRADIENTS = WEIGHT_GRADIENT_OPS | {Op.STEP, Op.REDUCE}
 _AHEAD = 4
 
 
@@ -77,14 +75,14 @@ def _finished_at_once(header: Header, rank: int, listed: list[Instruction]) -> l
     """Lets each spilled stage do at once what its complete gradients allow: its step, or its part of the norm."""
     ready: dict[tuple[int, int], int] = {}
     for index, i in enumerate(listed):
-        if i.op in _ADDS:
+        if i.op in WEIGHT_GRADIENT_OPS:
             ready[i.stage, header.update_of(i.stage, i.mb)] = index
-        elif i.op is Op.REDUCE and i.kind != Kind.NORM:
+        elif i.op is Op.REDUCE and i.kind != Reduction.NORM:
             ready |= {(stage, i.version): index for stage in _reduced(header, rank, i)}
     after: dict[int, list[Instruction]] = defaultdict(list)
     for (stage, update), index in ready.items():
         if header.is_spilled(stage):
-            part = Instruction(Op.REDUCE, stage, version=update, kind=Kind.NORM.value)
+            part = Instruction(Op.REDUCE, stage, version=update, kind=Reduction.NORM.value)
             step = Instruction(Op.STEP, stage, version=update)
             after[_past_messages(listed, index + 1)].append(part if header.clip else step)
     result: list[Instruction] = []
@@ -103,14 +101,14 @@ def _stepped(header: Header, i: Instruction) -> Instruction:
 
 def _past_messages(listed: list[Instruction], index: int) -> int:
     """The place after the messages that follow: others wait for those."""
-    while index < len(listed) and listed[index].op in _MESSAGES:
+    while index < len(listed) and listed[index].op in MESSAGE_OPS:
         index += 1
     return index
 
 
 def _reduced(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
     """The stages of a rank whose gradients a reduction works on."""
-    if i.kind == Kind.TIED:
+    if i.kind == Reduction.TIED:
         return tied_stages(header, i.stage, rank)
     return (i.stage,) if i.stage >= 0 else ()
 
@@ -149,7 +147,7 @@ def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Inst
         stay = stay_of.get((index, i.stage), -1)
         if i.op in (Op.FWD, Op.RECOMPUTE):
             kept[i.stage, i.mb] = stay
-        elif i.op in (Op.BWD, Op.BWD_INPUT) and kept.get((i.stage, i.mb), stay) != stay:
+        elif i.op in GRADIENT_OPS and kept.get((i.stage, i.mb), stay) != stay:
             result.append(Instruction(Op.RECOMPUTE, i.stage, i.mb, i.version))
             kept[i.stage, i.mb] = stay
         elif i.op is Op.BWD_WEIGHT and kept.get((i.stage, i.mb), stay) != stay:
@@ -265,7 +263,7 @@ def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> 
             stay.gradients = summing[stage]
         here = stay.gradients >= 0
         for i in mine:
-            if i.op in _ADDS:
+            if i.op in WEIGHT_GRADIENT_OPS:
                 summing[stage], here = header.update_of(stage, i.mb), True
             elif i.op is Op.STEP:
                 version[stage], here = i.version + 1, False

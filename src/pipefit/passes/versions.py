@@ -5,21 +5,21 @@ from __future__ import annotations
 import msgspec
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Op
+from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Op
 from pipefit.ir.program import Program, WeightRule
 from pipefit.ir.versions import required_versions
 
 __all__ = ["with_drops", "with_steps", "with_versions"]
-
-_BACKWARDS = frozenset({Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT})
-_USES = frozenset({Op.FWD, Op.RECOMPUTE}) | _BACKWARDS
 
 
 def with_versions(program: Program) -> Program:
     """Sets the version operand of every forward, recompute and backward by the program's weight rule."""
     versions = required_versions(program.header, program.ranks)
     ranks = [
-        [msgspec.structs.replace(i, version=versions[i.stage, i.mb]) if i.op in _USES else i for i in instructions]
+        [
+            msgspec.structs.replace(i, version=versions[i.stage, i.mb]) if i.op in COMPUTE_OPS else i
+            for i in instructions
+        ]
         for instructions in program.ranks
     ]
     return program.with_ranks(ranks)
@@ -57,16 +57,16 @@ def with_steps(program: Program) -> Program:
 def _must_precede(step: tuple[int, int], i: Instruction, program: Program) -> bool:
     """Whether an instruction uses the version a step of (stage, update) makes, or adds to the gradients after it."""
     stage, update = step
-    if i.stage != stage or i.op not in _USES:
+    if i.stage != stage or i.op not in COMPUTE_OPS:
         return False
-    return i.version > update or (i.op in _BACKWARDS and program.header.update_of(stage, i.mb) > update)
+    return i.version > update or (i.op in BACKWARD_OPS and program.header.update_of(stage, i.mb) > update)
 
 
 def _last_backwards(program: Program, rank: int) -> dict[int, list[tuple[int, int]]]:
     """For the index of each update's last own backward on the rank: its (stage, update)."""
     last: dict[tuple[int, int], int] = {}
     for index, i in enumerate(program.ranks[rank]):
-        if i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
+        if i.op in WEIGHT_GRADIENT_OPS:
             last[i.stage, program.header.update_of(i.stage, i.mb)] = index
     due: dict[int, list[tuple[int, int]]] = {}
     for key, index in last.items():
@@ -81,7 +81,7 @@ def with_drops(program: Program) -> Program:
         last_use: dict[tuple[int, int], int] = {}
         newest: dict[int, int] = {}
         for index, i in enumerate(instructions):
-            if i.op in _USES or i.op is Op.STEP:
+            if i.op in COMPUTE_OPS or i.op is Op.STEP:
                 last_use[i.stage, i.version] = index
             if i.op is Op.STEP:
                 newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)

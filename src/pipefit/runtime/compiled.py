@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import is_in_place, lifetimes
-from pipefit.ir.op import Op
+from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Program
 from pipefit.ir.values import ACT, GRAD, INPUT, Value
 
 __all__ = ["CompiledRank", "compile_rank"]
-
-
-# What is under way until someone waits for it.
-_BY_ITSELF = (Op.RECV, Op.REDUCE, Op.FETCH)
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ def _compile(program: Program, rank: int) -> CompiledRank:
     waited: set[int] = set()
     awaits = []
     for number in range(start, end):
-        asynchronous = [p - start for p in graph.preds[number] if graph.instructions[p].op in _BY_ITSELF]
+        asynchronous = [p - start for p in graph.preds[number] if OP_SPEC[graph.instructions[p].op].is_awaited]
         mine = tuple(sorted({index for index in asynchronous if index not in waited}))
         waited.update(mine)
         awaits.append(mine)

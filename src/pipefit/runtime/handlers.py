@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from pipefit.errors import ModelError
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import PIECE_OF, WHOLE_OF, Op, Reduction
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
 from pipefit.runtime.executor import Execution, Handlers
@@ -166,12 +166,8 @@ def _backward_weight(run: Execution, i: Instruction) -> None:
     del saved  # Autograd does not hold the nodes of functions written in Python: what leads to them does.
 
 
-_WHOLE = {Kind.PIECE.value: Kind.ACT.value, Kind.GRAD_PIECE.value: Kind.GRAD.value}
-_PIECE = {whole: piece for piece, whole in _WHOLE.items()}
-
-
 def _send(run: Execution, i: Instruction) -> None:
-    value = run.values[_WHOLE.get(i.kind, i.kind), i.stage, i.mb]
+    value = run.values[WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb]
     message = value if isinstance(value, Message) else Message(value, [], None)
     run.transport.send(i, message)
 
@@ -181,25 +177,25 @@ def _receive(run: Execution, i: Instruction) -> None:
 
 
 def _gather(run: Execution, i: Instruction) -> None:
-    pieces = run.values.pop((_PIECE[i.kind], i.stage, i.mb))
+    pieces = run.values.pop((PIECE_OF[i.kind], i.stage, i.mb))
     run.values[i.kind, i.stage, i.mb] = run.transport.gather(pieces)
 
 
 def _reduce(run: Execution, i: Instruction) -> None:
     program, worker = run.compiled.program, run.worker
     members = collective_members(program.header, i)
-    if i.kind == Kind.NORM and i.stage >= 0:
+    if i.kind == Reduction.NORM and i.stage >= 0:
         norm_part(run, i)
         return
-    if i.kind == Kind.NORM:
+    if i.kind == Reduction.NORM:
         # Each rank brings its own entry and zeros for the others: the sum is the same to the bit in any order.
         squares = torch.zeros(program.header.num_processes, dtype=torch.float64, device=worker.device)
         squares[worker.process] = _local_square(run, i.version)
         run.norms[i.version] = squares
         tensors = [squares]
-    elif i.kind == Kind.TIED:
+    elif i.kind == Reduction.TIED:
         tensors = worker.tied_gradients(tied_stages(program.header, i.stage, worker.rank))
-    elif i.kind == Kind.SHARDS:
+    elif i.kind == Reduction.SHARDS:
         return reducing.gather_shards(run, i)
     else:
         return reducing.reduce_gradients(run, i)

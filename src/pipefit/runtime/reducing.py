@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.parallel.buckets import GradientBuckets, Launch
 from pipefit.parallel.sharded_weights import ShardedStore
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["backward", "counted_parts", "early_reductions", "gather_shards", "make_buckets", "reduce_gradients"]
 
-_SUMMED = (Kind.REPLICAS.value, Kind.SCATTER.value)
+_SUMMED = (Reduction.REPLICAS.value, Reduction.SCATTER.value)
 
 
 def make_buckets(worker: Worker, program: Program) -> None:
@@ -109,7 +109,7 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
         worker.mark_idle(i.stage, buckets.parameters[index], buckets.marks[index])
     under_way: list[Handle] = run.values.pop(("launched", i.stage, i.version))
     rest = [sums for norm in worker.stages[i.stage].batchnorms if (sums := norm.gathered(i.version)) is not None]
-    if i.kind == Kind.SCATTER and len(buckets.marks):
+    if i.kind == Reduction.SCATTER and len(buckets.marks):
         rest.append(buckets.marks)
     if rest:
         members = collective_members(run.compiled.program.header, i)

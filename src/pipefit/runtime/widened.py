@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import Kind, Op, Reduction
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.transport import Handle, Message
@@ -93,7 +93,7 @@ class TensorTransport(DistributedTransport):
 
     def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Any:
         """Starts to sum tensors among equal j of some ranks; norms and barriers among all processes."""
-        everywhere = key[0] in (Kind.NORM, Op.BARRIER.value)
+        everywhere = key[0] in (Reduction.NORM, Op.BARRIER.value)
         if not everywhere and len(members) == 1:
             return _Nothing(tensors)
         return super().all_reduce(_ALL if everywhere else members, key, tensors)

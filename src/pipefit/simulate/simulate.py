@@ -12,7 +12,7 @@ from itertools import pairwise, repeat
 from pipefit.cost.model import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.graph import Graph, collective_members
-from pipefit.ir.op import OP_SPEC, Kind, Lane, Op
+from pipefit.ir.op import COMPUTE_OPS, MESSAGE_OPS, OP_SPEC, Kind, Lane, Op
 from pipefit.ir.program import Program
 from pipefit.ir.residency import kept_fetches
 from pipefit.simulate.engine import Engine, Key, Prices
@@ -22,8 +22,6 @@ from pipefit.simulate.sharing import Machine, SharingEngine
 from pipefit.timeline import Event, Timeline
 
 __all__ = ["collector_paused", "simulate"]
-
-_VARIED = (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
 
 
 def simulate(
@@ -124,7 +122,7 @@ def _run(
     prices = _prices(layout, cost, contention, blocked, rendezvous)
     if vary:
         varied = (
-            vary(s) if i.op in _VARIED else s for i, s in zip(layout.graph.instructions, prices.hold, strict=True)
+            vary(s) if i.op in COMPUTE_OPS else s for i, s in zip(layout.graph.instructions, prices.hold, strict=True)
         )
         prices = replace(prices, hold=list(varied))
     engine = _engine(layout, prices, repeats, contention or cost.has_ports, cost)
@@ -170,7 +168,7 @@ def _check(layout: Layout) -> None:
 
 def _blocking(blocking_sends: bool, overlap: bool) -> set[Op]:
     """The operations, beside those of the compute lane, whose end a rank waits for."""
-    held = {op for op, spec in OP_SPEC.items() if spec.lane is not Lane.COMPUTE} - {Op.SEND, Op.RECV}
+    held = {op for op, spec in OP_SPEC.items() if spec.lane is not Lane.COMPUTE} - MESSAGE_OPS
     return ({Op.SEND} if blocking_sends else set()) | (set() if overlap else held)
 
 

@@ -110,7 +110,7 @@ def _held_after(program: Program) -> list[frozenset[Value]]:
     result = []
     for index, i in enumerate(instructions):
         held |= set(makes(i, program, 0))
-        held -= set(consumes(i, program))
+        held -= set(consumes(i, program, 0))
         held = {value for value in held if last_use.get(value, -1) > index}
         result.append(frozenset(held))
     return result
@@ -124,7 +124,7 @@ def _turn(program: Program, first: int, end: int) -> Turn:
         taken |= {v: None for v in needs(i, program, 0) if v not in made and v.kind not in _LASTING}
         made |= set(makes(i, program, 0))
     later = {v for i in instructions[end:] for v in needs(i, program, 0)}
-    gone = {v for i in instructions[first:end] for v in consumes(i, program)}
+    gone = {v for i in instructions[first:end] for v in consumes(i, program, 0)}
     leaves = sorted(v for v in made & later - gone if v.kind not in _LASTING and v.kind != Kind.INPUT)
     steps = any(i.op is Op.STEP for i in instructions[first:end])
     return Turn(_shard(instructions, first, 1), first, end, tuple(taken), tuple(leaves), steps)

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
-from pipefit.ir.op import OP_SPEC, Kind, Lane, Op
+from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
 from pipefit.timeline.timeline import Event, Timeline
 
 __all__ = ["Wait", "critical_path", "waited_for"]
@@ -183,7 +183,7 @@ def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
     hops: list[tuple[int, int]] = []
     if i.op is Op.SEND or i.op is Op.RECV:
         hops = [(event.rank, i.peer) if i.op is Op.SEND else (i.peer, event.rank)]
-    elif i.op is Op.REDUCE and i.kind != Kind.NORM:
+    elif i.op is Op.REDUCE and i.kind != Reduction.NORM:
         number = graph.starts[event.rank] + event.position
         members = sorted(graph.ranks[side] for side in graph.collectives[graph.collective_of[number]])
         hops = list(zip(members, [*members[1:], *members[:1]], strict=True))

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Header
-from pipefit.ir.values import tied_stages
+from pipefit.ir.values import reduced_stages, tied_stages
 from pipefit.verify.subject import Finding, Subject
 
 __all__ = ["collectives"]
 
 Key = tuple[str, int, int]
-_AFTER = (Kind.NORM.value, Kind.SHARDS.value)
+_AFTER = (Reduction.NORM.value, Reduction.SHARDS.value)
 Positions = dict[tuple[int, Key], int]
 
 
@@ -56,22 +56,22 @@ def _due(header: Header) -> dict[Key, tuple[int, ...]]:
     groups = []
     for stage in range(header.num_stages):
         sharded = header.is_sharded(stage)
-        groups.append((Kind.SCATTER.value if sharded else Kind.REPLICAS.value, stage))
-        groups += [(Kind.SHARDS.value, stage)] * sharded
-    groups += [(Kind.TIED.value, tie[0]) for tie in header.ties if len(tie) > 1]
+        groups.append((Reduction.SCATTER.value if sharded else Reduction.REPLICAS.value, stage))
+        groups += [(Reduction.SHARDS.value, stage)] * sharded
+    groups += [(Reduction.TIED.value, tie[0]) for tie in header.ties if len(tie) > 1]
     for kind, stage in groups:
         members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
         # Stages of one rank that share a weight are summed too, though nothing travels.
         alone = len(members) == 1 and len(tied_stages(header, stage, members[0])) < 2
-        if (kind == Kind.REPLICAS and len(members) == 1) or alone:
+        if (kind == Reduction.REPLICAS and len(members) == 1) or alone:
             continue
         due.update({(kind, stage, update): members for update in range(header.num_updates(stage))})
     if header.clip:
         everyone = tuple(range(header.num_ranks))
         updates = max(header.num_updates(stage) for stage in range(header.num_stages))
-        due.update({(Kind.NORM.value, -1, update): everyone for update in range(updates)})
+        due.update({(Reduction.NORM.value, -1, update): everyone for update in range(updates)})
         for stage in filter(header.is_spilled, range(header.num_stages)):
-            parts = [(Kind.NORM.value, stage, update) for update in range(header.num_updates(stage))]
+            parts = [(Reduction.NORM.value, stage, update) for update in range(header.num_updates(stage))]
             due.update(dict.fromkeys(parts, tuple(sorted(header.placement[stage]))))
     return due
 
@@ -80,7 +80,7 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
     """Reductions before gradients they must hold, before other reductions they must hold, or after a step."""
     header, ranks = s.header, s.graph.ranks
     last_gradient: dict[tuple[int, int, int], int] = {}
-    for op in (Op.BWD, Op.BWD_WEIGHT):
+    for op in WEIGHT_GRADIENT_OPS:
         for (stage, mb), numbers in s.by_microbatch[op].items():
             for number in numbers:
                 key = ranks[number], stage, header.update_of(stage, mb)
@@ -91,28 +91,22 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
         for number in reversed(numbers)
     }
     for (rank, (kind, stage, update)), number in positions.items():
-        stages = _reduced_stages(header, kind, stage, rank)
+        stages = reduced_stages(header, kind, stage, rank)
         # What puts new weights together follows its step: that it needs their parts is a rule of values.
-        for own in stages if kind != Kind.SHARDS else ():
+        for own in stages if kind != Reduction.SHARDS else ():
             gradient = last_gradient.get((rank, own, update), -1)
             if gradient > number:
                 yield s.at("collectives", number, f"comes before a gradient that it must hold: {s.where(gradient)}")
             step = steps.get((rank, own, update), number)
             if step < number:
                 yield s.at("collectives", number, f"comes after the step that uses it: {s.where(step)}")
-        if kind == Kind.NORM:
+        if kind == Reduction.NORM:
             for (other_rank, other), earlier in positions.items():
                 alike = other_rank == rank and other[2] == update and other[0] not in _AFTER
-                if alike and earlier > number and {*stages} & {*_reduced_stages(header, *other[:2], rank)}:
+                if alike and earlier > number and {*stages} & {*reduced_stages(header, *other[:2], rank)}:
                     yield s.at(
                         "collectives", number, f"the norm is of reduced gradients: {s.where(earlier)} comes later"
                     )
-
-
-def _reduced_stages(header: Header, kind: str, stage: int, rank: int) -> tuple[int, ...]:
-    if kind == Kind.NORM and stage < 0:
-        return header.stages_of(rank)
-    return tied_stages(header, stage, rank) if kind == Kind.TIED else (stage,)
 
 
 def _barriers(s: Subject) -> Iterator[Finding]:

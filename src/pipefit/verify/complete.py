@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipefit.ir.op import STEP_OPS, Kind, Op
+from pipefit.ir.op import OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, Kind, Lane, Op
 from pipefit.verify.subject import Finding, Subject
 
 __all__ = ["complete", "ownership"]
 
-_OWNED = (Op.LOAD, Op.FWD, Op.LOSS, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
+_OWNED = [op for op, spec in OP_SPEC.items() if "mb" in spec.fields and spec.lane is Lane.COMPUTE]
 _TRAVELS = Kind.ACT.value
 _HELD = (Op.STEP, Op.DROP, Op.FETCH, Op.EVICT)
 
@@ -107,7 +107,7 @@ def _gathered(s: Subject) -> Iterator[Finding]:
         for number, i in enumerate(instructions, graph.starts[rank]):
             if i.op in STEP_OPS:
                 steps.setdefault(i.stage, []).append(number)
-            elif i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
+            elif i.op in WEIGHT_GRADIENT_OPS:
                 update = header.update_of(i.stage, i.mb)
                 done = steps.get(i.stage, [])
                 if update < len(done):

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import OP_SPEC, Kind, Op
+from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Op, Reduction
 
 __all__ = ["cell", "excerpt"]
 
 _ABBREVIATED = {
-    Kind.REPLICAS.value: "sum",
-    Kind.SCATTER.value: "sums",
-    Kind.SHARDS.value: "join",
-    Kind.TIED.value: "tied",
-    Kind.NORM.value: "norm",
+    Reduction.REPLICAS.value: "sum",
+    Reduction.SCATTER.value: "sums",
+    Reduction.SHARDS.value: "join",
+    Reduction.TIED.value: "tied",
+    Reduction.NORM.value: "norm",
 }
 
 
@@ -26,7 +26,7 @@ def cell(i: Instruction) -> str:
     >>> cell(Instruction(Op.STEP, 2, version=1)), cell(Instruction(Op.REDUCE, 2, version=1, kind="replicas"))
     ('S2w1', 'sum2w1')
     """
-    if i.op in (Op.SEND, Op.RECV):
+    if i.op in MESSAGE_OPS:
         return f"{i.kind}{i.stage}.{i.mb}{'>' if i.op is Op.SEND else '<'}{i.peer}"
     if i.op is Op.LOSS:
         return f"loss.{i.mb}"

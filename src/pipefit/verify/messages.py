@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import MESSAGE_OPS, WHOLE_OF, Kind, Op
 from pipefit.ir.program import Header
 from pipefit.verify.subject import Finding, Subject
 
 __all__ = ["fifo", "messages"]
 
 Owed = tuple[str, int, int]
-_WHOLE = {
-    Kind.ACT.value: Kind.ACT.value,
-    Kind.PIECE.value: Kind.ACT.value,
-    Kind.GRAD.value: Kind.GRAD.value,
-    Kind.GRAD_PIECE.value: Kind.GRAD.value,
-}
 
 
 def messages(s: Subject) -> Iterator[Finding]:
@@ -26,11 +20,11 @@ def messages(s: Subject) -> Iterator[Finding]:
     crossed: dict[Owed, int] = {}
     instructions, ranks = s.graph.instructions, s.graph.ranks
     alone = set(s.graph.unmatched)
-    for op in (Op.SEND, Op.RECV):
+    for op in MESSAGE_OPS:
         for numbers in s.by_microbatch[op].values():
             for number in numbers:
                 i = instructions[number]
-                key = _WHOLE[i.kind], i.stage, i.mb
+                key = WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb
                 link = links.get(key)
                 problem = _wrong_link(i, ranks[number], link)
                 if problem:

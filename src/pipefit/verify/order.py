@@ -36,7 +36,7 @@ def _last_gone(s: Subject, number: int, value: Value) -> int | None:
     """The last earlier instruction of the rank that used a value up."""
     start = s.graph.starts[s.graph.ranks[number]]
     for earlier in range(number - 1, start - 1, -1):
-        if value in consumes(s.graph.instructions[earlier], s.program):
+        if value in consumes(s.graph.instructions[earlier], s.program, s.graph.ranks[number]):
             return earlier
     return None
 

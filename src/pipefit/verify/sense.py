@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import OP_SPEC, WHOLE_OF, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program
-from pipefit.ir.spill import MOVED, SLOTTED, TIERS, Spill
+from pipefit.ir.spill import SLOTTED, TIERS, Spill
 from pipefit.verify.subject import Finding
 
 __all__ = ["set_aside"]
 
 Check = Callable[[Header, Instruction, int], tuple[str, str] | None]
-
-_MESSAGES = frozenset({Kind.ACT.value, Kind.GRAD.value, Kind.PIECE.value, Kind.GRAD_PIECE.value})
-_GATHERED = frozenset({Kind.ACT.value, Kind.GRAD.value})
-_SUMMED = frozenset({Kind.REPLICAS.value, Kind.TIED.value, Kind.SCATTER.value, Kind.SHARDS.value})
 
 
 def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[Finding]]:
@@ -35,7 +31,7 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
     for rank, instructions in enumerate(program.ranks):
         own: list[int] = []
         for index, i in enumerate(instructions):
-            problem = _CHECKS[i.op](header, i, rank) if rank < header.num_ranks else _no_rank(header, rank)
+            problem = _problem(header, i, rank)
             if problem is None:
                 own.append(index)
             else:
@@ -53,8 +49,23 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
     return program.with_ranks(ranks), kept, findings
 
 
-def _no_rank(header: Header, rank: int) -> tuple[str, str]:
-    return "ownership", f"there is no rank {rank}: the placement names {header.num_ranks} ranks"
+def _problem(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    if rank >= header.num_ranks:
+        return "ownership", f"there is no rank {rank}: the placement names {header.num_ranks} ranks"
+    kinds = OP_SPEC[i.op].kinds
+    if kinds and i.kind not in kinds:
+        return _RULE_OF_KIND[i.op], f"expected one of {', '.join(kinds)}, got {i.kind or 'nothing'!r}"
+    return _CHECKS[i.op](header, i, rank)
+
+
+_RULE_OF_KIND = {
+    Op.SEND: "messages",
+    Op.RECV: "messages",
+    Op.GATHER: "messages",
+    Op.REDUCE: "collectives",
+    Op.FETCH: "residency",
+    Op.EVICT: "residency",
+}
 
 
 def _stage(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
@@ -109,9 +120,7 @@ def _kept_version(header: Header, i: Instruction, rank: int) -> tuple[str, str] 
 
 
 def _message(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    if i.kind not in _MESSAGES:
-        return "messages", f"{i.kind or 'nothing'!r} does not travel: expected one of {', '.join(sorted(_MESSAGES))}"
-    if i.kind not in _GATHERED and header.tensor == 1:
+    if i.kind in WHOLE_OF and header.tensor == 1:
         return "messages", f"{i.kind} travels only between ranks of several tensor-parallel processes: the header has 1"
     if i.peer == rank:
         return "messages", "a rank cannot send to itself: what it made is already there"
@@ -121,33 +130,27 @@ def _message(header: Header, i: Instruction, rank: int) -> tuple[str, str] | Non
 
 
 def _gather(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    if i.kind not in _GATHERED:
-        return "messages", f"expected a gather of act or grad, got {i.kind!r}"
     if header.tensor == 1:
         return "messages", "there is nothing to gather on a rank of one process: the header has tensor 1"
     return _stage_and_microbatch(header, i, rank)
 
 
 def _reduce(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    if i.kind == Kind.NORM:
+    if i.kind == Reduction.NORM:
         updates = max(header.num_updates(stage) for stage in range(header.num_stages))
         if i.stage != -1 and not (0 <= i.stage < header.num_stages and header.clip and header.is_spilled(i.stage)):
             return "collectives", "the norm is of all stages: it takes s*; only a spilled stage gives its part of it"
-    elif i.kind in _SUMMED:
+    else:
         problem = _stage(header, i, rank)
         if problem:
             return problem
-        if i.kind == Kind.TIED and all(tie[:1] != (i.stage,) for tie in header.ties):
+        if i.kind == Reduction.TIED and all(tie[:1] != (i.stage,) for tie in header.ties):
             return "collectives", f"no group of tied stages starts with stage {i.stage}: the header has {header.ties}"
         updates = header.num_updates(i.stage)
-    else:
-        return "collectives", f"expected one of {', '.join(sorted(_SUMMED))} or norm, got {i.kind!r}"
     return None if 0 <= i.version < updates else ("collectives", f"there is no update {i.version}: there are {updates}")
 
 
 def _tiered(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    if i.kind not in MOVED:
-        return "residency", f"expected one of {', '.join(MOVED)}, got {i.kind or 'nothing'!r}"
     spill = header.spill
     if spill is None:
         return "residency", "the header spills nothing: every stage stays on its device"

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from pipefit.ir.liveness import is_in_place
-from pipefit.ir.op import Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, Kind, Op
 from pipefit.ir.program import WeightRule
 from pipefit.ir.versions import required_versions
 from pipefit.verify.subject import Finding, Subject
 
 __all__ = ["versions"]
 
-_USES = (Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
-_WAITED_FOR = frozenset({*_USES, Op.STEP})
+_WAITED_FOR = COMPUTE_OPS | {Op.STEP}
 _MOST = {WeightRule.FLUSH: 1, WeightRule.DOUBLE: 2}
 _ASKS = {
     WeightRule.FLUSH: "a flush asks for the version its update starts from",
@@ -36,7 +35,7 @@ def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
 def _used(s: Subject) -> Iterator[Finding]:
     required = required_versions(s.header, s.program.ranks)
     why = _ASKS[s.header.weights]
-    for op in _USES:
+    for op in COMPUTE_OPS:
         for key, numbers in s.by_microbatch[op].items():
             for number in numbers:
                 version, asked = s.graph.instructions[number].version, required.get(key)
