@@ -13,6 +13,8 @@ from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.verify import verify
 
+REPLICAS, SCATTER, SHARDS = Reduction.REPLICAS.value, Reduction.SCATTER.value, Reduction.SHARDS.value
+
 SHAPES = {
     "data-parallel": Shape(2, 4, sharded=True),
     "gpipe": Shape(2, 4, replicas=(2, 1), sharded=True, clip=True),
@@ -53,7 +55,7 @@ def test_a_step_lies_between_the_sum_of_a_part_and_the_joining_of_parts() -> Non
 def test_stages_on_one_rank_are_stepped_whole() -> None:
     made = program("gpipe")
     kinds = {(i.stage, i.kind) for _, _, i in made if i.op is Op.REDUCE and i.stage >= 0}
-    assert kinds == {(0, Reduction.SCATTER), (0, Reduction.SHARDS)}
+    assert kinds == {(0, SCATTER), (0, SHARDS)}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -61,7 +63,7 @@ def test_whatever_is_taken_away_is_missed(name: str) -> None:
     made = program(name)
     for rank, instructions in enumerate(made.ranks):
         for index, i in enumerate(instructions):
-            if i.op is Op.REDUCE and i.kind in (Reduction.SCATTER, Reduction.SHARDS):
+            if i.op is Op.REDUCE and i.kind in (SCATTER, SHARDS):
                 ranks = [list(other) for other in made.ranks]
                 del ranks[rank][index]
                 assert not verify(made.with_ranks(ranks)).ok, f"rank {rank} without {i}"
@@ -72,7 +74,7 @@ def test_weights_are_not_used_before_their_parts_are_together(name: str) -> None
     made = program(name)
     ranks = [list(other) for other in made.ranks]
     for instructions in ranks:
-        index = next((n for n, i in enumerate(instructions) if i.kind == Reduction.SHARDS), None)
+        index = next((n for n, i in enumerate(instructions) if i.kind == SHARDS), None)
         if index is not None:
             step = next(n for n, i in enumerate(instructions) if i.op is Op.STEP)
             instructions.insert(step, instructions.pop(index))
@@ -83,10 +85,7 @@ def test_weights_are_not_used_before_their_parts_are_together(name: str) -> None
 def test_a_sum_over_replicas_is_no_sum_of_parts() -> None:
     made = program("data-parallel")
     wrong = [
-        [
-            Instruction(Op.REDUCE, 0, version=0, kind=Reduction.REPLICAS.value) if i.kind == Reduction.SCATTER else i
-            for i in rank
-        ]
+        [Instruction(Op.REDUCE, 0, version=0, kind=REPLICAS) if i.kind == SCATTER else i for i in rank]
         for rank in made.ranks
     ]
     assert not verify(made.with_ranks(wrong)).ok
@@ -97,18 +96,16 @@ def test_parts_and_joining_cost_together_what_a_sum_for_everyone_costs(copies: i
     cost = CostModel((1,), (1,), (1,), weight_bytes=(1000,), bandwidth_bytes_per_s=10, latency_s=Fraction(1, 3))
     seconds = {
         kind: cost.reduce_s(Instruction(Op.REDUCE, 0, version=0, kind=kind.value), range(copies))
-        for kind in (Reduction.REPLICAS, Reduction.SCATTER, Reduction.SHARDS)
+        for kind in (REPLICAS, SCATTER, SHARDS)
     }
-    assert seconds[Reduction.SCATTER] == seconds[Reduction.SHARDS] > 0
-    assert float(seconds[Reduction.SCATTER] + seconds[Reduction.SHARDS]) == pytest.approx(
-        float(seconds[Reduction.REPLICAS])
-    )
+    assert seconds[SCATTER] == seconds[SHARDS] > 0
+    assert float(seconds[SCATTER] + seconds[SHARDS]) == pytest.approx(float(seconds[REPLICAS]))
 
 
 def test_the_next_pass_begins_with_the_weights_put_together() -> None:
     made = generate("data-parallel", Shape(2, 2, sharded=True))
     run = simulate(made, CostModel.unit(made.header), repeats=3)
-    join = max(n for n, i in enumerate(made.ranks[0]) if i.kind == Reduction.SHARDS)
+    join = max(n for n, i in enumerate(made.ranks[0]) if i.kind == SHARDS)
     ends = {event.repeat: event.end_s for event in run.events if event.rank == 0 and event.position == join}
     starts = {event.repeat: event.start_s for event in run.events if event.rank == 0 and event.position == 0}
     assert all(starts[lap + 1] >= ends[lap] for lap in range(2))

@@ -17,7 +17,7 @@ import msgspec
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Kind, MESSAGE_OPS, Op, Reduction, WEIGHT_GRADIENT_OPS
+from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, MESSAGE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import tied_stages
