@@ -95,7 +95,7 @@ def test_a_sum_over_replicas_is_no_sum_of_parts() -> None:
 def test_parts_and_joining_cost_together_what_a_sum_for_everyone_costs(copies: int) -> None:
     cost = CostModel((1,), (1,), (1,), weight_bytes=(1000,), bandwidth_bytes_per_s=10, latency_s=Fraction(1, 3))
     seconds = {
-        kind: cost.reduce_s(Instruction(Op.REDUCE, 0, version=0, kind=kind.value), range(copies))
+        kind: cost.reduce_s(Instruction(Op.REDUCE, 0, version=0, kind=kind), range(copies))
         for kind in (REPLICAS, SCATTER, SHARDS)
     }
     assert seconds[SCATTER] == seconds[SHARDS] > 0
