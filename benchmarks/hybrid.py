@@ -25,8 +25,9 @@ from cyclopts import Parameter
 
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.calibrate.parts import profile_of_parts
-from pipefit.calibrate.prediction import RuntimeCosts, cost_of, predict
+from pipefit.calibrate.prediction import predict
 from pipefit.compare.accuracy import own_core
+from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.setup import make_plan
@@ -181,7 +182,7 @@ class _Contest:
         """Predicted beside measured."""
         topology = links_of(self.session, self.session.num_ranks)
         profile = self.profile if pipe.plan.tensor == 1 else self.parts(pipe.plan, topology)
-        cost = cost_of(profile, pipe.plan, topology, STATE_PER_WEIGHT["adamw"], self.runtime)
+        cost = of_plan(profile, pipe.plan, topology, state_per_weight=STATE_PER_WEIGHT["adamw"], runtime=self.runtime)
         steps = self.config.steps
         predicted_s = predict(pipe.program, cost, steps).makespan_s / steps
         moved = traffic(self.session, pipe.history.moved_bytes)

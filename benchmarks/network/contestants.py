@@ -20,7 +20,8 @@ from benchmarks.network.choices import Choice, plan_for
 from benchmarks.network.lab import sent_bytes
 from benchmarks.network.spec import Scaled, compute_s, weight_bytes
 from benchmarks.network.traffic import program_bytes, ring_bytes
-from pipefit.calibrate.prediction import cost_of, predict
+from pipefit.calibrate.prediction import predict
+from pipefit.cost import of_plan
 from pipefit.models import ModelBundle
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.session import Session
@@ -97,7 +98,7 @@ def contestant(choice: Choice, subject: Subject, topology: Topology, size: int, 
     steps = len(batches) * rounds
     passes = steps if pipe.schedule.is_synchronous else 1
     program = program_of(plan, num_steps=steps // passes)
-    cost = cost_of(profile, plan, topology, 0.0)
+    cost = of_plan(profile, plan, topology, state_per_weight=0.0)
     return Contestant(
         choice,
         lambda rounds: pipe.fit(batches * rounds, steps=len(batches) * rounds),

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from pipefit.calibrate import parts
-from pipefit.calibrate.prediction import RuntimeCosts, cost_of, predict
-from pipefit.cost.tensor import widened
+from pipefit.calibrate.prediction import predict
+from pipefit.cost import FREE, of_plan
+from pipefit.cost.tensor import tensor_shard
 from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.parallel import Region
@@ -20,7 +21,6 @@ from pipefit.stage.split import named_layers
 BLOCKS = tuple(Layer(name, 2.0, 2.0, 4.0, 100.0, 600.0, 1000.0) for name in ("block0", "block1"))
 ENDS = Layer("embed", 1.0, 0.0, 2.0, 100.0, 40.0, 800.0), Layer("head", 1.0, 1.0, 1.0, 400.0, 500.0, 800.0)
 PROFILE = Profile("gpt", 1, (ENDS[0], *BLOCKS, ENDS[1]), optimizer_s=8.0, loss_s=4.0)
-FREE = RuntimeCosts(0.0, 0.0, copy_s_per_byte=0.0)
 CPU = torch.device("cpu")
 
 
@@ -34,15 +34,17 @@ def law(size: float) -> float:
 
 
 def test_arithmetic_divides_work_and_adds_two_sums_each_way_in_a_block():
-    embed, first, _, head = widened(PROFILE, 2, law).layers
+    found = tensor_shard(PROFILE, 2, Topology((Level("server", 2, 1000.0, 0.25),)))
+    embed, first, _, head = found.layers
+    assert found.optimizer_s == 4.0, "each steps its part of the weights"
     assert (first.forward_s, first.backward_input_s, first.backward_weight_s) == (1 + 2 * law(100), 1 + 2 * law(100), 2)
     assert (embed.forward_s, head.backward_input_s, head.weight_bytes) == (0.5, 0.5, 400)
     assert first.saved_bytes == 500 + 50, "five times its output is whole everywhere"
 
 
 def test_a_profile_of_parts_is_taken_as_it_is():
-    alone = cost_of(PROFILE, plan_of(1), Topology.local(4), 2.0, FREE)
-    both = cost_of(PROFILE, plan_of(2), Topology.local(4), 2.0, FREE)
+    alone = of_plan(PROFILE, plan_of(1), Topology.local(4), runtime=FREE)
+    both = of_plan(PROFILE, plan_of(2), Topology.local(4), runtime=FREE)
     assert (both.forward_s, both.step_s, both.loss_s) == (alone.forward_s, alone.step_s, alone.loss_s)
     assert (both.act_bytes, both.weight_bytes) == (alone.act_bytes, alone.weight_bytes)
     assert both.tensor == 2, "pieces are cut by the program"
@@ -124,7 +126,7 @@ def test_what_processes_took_while_they_shared_cores_is_simulated_as_it_was_meas
     one = Profile("one", 1, (Layer("one", alone, 0.0, 0.0, 0.0, 0.0, 0.0),))
     plan = Plan(Partition((StageSpec((0,), tensor=tensor),)), Placement(((0,),)), "1f1b", 1)
     program = generate("1f1b", Shape(depth=1, num_microbatches=1))
-    cost = cost_of(parts._priced(one, [([SUM], [])], [], seconds), plan, topology, 0.0, FREE)
+    cost = of_plan(parts._priced(one, [([SUM], [])], [], seconds), plan, topology, runtime=FREE)
     assert predict(program, cost).makespan_s == pytest.approx(turn)
 
 

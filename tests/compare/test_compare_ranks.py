@@ -7,10 +7,10 @@ import pytest
 from tests.verbs import refused
 
 from pipefit.calibrate.overhead import runtime_costs
-from pipefit.calibrate.prediction import USUAL, RuntimeCosts
 from pipefit.cli import main
 from pipefit.compare import STRATEGIES, CompareConfig, Comparison, Row, compare_on_ranks
 from pipefit.compare.lean import lean
+from pipefit.cost import USUAL, RuntimeCosts
 from pipefit.profiling.links import links_of
 from pipefit.runtime.launch import launch
 from pipefit.runtime.progress import Progress

@@ -11,9 +11,10 @@ from torch import nn
 from pipefit.calibrate import overhead as calibrate
 from pipefit.calibrate.by_stage import ByStage
 from pipefit.calibrate.pace import WAITS_S, Pace
-from pipefit.calibrate.prediction import USUAL, cost_of, predict
+from pipefit.calibrate.prediction import predict
 from pipefit.calibrate.spread import Spread
 from pipefit.compare.prediction import Foretold, Turn
+from pipefit.cost import USUAL, of_plan
 from pipefit.ir.op import Op
 from pipefit.pipeline.setup import make_plan
 from pipefit.profiling.agreed import merged
@@ -72,7 +73,7 @@ def test_a_forward_that_takes_a_message_takes_longer_than_the_first_stages():
     links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
 
     def makespan_s(taking_s: float) -> float:
-        cost = cost_of(profile, plan, links, 0.0, USUAL._replace(taking_s=taking_s))
+        cost = of_plan(profile, plan, links, state_per_weight=0.0, runtime=USUAL._replace(taking_s=taking_s))
         return simulate(program_of(plan), cost).makespan_s
 
     assert makespan_s(0.5) - makespan_s(0.0) == pytest.approx(0.5 * 3)
@@ -84,7 +85,7 @@ def test_a_stage_that_has_waited_takes_longer_and_one_that_has_not_does_not():
     layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     plan = make_plan(layers, num_ranks=2, schedule="naive", num_microbatches=3, stages=[1, 1])
     links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
-    program, cost = program_of(plan), cost_of(profile, plan, links, 0.0)
+    program, cost = program_of(plan), of_plan(profile, plan, links, state_per_weight=0.0)
     before, after = predict(program, cost), predict(program, cost, waking=[(1.0, 0.5)])
     took = {key: after.by_kind()[key].median_s - item.median_s for key, item in before.by_kind().items()}
     assert took["fwd", 1] == pytest.approx(0.5) and took["bwd", 0] == pytest.approx(0.5)
@@ -99,7 +100,7 @@ def test_what_follows_its_like_takes_as_much_less_as_is_said():
     less = {}
     for schedule in ("gpipe", "naive"):
         plan = make_plan(layers, num_ranks=2, schedule=schedule, num_microbatches=4, stages=[1, 1])
-        program, cost = program_of(plan), cost_of(profile, plan, links, 0.0)
+        program, cost = program_of(plan), of_plan(profile, plan, links, state_per_weight=0.0)
         before = predict(program, cost).by_kind()
         after = predict(program, cost, again={Op.FWD: [-0.5, -0.25], Op.BWD: [0.0, 1.0]}).by_kind()
         less[schedule] = [
@@ -189,7 +190,7 @@ def test_ranks_that_wait_for_each_other_lose_by_every_delay_of_either():
 
     def lost(schedule: str) -> float:
         plan = make_plan(layers, num_ranks=2, schedule=schedule, num_microbatches=8, stages=[1, 1])
-        program, cost = program_of(plan), cost_of(profile, plan, links, 0.0)
+        program, cost = program_of(plan), of_plan(profile, plan, links, state_per_weight=0.0)
         drawn = statistics.fmean(predict(program, cost, vary=spread.draws(seed)).makespan_s for seed in range(60))
         return drawn / predict(program, cost).makespan_s
 
@@ -203,7 +204,10 @@ def test_what_messages_cost_is_found_in_passes_that_were_simulated_with_it():
     plan = make_plan(layers, num_ranks=2, schedule="1f1b", num_microbatches=16, stages=[1, 1])
     links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
     told = USUAL._replace(host_s={"load": 0.0})
-    program, cost = program_of(plan), cost_of(profile, plan, links, 0.0, told._replace(arrival_s=3e-4))
+    program, cost = (
+        program_of(plan),
+        of_plan(profile, plan, links, state_per_weight=0.0, runtime=told._replace(arrival_s=3e-4)),
+    )
     whole = predict(program, cost, calibrate._RUN)
     kinds_s = {key: item.median_s for key, item in whole.by_kind().items()}
     pipe = calibrate._Pipe(SimpleNamespace(layers=layers, plan=plan, program=program), [], [], Spread())

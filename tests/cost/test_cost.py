@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.cost import CostModel
+from pipefit.cost import FREE, USUAL, CostModel, RuntimeCosts, of_plan
 from pipefit.errors import PlanError
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd, recompute
@@ -15,10 +15,17 @@ from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, Kind, Lane, Op
 from pipefit.ir.values import Value
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
-from pipefit.spec import Device, Layer, Level, Partition, Placement, Profile, StageSpec, Tier, Topology
+from pipefit.spec import Device, Layer, Level, Partition, Placement, Plan, Profile, SpillSpec, StageSpec, Tier, Topology
 
 THREE = (Layer("a", 1, 2, 3, 10, 100, 1000), Layer("b", 4, 5, 6, 20, 200, 2000), Layer("c", 7, 8, 9, 30, 300, 3000))
 SERVER = Topology((Level("server", 2, 5.0, 0.5), Level("rack", 2, 2.0, 3.0)))
+
+
+def by_counts(*counts: int, tensor: int = 1, **more) -> Plan:
+    """A pipeline of consecutive layers, a rank for each stage."""
+    stages = (StageSpec(stage.layers, tensor=tensor) for stage in Partition.from_counts(counts).stages)
+    placement = Placement(tuple((rank,) for rank in range(len(counts))))
+    return Plan(Partition(tuple(stages)), placement, "1f1b", 4, **more)
 
 
 def test_every_operation_has_a_cost_and_every_kind_of_value_a_size():
@@ -38,8 +45,7 @@ def test_a_full_backward_takes_as_long_as_its_halves_and_a_replay_as_its_forward
 
 def test_each_half_of_a_backward_takes_what_it_was_found_to_take_beyond_its_share():
     halved = [msgspec.structs.replace(layer, split_s=0.5, split_input_s=0.25) for layer in THREE]
-    partition = Partition((StageSpec((0,)), StageSpec((1, 2))))
-    cost = CostModel.from_profile(Profile("m", 1, tuple(halved)), partition, Topology.local(2))
+    cost = of_plan(Profile("m", 1, tuple(halved)), by_counts(1, 2), Topology.local(2), runtime=FREE)
     assert cost.duration_s(bwd_input(1, 0), 1) == 5 + 8 + 2 * 0.25
     assert cost.duration_s(bwd_weight(1, 0), 1) == 6 + 9 + 2 * 0.5
     assert cost.duration_s(bwd(1, 0), 1) == 5 + 8 + 6 + 9
@@ -143,10 +149,7 @@ def test_figures_that_make_no_sense_are_refused_by_name(figures, message):
 
 
 def test_a_stage_costs_what_its_layers_cost():
-    cost = CostModel.from_profile(
-        Profile("chain", 4, THREE), Partition.from_counts([2, 1]), SERVER,
-        optimizer_bytes_per_weight_byte=2, step_s_per_weight_byte=0.5, loss_s=1,
-    )  # fmt: skip
+    cost = of_plan(Profile("chain", 4, THREE, loss_s=1, optimizer_s=3000), by_counts(2, 1), SERVER, runtime=FREE)
     # The first stage's input needs no gradient, so its second half is all of its backward.
     assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == ((5, 7), (0, 8), (7 + 9, 9))
     assert (cost.saved_bytes, cost.weight_bytes, cost.optim_bytes) == ((300, 300), (3000, 3000), (6000, 6000))
@@ -157,51 +160,81 @@ def test_a_stage_costs_what_its_layers_cost():
 def test_what_crosses_a_cut_is_every_output_used_beyond_it_once():
     # a feeds b and c; the second cut is crossed by both a and b.
     graph = Profile("skip", 1, THREE, edges=((0, 1), (1, 2), (0, 2)))
-    cost = CostModel.from_profile(graph, Partition.from_counts([1, 1, 1]), Topology.local(3))
+    cost = of_plan(graph, by_counts(1, 1, 1), Topology.local(3))
     assert cost.act_bytes == (*graph.cut_bytes, 30)
 
 
 def test_between_its_halves_a_backward_keeps_what_its_layers_keep_and_in_the_first_stage_its_gradient():
     known = tuple(msgspec.structs.replace(layer, half_bytes=7) for layer in THREE)
     for layers, kept in ((known, 14), (THREE, sum(max(x.output_bytes, x.saved_bytes) for x in THREE[1:]))):
-        cost = CostModel.from_profile(Profile("chain", 4, layers), Partition.from_counts([1, 2]), SERVER)
+        cost = of_plan(Profile("chain", 4, layers), by_counts(1, 2), SERVER)
         assert cost.half_bytes == (cost.grad_bytes[0], kept)
 
 
 def test_an_output_without_gradient_sends_none_back():
     layers = (Layer("tokens", 1, 0, 0, 10, 0, 0, grad_bytes=0), *THREE[1:])
-    cost = CostModel.from_profile(Profile("ids", 1, layers), Partition.from_counts([1, 2]), Topology.local(2))
+    cost = of_plan(Profile("ids", 1, layers), by_counts(1, 2), Topology.local(2))
     assert (cost.act_bytes[0], cost.grad_bytes[0]) == (10, 0)
 
 
 def test_another_microbatch_size_scales_time_and_data_but_not_weights():
-    profile, partition = Profile("chain", 4, THREE), Partition.from_counts([3])
-    cost = CostModel.from_profile(profile, partition, SERVER, microbatch_size=8, weight_scale=0.5, data_scale=0.5)
-    assert (cost.forward_s, cost.saved_bytes, cost.act_bytes, cost.weight_bytes) == ((24,), (600,), (30,), (3000,))
+    cost = of_plan(Profile("chain", 4, THREE), by_counts(3, microbatch_size=8), SERVER)
+    assert (cost.forward_s, cost.saved_bytes, cost.act_bytes, cost.weight_bytes) == ((24,), (1200,), (60,), (6000,))
 
 
-def test_tensor_parallelism_divides_a_stage_and_unequal_devices_scale_it():
-    partition = Partition((StageSpec((0, 1, 2), tensor=2),))
+def test_unequal_devices_scale_a_stage_and_the_slowest_of_a_group_sets_its_pace():
     flops = (10, 10, 40, 20)
     fast = Topology((Level("server", 4, 5.0),), devices=tuple(Device(flops=each) for each in flops))
-    cost = CostModel.from_profile(Profile("chain", 1, THREE), partition, fast)
-    assert (cost.weight_bytes, cost.tensor) == ((3000,), 2)
+    cost = of_plan(Profile("chain", 1, THREE), by_counts(3, tensor=2), fast, runtime=FREE)
+    assert cost.tensor == 2
     # Two devices make a rank, which is as fast as the slower of them.
-    assert (cost.duration_s(fwd(0, 0), 0), cost.duration_s(fwd(0, 0), 1)) == (6, 3)
+    assert (cost.duration_s(fwd(0, 0), 0), cost.duration_s(fwd(0, 0), 1)) == (12, 6)
+
+
+def test_replicas_that_shard_the_optimizer_step_and_keep_the_states_of_a_part_each():
+    stages, placement = Partition((StageSpec((0, 1, 2)),)), Placement(((0, 1),))
+    profile = Profile("chain", 1, THREE, optimizer_s=12)
+    whole, parts = (
+        of_plan(profile, Plan(stages, placement, "data-parallel", 2, data=2, sharded_optimizer=sharded), SERVER)
+        for sharded in (False, True)
+    )
+    assert (whole.step_s, whole.optim_bytes) == ((12,), (12000,))
+    assert (parts.step_s, parts.optim_bytes) == ((6,), (6000,))
+
+
+def test_ranks_of_a_machine_share_its_tiers_and_step_on_the_host_as_fast_as_it_can():
+    host = Tier("host", 1e9, 20, 40, step_bytes_per_s=100)
+    machine = msgspec.structs.replace(SERVER, tiers=(host,))
+    plan = by_counts(2, 1, spill=SpillSpec("host", 1e9))
+    cost = of_plan(Profile("chain", 1, THREE, optimizer_s=6), plan, machine)
+    assert (cost.tiers[0].read_bytes_per_s, cost.tiers[0].write_bytes_per_s) == (10, 20)
+    assert (cost.step_s, cost.host_step_s) == ((3, 3), (3000 / 50, 3000 / 50))
+    assert of_plan(Profile("chain", 1, THREE, optimizer_s=6), plan, SERVER).host_step_s == (3, 3)
+
+
+def test_the_executor_adds_what_it_was_measured_to_add():
+    told = RuntimeCosts(1, 2, {"load": 3, "fwd": 4}, pass_s=5, cut_s=6, taking_s=7, arrival_s=8)
+    cost = of_plan(Profile("chain", 1, THREE), by_counts(1, 2), SERVER, runtime=told)
+    assert cost.forward_s == (1, 4 + 7 + 7) and cost.recompute_s == cost.forward_s
+    assert (cost.overhead_s, cost.post_s, cost.arrival_s, cost.pass_s) == (1, 2, 8, 5 + 4 * 6)
+    asynchronous = told.in_one_pass()
+    assert (asynchronous.pass_s, asynchronous.cut_s, asynchronous.host_s) == (0, 0, {"load": 9, "fwd": 4})
+    assert USUAL.in_one_pass() == USUAL
 
 
 def test_partition_profile_and_topology_must_belong_together():
     profile = Profile("chain", 1, THREE)
     with pytest.raises(PlanError, match="2 layers, the profile 3"):
-        CostModel.from_profile(profile, Partition.from_counts([1, 1]), SERVER)
+        of_plan(profile, by_counts(1, 1), SERVER)
     with pytest.raises(PlanError, match="5 ranks, the topology 4"):
-        CostModel.from_profile(profile, Partition.from_counts([3]), SERVER, placement=Placement(((0, 1, 2, 3, 4),)))
+        of_plan(profile, Plan(Partition((StageSpec((0, 1, 2), 5),)), Placement((tuple(range(5)),)), "1f1b", 5), SERVER)
     with pytest.raises(PlanError, match="needs a of the later stage"):
-        CostModel.from_profile(profile, Partition((StageSpec((1, 2)), StageSpec((0,)))), SERVER)
+        back = Partition((StageSpec((1, 2)), StageSpec((0,))))
+        of_plan(profile, Plan(back, Placement(((0,), (1,))), "1f1b", 4), SERVER)
 
 
 def test_a_profiled_plan_simulates_from_end_to_end():
-    cost = CostModel.from_profile(Profile("chain", 1, THREE), Partition.from_counts([1, 2]), Topology.local(2))
+    cost = of_plan(Profile("chain", 1, THREE), by_counts(1, 2), Topology.local(2), state_per_weight=0, runtime=FREE)
     program = generate("1f1b", Shape(2, 4))
     timeline = simulate(program, cost)
     # Rank 1 is never idle after the first activation has come; before it and after it, rank 0 works alone.

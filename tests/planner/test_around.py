@@ -12,7 +12,7 @@ import pytest
 from tests.planner.cases import model
 
 from pipefit.cli import main
-from pipefit.cost import CostModel
+from pipefit.cost import FREE, of_plan
 from pipefit.errors import PlanError, ProfileError, TopologyError
 from pipefit.planner import gpt_profile, plan
 from pipefit.planner.divide import divide, spans
@@ -116,16 +116,9 @@ def test_refit_finds_the_times_of_a_run_that_was_slower():
         for layer in profile.layers
     )
     truth = msgspec.structs.replace(profile, layers=slower, loss_s=5e-4, optimizer_s=3e-3)
-    weights = sum(layer.weight_bytes for layer in profile.layers)
-    cost = CostModel.from_profile(
-        truth, made.partition, Topology.local(2), loss_s=5e-4, step_s_per_weight_byte=3e-3 / weights
-    )
-    measured = simulate(program_of(made), cost)
+    measured = simulate(program_of(made), of_plan(truth, made, Topology.local(2), runtime=FREE))
     fitted = refit(profile, made, measured)
-    again = simulate(program_of(made), CostModel.from_profile(
-        fitted, made.partition, Topology.local(2), loss_s=fitted.loss_s,
-        step_s_per_weight_byte=fitted.optimizer_s / weights,
-    ))  # fmt: skip
+    again = simulate(program_of(made), of_plan(fitted, made, Topology.local(2), runtime=FREE))
     for stage in made.partition.stages:
         for field in ("forward_s", "total_s"):
             found, wanted = (sum(getattr(one.layers[i], field) for i in stage.layers) for one in (fitted, truth))
@@ -140,7 +133,7 @@ def test_refit_finds_the_times_of_a_run_that_was_slower():
 def test_refit_refuses_a_trace_of_another_partition():
     profile = model()
     two, four = (plan(profile, Topology.local(n), global_batch=16, schedules=["1f1b"], depths=[n]) for n in (2, 4))
-    cost = CostModel.from_profile(profile, four.partition, Topology.local(4))
+    cost = of_plan(profile, four, Topology.local(4))
     with pytest.raises(PlanError, match="belong together"):
         refit(profile, two, simulate(program_of(four), cost))
 
@@ -170,6 +163,28 @@ def test_the_pareto_front_is_what_nothing_beats():
 # ------------------------------------------------------------------------------------------------------- the verb
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--profile", "vgg16", "--topology", "local:4", "--schedule", "1f1b"],
+        ["--profile", "CHAIN", "--topology", "local:4", "--depth", "4"],
+        ["--profile", "CHAIN", "--topology", "local:2", "--method", "gpipe"],
+        ["--profile", "CHAIN", "--topology", "one-gpu", "--device-memory", "15 MB", "-m", "4"],
+        ["--profile", "gpt:layers=4,hidden=2560,heads=32", "--topology", "one-gpu", "--device-memory", "4 GiB"],
+    ],
+)
+def test_the_simulator_says_of_a_plan_what_the_planner_predicted(words, capsys, tmp_path):
+    """`pipefit simulate` once left out the optimizer's step, unless stages were spilled."""
+    path = tmp_path / "plan.json"
+    slow = msgspec.structs.replace(model(), optimizer_s=5e-3)
+    words = [str(slow.save(tmp_path / "chain.json")) if word == "CHAIN" else word for word in words]
+    predicted = verb(capsys, *words, "-o", str(path))["predicted"]
+    assert main(["simulate", str(path), *words[:4], "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["period"] == pytest.approx(predicted["period_s"], rel=1e-9)
+    assert simulated["makespan"] == pytest.approx(predicted["step_s"], rel=1e-9)
+
+
 def test_the_verb_answers_known_times_as_json(capsys, tmp_path):
     flat = tmp_path / "t.toml"
     flat.write_text('format = "pipefit.topology/1"\n[[levels]]\nname="m"\nwidth=16\nbandwidth_bytes_per_s="1 GB/s"\n')
@@ -192,7 +207,7 @@ def test_the_verb_writes_a_plan_that_loads_and_a_picture(capsys, tmp_path):
     made = Plan.load(tmp_path / "plan.json")
     assert made.placement.num_ranks == 2 and made.prediction is not None
     ElementTree.parse(tmp_path / "plan.svg")
-    cost = CostModel.from_profile(profile, made.partition, Topology.local(2))
+    cost = of_plan(profile, made, Topology.local(2))
     save_trace(simulate(program_of(made), cost), tmp_path / "run.trace.json")
     again = verb(capsys, *words, "--refit", str(tmp_path / "run.trace.json"))
     assert again["predicted"]["throughput"] > 0

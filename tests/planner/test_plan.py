@@ -11,8 +11,8 @@ from pipefit.ir.liveness import lifetimes, peak, peak_inflight
 from pipefit.planner import gpt_profile, plan
 from pipefit.planner.asked import ground_of, space_of
 from pipefit.planner.held import holds_all
-from pipefit.planner.judge import costs_of, judge
-from pipefit.planner.rehearse import plan_of, rehearse
+from pipefit.planner.judge import costs_of, judge, plan_of
+from pipefit.planner.rehearse import rehearse
 from pipefit.planner.space import Config, configs
 from pipefit.schedules import Shape, find, generate, names, program_of
 from pipefit.simulate import simulate
@@ -106,7 +106,7 @@ def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunk
     ground = ground_of(model(8), Topology.local(4), 2 * count)
     config = Config(schedule, 1, 4, 1, chunks, 2, count, recompute)
     judged = judge(ground, config)
-    program = program_of(plan_of(ground, judged))
+    program = program_of(plan_of(ground, judged.config, judged.partition))
     _, cost = costs_of(ground, config, judged.partition)
     for rank in range(4):
         held = peak(lifetimes(program, rank), cost.size_bytes) + cost.resident_bytes(program.header.stages_of(rank))
@@ -350,7 +350,7 @@ def test_an_extrapolated_time_is_that_of_the_whole_program():
         judged = judge(ground, Config(schedule, 1, 4, 1, chunks, 2, 1600))
         told = rehearse(ground, judged)
         timing, _ = costs_of(ground, judged.config, judged.partition)
-        whole = simulate(program_of(plan_of(ground, judged)), timing, memory=False)
+        whole = simulate(program_of(plan_of(ground, judged.config, judged.partition)), timing, memory=False)
         assert not told.whole
         assert told.step_s == pytest.approx(whole.makespan_s, rel=0.005)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_
 
-from pipefit.cost import from_profile
+from pipefit.cost import FREE, of_plan
 from pipefit.errors import InfeasibleError, PipefitError, PlanError
 from pipefit.ir import Spill
 from pipefit.ir.liveness import device_peak_bytes
@@ -21,7 +21,7 @@ from pipefit.planner.shard_cuts import _even
 from pipefit.schedules import Shape, generate
 from pipefit.schedules.from_plan import program_of, shape_of
 from pipefit.simulate import simulate
-from pipefit.spec import Layer, Level, Plan, Profile, SpillSpec, Tier, Topology
+from pipefit.spec import Layer, Level, Partition, Placement, Plan, Profile, SpillSpec, Tier, Topology
 from pipefit.verify import verify
 
 LAYERS = tuple(Layer(f"layer{i}", 20e-3, 20e-3, 20e-3, 2e6, 20e6, 100e6) for i in range(12))
@@ -31,8 +31,8 @@ MACHINE = Topology((Level("machine", 1, 1e9),), tiers=(HOST, DISK))
 
 
 def cost_of(plan, state=2.0):
-    cost = from_profile(PROFILE, plan.partition, MACHINE, optimizer_bytes_per_weight_byte=state)
-    return replace(cost, step_s=tuple(PROFILE.optimizer_of(stage.layers) for stage in plan.partition.stages))
+    machine = SERVER if plan.placement.num_ranks > 1 else MACHINE
+    return of_plan(PROFILE, plan, machine, state_per_weight=state, runtime=FREE)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -145,8 +145,9 @@ def test_what_is_moved_is_counted_by_hand():
     program = generate("spilled", shape)
     layers = PROFILE.layers[:4]
     small = Profile("four", 1, layers, optimizer_s=0.04)
-    plan = plan_spilling(small, MACHINE, device_bytes=16e9)
-    cost = from_profile(small, type(plan.partition).from_counts([1] * 4), MACHINE, optimizer_bytes_per_weight_byte=2)
+    stages, spill = Partition.from_counts([1] * 4), SpillSpec("host", 1e9)
+    plan = Plan(stages, Placement(((0,),) * 4), "spilled", 2, num_chunks=4, spill=spill)
+    cost = of_plan(small, plan, MACHINE, runtime=FREE)
     moved = traffic(program, 0, cost)
     assert moved.read_bytes == {"weights": (6 - 2) * 100e6, "optim": 4 * 200e6}  # two lie in their slots
     assert moved.written_bytes == {"weights": 4 * 100e6, "optim": 4 * 200e6}
@@ -174,7 +175,6 @@ def test_a_plan_for_several_ranks_keeps_the_cap_on_each_and_visits_a_stage_for_a
     assert plan.schedule == "breadth-first" and num_stages == num_ranks * plan.num_chunks > num_ranks
     assert plan.placement.ranks == tuple((stage % num_ranks,) for stage in range(num_stages))
     program, cost = program_of(plan), cost_of(plan)
-    cost = replace(cost, topology=SERVER, tiers=SERVER.tiers_among(num_ranks))
     for rank, claimed in enumerate(plan.prediction.peak_bytes):
         states = 0.0 if plan.spill.optim_slots else cost.resident_bytes(program.header.stages_of(rank))
         listed = device_peak_bytes(program, rank, cost.size_bytes, states)[0]
@@ -344,7 +344,7 @@ def test_as_many_stages_keep_their_activations_as_the_cap_has_room_for(num_ranks
     assert set(range(len(many.partition.stages))) == set(many.spill.keeps)
     assert not program_of(many).recomputed
     for plan in (few, many):
-        cost = replace(cost_of(plan), topology=SERVER, tiers=SERVER.tiers_among(num_ranks))
+        cost = cost_of(plan)
         assert verify(program_of(plan), capacity_bytes=plan.spill.device_bytes, size=cost.size_bytes).ok
         replaying = planned(plan.spill.device_bytes, keep=False)
         assert not replaying.spill.keeps and program_of(replaying).recomputed

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from pipefit.calibrate.prediction import USUAL, RuntimeCosts, cost_of, predict
+from pipefit.calibrate.prediction import predict
 from pipefit.calibrate.spread import Spread
+from pipefit.cost import USUAL, RuntimeCosts, of_plan
 from pipefit.ir.op import Op
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.profiling import profile_layers
@@ -116,7 +117,7 @@ class _Pipe(NamedTuple):
             return tuple(run.kinds_s[op.value, stage] for stage in stages)
 
         cost = replace(
-            cost_of(alone, self.pipe.plan, topology, 0.0, told),
+            of_plan(alone, self.pipe.plan, topology, state_per_weight=0.0, runtime=told),
             forward_s=every(Op.FWD),
             backward_input_s=every(Op.BWD),
             backward_weight_s=(0.0,) * len(stages),
@@ -204,7 +205,8 @@ class Calibration:
         names = [name for name in self._pipes if (name == _WAITING) == waiting]
         fit_s = statistics.median(run.beside_s for run in self._pipes[_USUAL_SCHEDULE].runs)
         arrival_s = statistics.fmean(self._arrival_s(name, told) for name in names)
-        return _from_rank_0(self._session, told._replace(arrival_s=arrival_s, fit_s=fit_s))
+        found = _from_rank_0(self._session, told._replace(arrival_s=arrival_s, fit_s=fit_s))
+        return found if find(schedule).is_synchronous else found.in_one_pass()
 
     def _arrival_s(self, name: str, told: RuntimeCosts) -> float:
         """What the simulator lacks of a pipeline's passes, as what messages cost that have come; median of the runs."""

@@ -11,7 +11,7 @@ from pipefit.errors import PipefitError
 if TYPE_CHECKING:
     from pipefit.cost import CostModel
     from pipefit.ir import Program
-    from pipefit.spec import Partition, Plan, Profile, Topology
+    from pipefit.spec import Plan, Profile, Topology
     from pipefit.timeline import Timeline
 
 __all__ = ["Source", "figures", "read_profile", "read_source", "save_timeline"]
@@ -41,47 +41,41 @@ class Source:
         Raises:
             PipefitError: nothing says which layers make a stage, or they do not belong to the profile.
         """
-        import msgspec
-
-        from pipefit.cost import from_profile, unit
-        from pipefit.planner.gpt import usual_state
+        from pipefit.cost import FREE, of_plan, unit
+        from pipefit.cost.tensor import tensor_shard
         from pipefit.spec import Topology
 
         if self.profile is None:
             cost = unit(self.program.header, forward, backward, **rest)
             return replace(cost, topology=self.topology) if self.topology else cost
-        figures = (
-            self.profile.at(self.plan.microbatch_size) if self.plan and self.plan.microbatch_size else self.profile
-        )
-        num_ranks = self.program.header.num_ranks
-        links = self.topology or Topology.local(num_ranks)
-        partition = self._partition()
-        cost = from_profile(
-            figures,
-            partition,
-            msgspec.structs.replace(links, tiers=links.tiers_among(num_ranks)),
-            placement=self.plan.placement if self.plan else None,
-            loss_s=figures.loss_s,
-            # Where stages are spilled the states of the optimizer matter: Adam's, as the planner takes them.
-            optimizer_bytes_per_weight_byte=usual_state(figures) if self.program.header.spill else 0,
-        )
-        if not self.program.header.spill:
-            return cost
-        steps = tuple(figures.optimizer_of(stage.layers) for stage in partition.stages)
-        return replace(cost, step_s=steps, host_step_s=cost.host_step_s or steps)
+        plan = self.plan or self._plan(len(self.profile))
+        profile = self.profile.at(plan.microbatch_size) if plan.microbatch_size else self.profile
+        links = self.topology or Topology.local(plan.num_processes)
+        return of_plan(tensor_shard(profile, plan.tensor, links), plan, links, runtime=FREE)
 
-    def _partition(self) -> Partition:
-        from pipefit.spec import Partition
+    def _plan(self, num_layers: int) -> Plan:
+        """The plan of a program from a `.pipe` file, which says everything but the layers."""
+        from pipefit.spec import Partition, Placement, Plan, StageSpec
 
-        if self.plan:
-            return self.plan.partition
-        if len(self.layers) != self.program.header.num_stages:
+        header = self.program.header
+        if len(self.layers) != header.num_stages:
             raise PipefitError(
                 "a .pipe file does not say which layers make a stage; give --layers with a count for each of its "
-                f"{self.program.header.num_stages} stages, got {','.join(map(str, self.layers)) or 'none'}"
+                f"{header.num_stages} stages, got {','.join(map(str, self.layers)) or 'none'}"
             )
-        assert self.profile is not None
-        return Partition.from_counts(self.layers, len(self.profile))
+        stages = tuple(
+            StageSpec(stage.layers, len(ranks), header.tensor)
+            for stage, ranks in zip(
+                Partition.from_counts(self.layers, num_layers).stages, header.placement, strict=True
+            )
+        )
+        return Plan(
+            Partition(stages),
+            Placement(header.placement),
+            header.schedule,
+            header.num_microbatches,
+            sharded_optimizer=header.sharded,
+        )
 
 
 def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profile:

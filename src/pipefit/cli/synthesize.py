@@ -152,7 +152,6 @@ def _cost(
 ) -> CostModel:
     """Costs from a profile, or unit costs of stages that may differ."""
     from pipefit.ir import Program
-    from pipefit.planner.gpt import usual_state
     from pipefit.planner.machines import load_topology
 
     if plan and profile is None:
@@ -163,10 +162,6 @@ def _cost(
     size = plan.microbatch_size if plan else 0
     loaded = read_profile(profile, links, size or 1) if profile else None
     cost = Source(Program(header, ()), plan, loaded, links, layers).cost(**times)
-    if loaded:
-        # A rank's memory holds the states of the optimizer too: as the planner takes them.
-        state = usual_state(loaded)
-        cost = replace(cost, optim_bytes=tuple(state * size for size in cost.weight_bytes))
     work = numbers("--stage-work", stage_work)
     if not work:
         return cost

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 from pipefit.calibrate.by_stage import ByStage
 from pipefit.calibrate.overhead import Calibration
 from pipefit.calibrate.pace import WAITS_S, Pace
-from pipefit.calibrate.prediction import RuntimeCosts, cost_of, predict
+from pipefit.calibrate.prediction import predict
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.settings import CompareConfig
 from pipefit.compare.strategies import STRATEGIES, Batch, Subject, Trainer
-from pipefit.cost import CostModel
+from pipefit.cost import CostModel, RuntimeCosts, of_plan
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.profiling.agreed import agreed_profile, merged
@@ -183,7 +183,7 @@ class Foretelling:
     ) -> CostModel:
         """The costs at a pace of each rank."""
         states, runtime = STATE_PER_WEIGHT[self.optimizer], runtime.scaled(statistics.fmean(pace))
-        cost = cost_of(profile, trainer.plan, self._calibration.topology, states, runtime)
+        cost = of_plan(profile, trainer.plan, self._calibration.topology, state_per_weight=states, runtime=runtime)
         return replace(cost, speed=tuple(1 / one for one in pace))
 
     def _after_waits(self, pace: tuple[float, ...]) -> list[tuple[float, float]]:

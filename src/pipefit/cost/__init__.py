@@ -1,6 +1,9 @@
 """How long an instruction takes and how many bytes a value has."""
 
-from pipefit.cost.build import from_profile, unit
+from pipefit.cost.layer_bytes import LayerBytes, ModelBytes
 from pipefit.cost.model import CostModel
+from pipefit.cost.plan_costs import of_plan, usual_state
+from pipefit.cost.runtime import FREE, USUAL, RuntimeCosts
+from pipefit.cost.unit_costs import unit
 
-__all__ = ["CostModel", "from_profile", "unit"]
+__all__ = ["FREE", "USUAL", "CostModel", "LayerBytes", "ModelBytes", "RuntimeCosts", "of_plan", "unit", "usual_state"]

@@ -16,8 +16,6 @@ from pipefit.spec.topology import Tier, Topology
 
 if TYPE_CHECKING:
     from pipefit.ir.program import Header
-    from pipefit.spec.plan import Partition, Placement
-    from pipefit.spec.profile import Profile
 
 __all__ = ["CostModel"]
 
@@ -36,7 +34,7 @@ _PER_STAGE = (
     "split_input_s",
     "weight_bytes",
     "optim_bytes",
-    "beside_bytes",
+    "fixed_bytes",
 )
 
 
@@ -63,7 +61,7 @@ class CostModel:
         half_bytes: gradients kept from bwd_input to bwd_weight, beside what is saved; (): that of the output.
         weight_bytes: of one version of the weights, and of their gradients.
         optim_bytes: of the optimizer's state, there from beginning to end.
-        beside_bytes: of whatever else is on a rank that has the stage, wherever the stage itself is: buffers and such.
+        fixed_bytes: of whatever else is on a rank that has the stage, wherever the stage itself is: buffers and such.
         input_bytes: of one micro-batch of inputs, at stage 0.
         target_bytes: of one micro-batch of targets, at the last stage (with a single stage, they are in the input).
         tied_bytes: of the shared weight of each tie group, by the group's first stage; where it has none, the weights
@@ -100,7 +98,7 @@ class CostModel:
     half_bytes: tuple[float, ...] = ()
     weight_bytes: tuple[float, ...] = ()
     optim_bytes: tuple[float, ...] = ()
-    beside_bytes: tuple[float, ...] = ()
+    fixed_bytes: tuple[float, ...] = ()
     input_bytes: float = 0
     target_bytes: float = 0
     tied_bytes: Mapping[int, float] = field(default_factory=dict)
@@ -275,10 +273,10 @@ class CostModel:
         return sum(self.optim_bytes[stage] for stage in stages)
 
     def staying_bytes(self, header: Header, rank: int) -> float:
-        """Bytes that are on a rank whatever it does: the optimizer's states that are not moved, and `beside_bytes`."""
+        """Bytes that are on a rank whatever it does: the optimizer's states that are not moved, and `fixed_bytes`."""
         own = header.stages_of(rank)
         stay = self.resident_bytes([stage for stage in own if header.keeps_states(stage)])
-        return stay + sum(self.beside_bytes[stage] for stage in own)
+        return stay + sum(self.fixed_bytes[stage] for stage in own)
 
     def _message_bytes(self, message: Instruction) -> float:
         return self.size_bytes(Value(message.kind, message.stage, message.mb))
@@ -294,18 +292,9 @@ class CostModel:
     @staticmethod
     def unit(header: Header, forward: float = 1, backward: float | None = None, **rest: Any) -> CostModel:
         """The lectures' costs; see `pipefit.cost.unit`."""
-        from pipefit.cost.build import unit
+        from pipefit.cost.unit_costs import unit
 
         return unit(header, forward, backward, **rest)
-
-    @staticmethod
-    def from_profile(
-        profile: Profile, partition: Partition, topology: Topology, *, placement: Placement | None = None, **rest: Any
-    ) -> CostModel:
-        """Costs of a partition of a profile; see `pipefit.cost.from_profile`."""
-        from pipefit.cost.build import from_profile
-
-        return from_profile(profile, partition, topology, placement=placement, **rest)
 
 
 def _over(size: float, bandwidth: float) -> float:

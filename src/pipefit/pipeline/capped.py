@@ -53,7 +53,7 @@ def plan_of(
     """The plan for a cap on the device's memory: cuts, slots, and what it should cost; see `planner.plan_spilling`.
 
     Layers may be on the meta device: one of each kind is run, on all ranks at the same time, as devices and tiers are
-    measured too. The first rank plans for all. What is given are the topology's tiers as each rank has them.
+    measured too. The first rank plans for all.
 
     Args:
         layers: of the whole model.
@@ -138,7 +138,7 @@ def plan_of(
         return msgspec.to_builtins(found)
 
     plan = msgspec.convert(from_first(session, planned), Plan)
-    return plan, profile, msgspec.structs.replace(topology, tiers=topology.tiers_among(num_ranks))
+    return plan, profile, topology
 
 
 def one_number(replicas: Sequence[int]) -> int:

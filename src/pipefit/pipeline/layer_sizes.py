@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from pipefit.planner.layer_bytes import LayerBytes, Sizes
+from pipefit.cost import LayerBytes, ModelBytes
 from pipefit.spill.states import StateSpec, probe_states
 from pipefit.stage.record_layout import laid_out_bytes
 from pipefit.stage.split import NamedLayer
@@ -43,7 +43,7 @@ def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> 
     return states / weights if weights else 0.0
 
 
-def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int = 1) -> Sizes:
+def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int = 1) -> ModelBytes:
     """What layers take to the byte.
 
     Args:
@@ -63,7 +63,7 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
         for layer in layers
     ]
     ties = [(group, taken(_shared([layers[index] for index in group]))) for group in tied_layers(layers)]
-    return Sizes(tuple(found), tuple(ties))
+    return ModelBytes(tuple(found), tuple(ties))
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter]) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from pipefit.cost import usual_state
 from pipefit.errors import PlanError
-from pipefit.planner.gpt import ARITHMETIC, is_gpt, usual_state
+from pipefit.planner.gpt import is_gpt
 from pipefit.planner.space import Ground, Space
 from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
+from pipefit.spec.profile import ARITHMETIC
 
 __all__ = ["ground_of", "is_local", "sizes_of", "space_of"]
 
@@ -23,7 +25,6 @@ def ground_of(
     topology: Topology,
     global_batch: int | None = None,
     state_per_weight: float | None = None,
-    costs: Mapping[str, float] | None = None,
 ) -> Ground:
     """What candidates are judged on.
 
@@ -38,7 +39,7 @@ def ground_of(
         state_per_weight = usual_state(profile)
     if not state_per_weight >= 0:
         raise PlanError(f"state_per_weight: expected 0 or more, got {state_per_weight}")
-    return Ground(profile, topology, global_batch, state_per_weight, dict(costs or {}))
+    return Ground(profile, topology, global_batch, state_per_weight)
 
 
 def is_local(topology: Topology) -> bool:

@@ -9,18 +9,11 @@ from collections.abc import Sequence
 
 from pipefit.errors import ProfileError
 from pipefit.spec import Device, Layer, Profile
+from pipefit.spec.profile import ARITHMETIC
 
-__all__ = ["ARITHMETIC", "gpt_profile", "gpt_settings", "is_gpt", "usual_state"]
-
-ARITHMETIC = "GPT arithmetic"
-"""How the source of such a profile begins."""
+__all__ = ["gpt_profile", "gpt_settings", "is_gpt"]
 
 _DEFAULTS = {"vocab": 51200, "sequence": 2048}
-
-
-def usual_state(profile: Profile) -> float:
-    """Optimizer bytes per weight byte where nobody said: Adam's, with a master copy for a profile by arithmetic."""
-    return 6.0 if profile.source.startswith(ARITHMETIC) else 2.0
 
 
 def gpt_profile(

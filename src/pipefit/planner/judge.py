@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
-from pipefit.cost import CostModel
+from pipefit.cost import FREE, CostModel, of_plan
 from pipefit.errors import ScheduleError
 from pipefit.planner.closed_forms import estimate_s
 from pipefit.planner.cut import Within, cut
 from pipefit.planner.held import peaks
-from pipefit.planner.ranks import Both, holdings_of, limits_of, mixed, positions
+from pipefit.planner.ranks import Both, holdings_of, limits_of, mixed, placement_for, positions
 from pipefit.planner.space import Config, Ground
-from pipefit.spec import Partition, StageSpec
+from pipefit.spec import Partition, Plan, StageSpec
 from pipefit.units import format_bytes
 
-__all__ = ["Judged", "costs_of", "judge"]
+__all__ = ["Judged", "costs_of", "judge", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -85,18 +84,12 @@ def _judge(ground: Ground, config: Config) -> Judged:
 def costs_of(ground: Ground, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
     """Costs for time, and costs for memory: with scatter/gather a message is 1/t of the value that is held."""
     profile = ground.at(config.microbatch_size, config.tensor)
-    shards = config.data if config.sharded else 1
-    options: dict[str, Any] = dict(ground.options)
-    step_s = ground.profile.optimizer_s / ground.weight_bytes if ground.weight_bytes else 0.0
-    plain = Partition(tuple(StageSpec(stage.layers, recompute=stage.recompute) for stage in partition.stages))
-    cost = CostModel.from_profile(
+    cost = of_plan(
         profile,
-        plain,
+        plan_of(ground, config, partition, tensor=1),
         ground.ranks(config.tensor),
-        optimizer_bytes_per_weight_byte=ground.state / shards,
-        step_s_per_weight_byte=step_s / shards,
-        loss_s=profile.loss_s,
-        **options,
+        state_per_weight=ground.state,
+        runtime=FREE,
     )
     if config.tensor == 1:
         return cost, cost
@@ -115,6 +108,34 @@ def costs_of(ground: Ground, config: Config, partition: Partition) -> tuple[Cost
         grad_bytes=tuple(size / config.tensor for size in cost.grad_bytes),
     )
     return timing, cost
+
+
+def plan_of(
+    ground: Ground, config: Config, partition: Partition, method: str = "auto", tensor: int | None = None
+) -> Plan:
+    """The plan of a candidate, still without a prediction.
+
+    Args:
+        ground: what it is judged on.
+        config: the candidate.
+        partition: its stages.
+        method: by which it was found.
+        tensor: width to note; None: the candidate's.
+    """
+    width = tensor or config.tensor
+    stages = tuple(StageSpec(stage.layers, stage.replicas, width, stage.recompute) for stage in partition.stages)
+    return Plan(
+        Partition(stages),
+        placement_for(config),
+        config.schedule,
+        config.num_microbatches,
+        config.microbatch_size,
+        config.chunks,
+        data=config.data,
+        sharded_optimizer=config.sharded,
+        model=ground.profile.model,
+        method=method,
+    )
 
 
 def _weigh(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -12,8 +12,8 @@ import msgspec
 from pipefit.errors import InfeasibleError, PlanError, nearest
 from pipefit.planner.asked import ground_of, is_local, sizes_of, space_of
 from pipefit.planner.gpt import is_gpt
-from pipefit.planner.judge import judge
-from pipefit.planner.rehearse import plan_of, rehearse
+from pipefit.planner.judge import judge, plan_of
+from pipefit.planner.rehearse import rehearse
 from pipefit.planner.search import Finding, Found, search
 from pipefit.planner.space import Config, Ground, Space, configs
 from pipefit.spec import Plan, Prediction, Profile, Topology
@@ -40,7 +40,6 @@ def plan(
     executable: bool | None = None,
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
-    costs: Mapping[str, float] | None = None,
 ) -> Plan:
     """The fastest plan that fits, its prediction, and why every other lost.
 
@@ -73,7 +72,6 @@ def plan(
         tensors: tensor widths to choose from, which the model's layers must allow (`pipefit.parallel.widths_of`); None:
             powers of two for a GPT, as far as they go with `executable`.
         sharded: with the optimizer divided over the copies always or never, for "auto"; None: as is best.
-        costs: further costs for `pipefit.cost.from_profile`, such as overhead_s or post_s.
 
     Raises:
         InfeasibleError: nothing fits; what is missing, and the cheapest change that would help.
@@ -87,7 +85,7 @@ def plan(
 
         made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
-        ground = ground_of(profile, topology, global_batch, state_per_weight, costs)
+        ground = ground_of(profile, topology, global_batch, state_per_weight)
         sizes = sizes_of(ground, microbatch_sizes)
         space = space_of(
             ground,
@@ -189,7 +187,8 @@ def _listed(ground: Ground, space: Space) -> list[Config]:
 
 def _finish(ground: Ground, space: Space, method: str, found: Found, listed: list[Config]) -> Plan:
     winner = found.winner
-    made = plan_of(ground, winner.judged, method)
+    assert winner.judged.partition is not None
+    made = plan_of(ground, winner.judged.config, winner.judged.partition, method)
     step_s = winner.rehearsal.step_s if winner.rehearsal else winner.judged.step_s
     period_s = winner.time_s
     prediction = Prediction(

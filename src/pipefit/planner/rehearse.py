@@ -16,14 +16,14 @@ from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.closed_forms import reduce_s
 from pipefit.planner.held import filling, small_program
-from pipefit.planner.judge import Judged, costs_of
+from pipefit.planner.judge import Judged, costs_of, plan_of
 from pipefit.planner.ranks import placement_for
 from pipefit.planner.space import Config, Ground
 from pipefit.schedules import find, program_of
 from pipefit.simulate import simulate
-from pipefit.spec import Partition, Plan, StageSpec
+from pipefit.spec import Partition, Plan
 
-__all__ = ["Rehearsal", "plan_of", "rehearse", "size_of"]
+__all__ = ["Rehearsal", "rehearse", "size_of"]
 
 # Forwards of a program that is still simulated whole, with all its copies.
 _WHOLE = 1500
@@ -42,27 +42,6 @@ class Rehearsal:
     step_s: float
     period_s: float
     whole: bool
-
-
-def plan_of(ground: Ground, judged: Judged, method: str = "auto") -> Plan:
-    """The plan of a candidate, still without a prediction."""
-    config, partition = judged.config, judged.partition
-    assert partition is not None
-    stages = tuple(
-        StageSpec(stage.layers, stage.replicas, config.tensor, stage.recompute) for stage in partition.stages
-    )
-    return Plan(
-        Partition(stages),
-        placement_for(config),
-        config.schedule,
-        config.num_microbatches,
-        config.microbatch_size,
-        config.chunks,
-        data=config.data,
-        sharded_optimizer=config.sharded,
-        model=ground.profile.model,
-        method=method,
-    )
 
 
 def size_of(config: Config) -> int:
@@ -85,7 +64,7 @@ def rehearse(ground: Ground, judged: Judged) -> Rehearsal | None:
     try:
         if whole or config.replicas:
             # The costs already have the messages divided and the gathers added.
-            plain = msgspec.structs.replace(plan_of(ground, judged), scatter_gather=False)
+            plain = msgspec.structs.replace(plan_of(ground, config, judged.partition), scatter_gather=False)
             return _whole(plain, timing, synchronous)
         return _extrapolated(config, judged.partition, timing, synchronous)
     except ScheduleError:

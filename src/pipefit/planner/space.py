@@ -6,13 +6,13 @@ numbered with t innermost, then p, then d: a group of t devices is one rank of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
 
-from pipefit.cost.tensor import all_reduce_s, widened
+from pipefit.cost.tensor import tensor_shard
 from pipefit.spec import Device, Level, Profile, Topology
 
 __all__ = ["Config", "Ground", "Space", "configs", "data_parallel_name"]
@@ -114,14 +114,12 @@ class Ground:
         topology: links and devices.
         global_batch: samples per weight update.
         state: optimizer bytes per weight byte.
-        options: further costs, as `pipefit.cost.from_profile` takes them.
     """
 
     profile: Profile
     topology: Topology
     global_batch: int
     state: float
-    options: Mapping[str, float]
     _known: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -133,19 +131,12 @@ class Ground:
 
     def at(self, microbatch_size: int, tensor: int) -> Profile:
         """The profile of one of `tensor` devices that share every layer."""
-        return self.once(
-            ("profile", microbatch_size, tensor),
-            lambda: _widened(self.profile.at(microbatch_size), tensor, self.topology),
-        )
+        key = ("profile", microbatch_size, tensor)
+        return self.once(key, lambda: tensor_shard(self.profile.at(microbatch_size), tensor, self.topology))
 
     def ranks(self, tensor: int) -> Topology:
         """The topology of groups of `tensor` devices, each group one rank."""
         return self.once(("ranks", tensor), lambda: _grouped(self.topology, tensor))
-
-    @property
-    def weight_bytes(self) -> float:
-        """Of the whole model."""
-        return self.once("weights", lambda: sum(layer.weight_bytes for layer in self.profile.layers))
 
 
 def configs(ground: Ground, space: Space) -> Iterator[Config]:
@@ -232,10 +223,3 @@ def _grouped(topology: Topology, tensor: int) -> Topology:
             for group in groups
         )
     return Topology(tuple(kept), topology.device, devices, topology.tiers, topology.name)
-
-
-def _widened(profile: Profile, tensor: int, topology: Topology) -> Profile:
-    if tensor == 1:
-        return profile
-    link = topology.level_between(0, tensor - 1)
-    return widened(profile, tensor, lambda size: all_reduce_s(size, tensor, link))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 
+from pipefit.cost import ModelBytes, usual_state
 from pipefit.errors import InfeasibleError, PlanError
-from pipefit.planner.gpt import usual_state
-from pipefit.planner.layer_bytes import Sizes
 from pipefit.planner.limits import Limit, limit_of, traffic
 from pipefit.planner.resident import resident
 from pipefit.planner.shard_cuts import cuts_of, finest
@@ -55,13 +54,12 @@ def plan_spilling(
     ties: Sequence[Sequence[int]] = (),
     activations: bool | None = None,
     step_on: str = "auto",
-    costs: Mapping[str, float] | None = None,
     num_ranks: int = 1,
     copies: int = 1,
     schedule: str | None = None,
     num_chunks: int = 0,
     keep: bool = True,
-    sizes: Sizes | None = None,
+    sizes: ModelBytes | None = None,
 ) -> Plan:
     """How to train a model on devices that it does not fit: the cut, the slots, and the lane that binds.
 
@@ -87,7 +85,6 @@ def plan_spilling(
             micro-batches, and more to move; None: only where nothing fits without.
         step_on: "device", "host", or "auto": all stages there or there, or some on the host, as is fastest by the
             tier's rates; without the rate of steps on the host it is the device.
-        costs: further costs for `pipefit.cost.from_profile`, such as input_bytes.
         num_ranks: devices of all pipelines; those of one machine share its tiers.
         copies: of the pipeline, which add up their gradients.
         schedule: one that flushes; None: "spilled" for one rank, for several "breadth-first", or "1f1b" where the model
@@ -116,11 +113,10 @@ def plan_spilling(
     depth = _depth(num_ranks, copies, topology, figures)
     order = find(schedule or ("spilled" if depth == 1 else "breadth-first"))
     _refuse_order(order, depth, num_chunks)
-    rates = msgspec.structs.replace(topology, tiers=topology.tiers_among(num_ranks))
     task = Task(
         figures,
-        rates,
-        _tier(rates, chosen.name),
+        topology,
+        _tier(msgspec.structs.replace(topology, tiers=topology.tiers_among(num_ranks)), chosen.name),
         device_bytes,
         room,
         num_microbatches,
@@ -129,7 +125,6 @@ def plan_spilling(
         tuple(map(tuple, ties)),
         bool(activations),
         step_on if state_per_weight else "device",
-        dict(costs or {}),
         num_ranks,
         order.name,
         num_chunks if order.chunks else 1,

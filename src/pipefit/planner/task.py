@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from pipefit.cost import CostModel, from_profile
+from pipefit.cost import FREE, CostModel, ModelBytes, of_plan
 from pipefit.ir.liveness import tier_peak_bytes
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
-from pipefit.planner.layer_bytes import Sizes
-from pipefit.schedules import Shape, generate
-from pipefit.spec import Partition, Profile, Topology
+from pipefit.schedules import Shape, generate, placement_of
+from pipefit.spec import Partition, Placement, Plan, Profile, SpillSpec, Topology
 from pipefit.spec.topology import Tier
 
 __all__ = ["Task"]
@@ -27,7 +25,7 @@ class Task:
 
     Attributes:
         tier: at the rates that each rank has of it.
-        topology: with such tiers.
+        topology: with the tiers of a machine.
         schedule: by which the ranks take turns; "spilled" for one of them.
         num_chunks: stages on each rank; 0: as many as are best.
         copies: of the pipeline, which have the micro-batches in turn and add up their gradients.
@@ -46,13 +44,12 @@ class Task:
     ties: tuple[tuple[int, ...], ...]
     activations: bool
     step_on: str
-    costs: dict[str, Any]
     num_ranks: int = 1
     schedule: str = "spilled"
     num_chunks: int = 0
     copies: int = 1
     keep: bool = True
-    sizes: Sizes | None = None
+    sizes: ModelBytes | None = None
 
     @property
     def depth(self) -> int:
@@ -61,22 +58,20 @@ class Task:
 
     def cost_of(self, partition: Partition) -> CostModel:
         """What the stages of a cut cost, wherever they step."""
-        cost = from_profile(
-            self.profile,
+        num_chunks = len(partition.stages) // self.depth
+        placement = Placement(placement_of(self.depth, num_chunks, "loop", (self.copies,)))
+        spill = SpillSpec(self.tier.name, self.device_bytes, activations=self.activations)
+        plan = Plan(
             partition,
-            self.topology,
-            optimizer_bytes_per_weight_byte=self.state,
-            loss_s=self.profile.loss_s,
-            **self.costs,
+            placement,
+            self.schedule,
+            self.num_microbatches,
+            self.profile.microbatch_size,
+            num_chunks,
+            data=self.copies,
+            spill=spill,
         )
-        steps = tuple(self.profile.optimizer_of(stage.layers) for stage in partition.stages)
-        rate = self.tier.step_bytes_per_s
-        cost = replace(
-            cost, step_s=steps, host_step_s=tuple(size / rate for size in cost.weight_bytes) if rate else steps
-        )
-        if self.sizes is None:
-            return cost
-        return self.sizes.of(cost, partition, self.depth, self.num_microbatches, self.activations)
+        return of_plan(self.profile, plan, self.topology, state_per_weight=self.state, runtime=FREE, sizes=self.sizes)
 
     def program_of(self, partition: Partition, spill: Spill, num_microbatches: int) -> Program:
         """What would run."""

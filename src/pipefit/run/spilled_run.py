@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -158,6 +159,12 @@ def tiers_of(config: RunConfig, resume: bool = False) -> Spilled | None:
     )
 
 
-def rates_of(config: RunConfig, device: torch.device) -> Tier:
-    """The tier of a run with its rates, measured now."""
-    return (tiers_of(config) or Spilled()).measured(device)
+def rates_of(config: RunConfig, device: torch.device, num_sharing: int) -> Tier:
+    """The tier of a machine with its rates, measured now by all of the ranks that share it."""
+    own = (tiers_of(config) or Spilled()).measured(device)
+    return msgspec.structs.replace(
+        own,
+        read_bytes_per_s=own.read_bytes_per_s * num_sharing,
+        write_bytes_per_s=own.write_bytes_per_s * num_sharing,
+        step_bytes_per_s=own.step_bytes_per_s * num_sharing,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,8 @@ from torch import nn
 
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.calibrate.parts import profile_of_parts
-from pipefit.calibrate.prediction import cost_of, predict, prediction_of
+from pipefit.calibrate.prediction import predict, prediction_of
+from pipefit.cost import of_plan
 from pipefit.data import sample
 from pipefit.errors import PipefitError, PlanError
 from pipefit.ir import text as program_text
@@ -141,11 +142,13 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         device=config.device or None,
         spill=spill,
     )
-    cost = cost_of(
-        parts, plan, topology, STATE_PER_WEIGHT[config.optimizer], runtime_costs(session, topology, plan.schedule)
-    )
-    if pipe.program.header.spill is not None:
-        cost = replace(cost, tiers=topology.tiers or (rates_of(config, pipe.device),))
+    runtime = runtime_costs(session, topology, plan.schedule)
+    if pipe.program.header.spill is not None and not topology.tiers:
+        topology = msgspec.structs.replace(
+            topology, tiers=(rates_of(config, pipe.device, topology.tier_shares(plan.placement.num_ranks)),)
+        )
+    states = STATE_PER_WEIGHT[config.optimizer]
+    cost = of_plan(parts, plan, topology, state_per_weight=states, runtime=runtime)
     forecast = _forecast(pipe, cost)
     foretold = prediction_of(plan, forecast, config.batch)
     if config.device_memory and plan.prediction is not None:

@@ -13,7 +13,10 @@ import msgspec
 from pipefit.errors import ProfileError
 from pipefit.spec.files import decode, encode, read_json, write_json
 
-__all__ = ["Layer", "Profile"]
+__all__ = ["ARITHMETIC", "Layer", "Profile"]
+
+ARITHMETIC = "GPT arithmetic"
+"""How the source of a computed profile begins (`pipefit.planner.gpt`)."""
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

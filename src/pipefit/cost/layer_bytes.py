@@ -1,0 +1,109 @@
+"""Exact bytes of a model's layers on a device, where the layers are at hand: a cap on memory is compared with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipefit.ir.spill import GRAIN_BYTES
+from pipefit.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from pipefit.cost.model import CostModel
+
+__all__ = ["LayerBytes", "ModelBytes"]
+
+_TENSOR_BYTES = 1024
+"""Torch's and the runtime's own objects for each tensor of an activation, gradient or loss: some 0.7 KB with torch
+2.13 on a 64-bit Linux."""
+
+_LINKS_BYTES = 32 << 10
+"""What Gloo and the transport keep for messages under way: up to 20 KB in a pipeline of two processes."""
+
+
+class LayerBytes(NamedTuple):
+    """Bytes of a layer.
+
+    Attributes:
+        weights: as they lie in a record, each aligned.
+        states: of the optimizer, likewise.
+        buffers: what stays on the device wherever the layer's weights are.
+        num_tensors: its parameters, each of which has a gradient while it is there.
+    """
+
+    weights: float
+    states: float
+    buffers: float = 0.0
+    num_tensors: int = 0
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of all layers, and of the weights that they share.
+
+    Attributes:
+        layers: each of them, what it shares included.
+        ties: of each group of layers, the weights that they share, which stay on the device where stages do.
+    """
+
+    layers: tuple[LayerBytes, ...]
+    ties: tuple[tuple[tuple[int, ...], LayerBytes], ...] = ()
+
+    def figures(self, cost: CostModel, plan: Plan) -> dict[str, Any]:
+        """Fields of a plan's `CostModel` with these bytes: records are whole blocks, and tensors have objects.
+
+        Args:
+            cost: of the plan by its profile.
+            plan: whose stages they are; its ranks hold stages p apart.
+        """
+        stages, num_stages = plan.partition.stages, len(plan.partition.stages)
+        depth = num_stages // plan.num_chunks
+        weights, states, fixed, tensors = (
+            [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(4)
+        )
+        # The first slot begins at a block, wherever the allocator has put it.
+        for first in range(min(depth, num_stages)):
+            # One of its stages computes, another may still have its gradients; losses wait for the end of the pass.
+            tensors_there = plan.num_microbatches + sum(sorted(tensors[first::depth])[-2:])
+            fixed[first] += GRAIN_BYTES + tensors_there * _TENSOR_BYTES + (_LINKS_BYTES if depth > 1 else 0)
+        owner = {layer: index for index, stage in enumerate(stages) for layer in stage.layers}
+        shared = dict(cost.tied_bytes)
+        for group, tie in self.ties:
+            users = sorted({owner[layer] for layer in group})
+            if len(users) == 1:
+                continue
+            shared[users[0]] = shared.get(users[0], 0) + tie.weights
+            for user in users:
+                weights[user] -= tie.weights
+                states[user] -= tie.states
+            # Weights and gradients; and a copy of these that is on its way to the other ranks.
+            for user in {user % depth: user for user in users}.values():
+                fixed[user] += 3 * tie.weights + tie.states
+        on_tier = plan.spill is not None and plan.spill.activations
+        return {
+            "weight_bytes": tuple(map(_blocks, weights)),
+            "optim_bytes": tuple(map(_blocks, states)),
+            "fixed_bytes": tuple(fixed),
+            "act_bytes": _with_objects(map(_record, cost.act_bytes) if on_tier else cost.act_bytes),
+            "grad_bytes": _with_objects(cost.grad_bytes),
+            "tied_bytes": shared,
+        }
+
+
+def _blocks(num_bytes: float) -> float:
+    """Whole blocks.
+
+    >>> _blocks(1), _blocks(8192)
+    (4096, 8192)
+    """
+    return -(-num_bytes // GRAIN_BYTES) * GRAIN_BYTES
+
+
+def _record(size: float) -> float:
+    """An activation that comes back from the tier: a record of its own, aligned."""
+    return _blocks(size) + GRAIN_BYTES if size else 0.0
+
+
+def _with_objects(sizes: Iterable[float]) -> tuple[float, ...]:
+    return tuple(size + _TENSOR_BYTES if size else 0.0 for size in sizes)

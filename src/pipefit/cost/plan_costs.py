@@ -1,0 +1,134 @@
+"""The one way from a profile, a plan and a topology to costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pipefit.cost.layer_bytes import ModelBytes
+from pipefit.cost.model import CostModel
+from pipefit.cost.runtime import USUAL, RuntimeCosts
+from pipefit.errors import PlanError
+from pipefit.spec.plan import Partition, Plan
+from pipefit.spec.profile import ARITHMETIC, Layer, Profile
+from pipefit.spec.topology import Topology
+
+__all__ = ["of_plan", "usual_state"]
+
+
+def usual_state(profile: Profile) -> float:
+    """Optimizer bytes per weight byte where nobody says: Adam's, with a master copy for a profile by arithmetic."""
+    return 6.0 if profile.source.startswith(ARITHMETIC) else 2.0
+
+
+def of_plan(
+    profile: Profile,
+    plan: Plan,
+    topology: Topology,
+    *,
+    state_per_weight: float | None = None,
+    runtime: RuntimeCosts = USUAL,
+    sizes: ModelBytes | None = None,
+) -> CostModel:
+    """Costs of a plan's stages on a topology.
+
+    Devices that differ scale by their usable FLOP/s, relative to the topology's `device` (which the profile is then
+    taken to be measured on), or to the first of `devices`. Ranks of one machine share the rates of its tiers.
+
+    Args:
+        profile: seconds and bytes per layer; they are taken at the plan's micro-batch size. With tensor parallelism
+            they are those of one process of a rank: measured (`pipefit.calibrate.parts`) or computed
+            (`pipefit.cost.tensor.tensor_shard`).
+        plan: stages, their ranks, and what else decides costs: sharded optimizer, tensor width, what is spilled.
+        topology: links, device speeds and tiers.
+        state_per_weight: optimizer bytes per weight byte: 0 for SGD, 1 with momentum, 2 for Adam; None: see
+            `usual_state`.
+        runtime: costs of the executor; `FREE` compares plans.
+        sizes: exact bytes of the layers, where they are at hand; None: what the profile says.
+
+    Raises:
+        PlanError: plan and profile, or plan and topology, do not belong together.
+    """
+    partition, tensor, num_ranks = plan.partition, plan.tensor, plan.placement.num_ranks
+    if partition.num_layers != len(profile):
+        raise PlanError(f"the partition has {partition.num_layers} layers, the profile {len(profile)}")
+    if num_ranks * tensor > topology.num_devices:
+        each = f" of {tensor} devices" if tensor > 1 else ""
+        raise PlanError(f"the placement has {num_ranks} ranks{each}, the topology {topology.num_devices} devices")
+    if plan.microbatch_size not in (0, profile.microbatch_size):
+        profile = profile.at(plan.microbatch_size)
+    state = usual_state(profile) if state_per_weight is None else state_per_weight
+
+    def total(figure: Callable[[Layer], float]) -> tuple[float, ...]:
+        return tuple(sum(figure(profile.layers[index]) for index in stage.layers) for stage in partition.stages)
+
+    # Each replica steps, and keeps the states of, its part.
+    parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
+    steps_s = tuple(profile.optimizer_of(s.layers) / num for s, num in zip(partition.stages, parts, strict=True))
+    forward_s = total(lambda layer: layer.forward_s)
+    inputs_s, weights_s = total(lambda layer: layer.backward_input_s), total(lambda layer: layer.backward_weight_s)
+    grads = _crossing(profile, partition, lambda x: x.output_bytes if x.grad_bytes is None else x.grad_bytes)
+    weights = total(lambda layer: layer.weight_bytes)
+    tiers = topology.tiers_among(num_ranks)
+    host_rate = next((tier.step_bytes_per_s for tier in tiers if tier.name == "host"), 0.0)
+    cost = CostModel(
+        forward_s=(forward_s[0], *(seconds + runtime.taking_s for seconds in forward_s[1:])),
+        # The model's input needs no gradient: all of the first stage's backward can wait for its second half.
+        backward_input_s=(0.0, *inputs_s[1:]),
+        backward_weight_s=(inputs_s[0] + weights_s[0], *weights_s[1:]),
+        split_s=(0.0, *total(lambda layer: layer.split_s or 0)[1:]),
+        split_input_s=(0.0, *total(lambda layer: layer.split_input_s)[1:]),
+        step_s=steps_s,
+        host_step_s=tuple(size / host_rate for size in weights) if host_rate else steps_s,
+        loss_s=profile.loss_s,
+        act_bytes=_crossing(profile, partition, lambda layer: layer.output_bytes),
+        grad_bytes=grads,
+        saved_bytes=total(lambda layer: layer.saved_bytes),
+        half_bytes=(grads[0], *total(lambda layer: layer.kept_bytes)[1:]),
+        weight_bytes=weights,
+        optim_bytes=tuple(size * state / num for size, num in zip(weights, parts, strict=True)),
+        topology=topology,
+        overhead_s=runtime.overhead_s,
+        post_s=runtime.post_s,
+        copy_s_per_byte=runtime.copy_s_per_byte,
+        host_s=runtime.host_s,
+        arrival_s=runtime.arrival_s,
+        pass_s=runtime.pass_s + runtime.cut_s * plan.num_microbatches,
+        speed=_speeds(topology, tensor),
+        tiers=tiers,
+        tensor=tensor,
+    )
+    return cost if sizes is None else replace(cost, **sizes.figures(cost, plan))
+
+
+def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], float]) -> tuple[float, ...]:
+    """For each stage, the bytes that cross the cut after it: every output used beyond it, counted once.
+
+    After the last stage: its outputs that nothing uses, which the loss reads.
+    """
+    owner = {layer: stage for stage, spec in enumerate(partition.stages) for layer in spec.layers}
+    reach = {layer: owner[layer] for layer in owner}
+    used = set()
+    for tail, head in profile.links:
+        if owner[head] < owner[tail]:
+            names = profile.layers[tail].name, profile.layers[head].name
+            raise PlanError(f"stage {owner[head]} needs {names[0]} of the later stage {owner[tail]} for {names[1]}")
+        reach[tail] = max(reach[tail], owner[head])
+        used.add(tail)
+    num_stages = len(partition.stages)
+    sizes = [0.0] * num_stages
+    for layer, stage in owner.items():
+        read_by_loss = layer not in used and stage == num_stages - 1
+        for cut in range(stage, num_stages if read_by_loss else reach[layer]):
+            sizes[cut] += figure(profile.layers[layer])
+    return tuple(sizes)
+
+
+def _speeds(topology: Topology, tensor: int) -> tuple[float, ...]:
+    """Of each rank; one of several devices is as fast as the slowest of them."""
+    if not topology.devices or not all(device.flops for device in topology.devices):
+        return ()
+    reference = topology.device if topology.device.flops else topology.devices[0]
+    usable = reference.flops * reference.efficiency
+    speeds = [device.flops * device.efficiency / usable for device in topology.devices]
+    return tuple(min(speeds[first : first + tensor]) for first in range(0, len(speeds), tensor))

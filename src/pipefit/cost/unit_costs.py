@@ -1,0 +1,82 @@
+"""The unit costs of the papers: seconds per rank and micro-batch, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+
+from pipefit.cost.model import CostModel
+from pipefit.errors import PlanError
+from pipefit.ir.program import Header
+from pipefit.spec.topology import Tier
+
+__all__ = ["unit"]
+
+
+def unit(
+    header: Header,
+    forward: float = 1,
+    backward: float | None = None,
+    *,
+    input: float | None = None,
+    weight: float | None = None,
+    latency: float = 0,
+    copy: float = 2,
+) -> CostModel:
+    """The lectures' costs: a rank spends `forward` and `backward` on a micro-batch over all its stages.
+
+    A stage costs forward·num_ranks/num_stages: a chunk costs 1/v, and the one stage of data parallelism costs p times
+    as much. Saved activations are counted in micro-batches of a rank's layers; nothing else has a size.
+
+    Args:
+        header: of the program.
+        forward: seconds per rank and micro-batch.
+        backward: of a full backward; default input + weight, or 2.
+        input: its half for the gradient of the input; default what `weight` leaves, or half.
+        weight: its other half.
+        latency: seconds of a message.
+        copy: seconds of moving all stages of a rank to or from the tier they are spilled to, weights or states alike;
+            a step on the host takes twice as long.
+
+    Raises:
+        PlanError: backward is not input + weight.
+    """
+    input, weight = _halves(backward, input, weight)
+    num_stages = header.num_stages
+
+    def every(total: float) -> tuple[float, ...]:
+        return (_divide(total * header.num_ranks, num_stages),) * num_stages
+
+    return CostModel(
+        forward_s=every(forward),
+        backward_input_s=every(input),
+        backward_weight_s=every(weight),
+        host_step_s=(_divide(2 * copy * header.num_ranks, num_stages),) * num_stages,
+        saved_bytes=tuple(1 / len(header.stages_of(ranks[0])) for ranks in header.placement),
+        latency_s=latency,
+        tiers=_unit_tiers(header, _divide(copy * header.num_ranks, num_stages)),
+        tensor=header.tensor,
+    )
+
+
+def _unit_tiers(header: Header, copy: float) -> tuple[Tier, ...]:
+    """The tier of a program that spills: every copy of a stage takes as long."""
+    if header.spill is None:
+        return ()
+    return (Tier(header.spill.tier, math.inf, math.inf, math.inf, latency_s=copy),)
+
+
+def _halves(backward: float | None, input: float | None, weight: float | None) -> tuple[float, float]:
+    if backward is None:
+        return (1 if input is None else input), (1 if weight is None else weight)
+    if input is None:
+        input = _divide(backward, 2) if weight is None else backward - weight
+    if weight is None:
+        weight = backward - input
+    if input + weight != backward:
+        raise PlanError(f"expected backward = input + weight, got {backward} and {input} + {weight}")
+    return input, weight
+
+
+def _divide(a: float, b: int) -> float:
+    """A / b; whole where both are and b divides a, so that whole costs give whole times."""
+    return a // b if isinstance(a, int) and a % b == 0 else a / b
