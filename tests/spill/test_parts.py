@@ -18,7 +18,7 @@ from pipefit.spill.arena import Slot, aligned
 from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.records import chunk_sum
 from pipefit.spill.stage_store import SpilledStore
-from pipefit.spill.states import is_zero_at_first, numbers_beside, probe_states
+from pipefit.spill.states import is_zero_at_first, numbers_outside, probe_states
 from pipefit.spill.tiers import Key
 from pipefit.stage.materialise import can_be_drawn, materialise
 from pipefit.stage.record_layout import Layout, absent
@@ -236,7 +236,7 @@ def beside_a_gpu(monkeypatch):
 
     moves = states._moves
     monkeypatch.setattr(states, "_moves", lambda value, device: value.dim() > 0)
-    monkeypatch.setattr("pipefit.spill.rank.is_zero_at_first", on_the_cpu)
+    monkeypatch.setattr("pipefit.spill.states.is_zero_at_first", on_the_cpu)
 
 
 @pytest.mark.parametrize("host", [(), (0, 2)])
@@ -269,7 +269,7 @@ def test_an_optimizer_whose_count_of_steps_stays_beside_the_records_trains_alike
 
 def test_numbers_that_stay_beside_the_records_are_those_that_the_optimizer_makes(monkeypatch):
     cpu = torch.device("cpu")
-    assert numbers_beside(torch.optim.Adam, cpu) == {}, "on a CPU they are in the records"
+    assert numbers_outside(torch.optim.Adam, cpu) == {}, "on a CPU they are in the records"
     beside_a_gpu(monkeypatch)
-    assert numbers_beside(torch.optim.Adam, cpu) == {"step": torch.tensor(0.0)}
-    assert numbers_beside(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), cpu) == {}
+    assert numbers_outside(torch.optim.Adam, cpu) == {"step": torch.tensor(0.0)}
+    assert numbers_outside(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), cpu) == {}

@@ -20,7 +20,8 @@ from pipefit.runtime.engine import Engine
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition, Plan
-from pipefit.spill.rank import Spilling
+from pipefit.spill.create import RankStages, create_spilling
+from pipefit.spill.rank import Spilling, SpillPlace
 from pipefit.stage.materialise import is_meta, materialise
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
@@ -58,14 +59,21 @@ def assemble(
     ranks = [mesh.rank_of(session.rank)] if session.is_distributed else list(range(header.num_ranks))
     ties = tied_parameters(layers, plan.partition)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
-    kept = _spillings(ranks, parts, program, training, ties, device, spill, model, session, plan.partition, layers)
-    for spilling in kept:
+    spillings: list[Spilling | None] = []
+    for rank, part in zip(ranks, parts, strict=True):
+        stages = RankStages(rank, part, _shared(part, ties), getattr(model, "initialise_layer", None))
+        place = _place(rank, spill, header, plan.partition, layers, session)
+        is_spilled = any(header.is_spilled(stage) for stage in part)
+        spillings.append(create_spilling(stages, program, training, device, place) if is_spilled else None)
+        _draw_resident(stages, header, training.seed, device)
+    if spill is not None and spill.resume is not False:
+        agree_on_step(session, spillings)
+    every = commit_every(spill, header, layers, plan.partition, training.optimizer)
+    workers = []
+    for rank, part, spilling in zip(ranks, parts, spillings, strict=True):
         if spilling is not None:
-            spilling.commit_every = commit_every(spill, header, layers, plan.partition, training.optimizer)
-    workers = [
-        Worker.create(rank, training, part, ties, device, spilling)
-        for rank, part, spilling in zip(ranks, parts, kept, strict=True)
-    ]
+            spilling.commit_every = every
+        workers.append(Worker.create(rank, training, part, ties, device, spilling))
     shard_optimizers(workers, plan)
     for worker in workers:
         worker.mesh = mesh
@@ -82,45 +90,33 @@ def let_go(workers: Sequence[Worker], finished: bool) -> None:
             worker.spilling.close(discard=finished)
 
 
-def _spillings(
-    ranks: Sequence[int],
-    parts: Sequence[dict[int, list[NamedLayer]]],
-    program: Program,
-    training: Training,
-    ties: dict[str, Tie],
-    device: torch.device,
+def _draw_resident(stages: RankStages, header: Header, seed: int, device: torch.device) -> None:
+    """Gives the layers of the meta device whose stages stay on the device their memory and weights."""
+    for stage, layers in stages.layers.items():
+        if not header.is_spilled(stage) and is_meta(layers):
+            materialise(layers, seed, device, stages.initialise)
+
+
+def _place(
+    rank: int,
     spill: Spilled | None,
-    model: object,
-    session: Session,
+    header: Header,
     partition: Partition,
     whole: Sequence[NamedLayer],
-) -> list[Spilling | None]:
-    """The tiers of the ranks of this process; layers of the meta device get their weights, wherever they will lie."""
-    own = getattr(model, "initialise_layer", None)
-    result: list[Spilling | None] = []
-    where = (spill or Spilled()).where
-    for rank, part in zip(ranks, parts, strict=True):
-        made = None
-        if any(program.header.is_spilled(stage) for stage in part):
-            shared = _shared(part, ties)
-            place = where
-            if where.host_bytes is not None and program.header.num_ranks > 1:
-                share = _host_share(rank, program.header, partition, whole, session)
-                place = replace(where, host_bytes=int(where.host_bytes * share))
-            made = Spilling.create(rank, program, training, part, shared, device, place, own)
-        for stage, layers in part.items():
-            if not program.header.is_spilled(stage) and is_meta(layers):
-                materialise(layers, training.seed, device, own)
-        result.append(made)
-    if spill is not None and spill.resume is not False:
-        agree_on_step(session, result)
-    return result
+    session: Session,
+) -> SpillPlace:
+    """Where the spilled stages of a rank live: in its share of the host's memory, if that is limited."""
+    place = (spill or Spilled()).where
+    if place.host_bytes is None or header.num_ranks == 1:
+        return place
+    share = _host_share(rank, header, partition, whole, session)
+    return replace(place, host_bytes=int(place.host_bytes * share))
 
 
 def _host_share(
     rank: int, header: Header, partition: Partition, whole: Sequence[NamedLayer], session: Session
 ) -> float:
-    """A rank's share of the host's memory: as of the weights that the ranks of its machine spill."""
+    """A rank's share of the host's memory: its share of the weights that the ranks of its machine spill."""
 
     def spilled_bytes(of: int) -> int:
         stages = [stage for stage in header.stages_of(of) if header.is_spilled(stage)]

@@ -134,7 +134,7 @@ def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version
 
 
 def _commit_s(tier: TierStore, repeats: int) -> float:
-    commits = [tier.commit(step, step, b"") for step in range(repeats)]
+    commits = [tier.commit(step, {}) for step in range(repeats)]
     for commit in commits:
         commit.wait()
     return median_of([commit.ended_s - commit.started_s for commit in commits[1:]])

@@ -1,4 +1,4 @@
-"""The optimizer's states of one stage that move with it: views of a record wherever that is, or nothing at all."""
+"""The optimizer's states of one stage that move with it: views of a record wherever that is, or stand-ins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.errors import TierError
-from pipefit.spill.states import StateSpec
+from pipefit.spill.states import StateRules, StateSpec
 from pipefit.stage.record_layout import Layout, absent
 
 __all__ = ["MovedStates"]
@@ -21,8 +21,7 @@ class MovedStates:
     Args:
         stage: whose they are, for messages.
         specs: which there are, and of what parameter.
-        zero_at_first: see `is_zero_at_first`.
-        numbers: that the optimizer keeps outside of the record, as `numbers_beside` found.
+        rules: of the optimizer.
         device: of what stands for them while they are away.
 
     Attributes:
@@ -35,19 +34,18 @@ class MovedStates:
         self,
         stage: int,
         specs: Sequence[tuple[nn.Parameter, StateSpec]],
-        zero_at_first: bool,
-        numbers: Mapping[str, Tensor],
+        rules: StateRules,
         device: torch.device,
     ) -> None:
         self.layout = Layout(spec.like for _, spec in specs)
         self._stage, self._specs, self._device = stage, list(specs), device
-        self._zero_at_first, self._numbers = zero_at_first, dict(numbers)
+        self._rules = rules
         self.known: set[int] = set()
         self.optimizer: Optimizer | None = None
         self._master_of: Mapping[int, nn.Parameter] = {}
 
     def belong_to(self, optimizer: Optimizer, master_of: Mapping[int, nn.Parameter]) -> None:
-        """Learns whose they are.
+        """Sets the optimizer that keeps them.
 
         Args:
             optimizer: that keeps them.
@@ -56,7 +54,7 @@ class MovedStates:
         self.optimizer, self._master_of = optimizer, master_of
 
     def tensors(self) -> list[Tensor]:
-        """What the optimizer has of them now."""
+        """Those that the optimizer has now."""
         if self.optimizer is None:
             return []
         of = self.optimizer.state
@@ -64,21 +62,21 @@ class MovedStates:
         return [value for value in found if value is not None]
 
     def bind(self, record: Tensor) -> None:
-        """They become views; those that the optimizer has not made yet only where zeros are as good."""
+        """Makes them views of a record; those that the optimizer has not made yet only where zeros do the same."""
         if self.optimizer is None:
             return
         for index, view in enumerate(self.layout.views(record)):
-            if self._zero_at_first or index in self.known:
+            if self._rules.zero_at_first or index in self.known:
                 parameter, spec = self._specs[index]
                 state = self.optimizer.state[self._master_of[id(parameter)]]
                 state[spec.key] = view
                 # An optimizer that finds any state makes no others: Adam on a GPU would miss its count of steps.
-                for key, zero in self._numbers.items():
+                for key, zero in self._rules.numbers.items():
                     if key not in state:
                         state[key] = zero.clone()
 
     def unbind(self) -> None:
-        """They are away: what stands for them has their shapes and no memory."""
+        """Replaces them, while they are away, by stand-ins that have their shapes and no memory."""
         if self.optimizer is None:
             return
         for (parameter, spec), field in zip(self._specs, self.layout.fields, strict=True):

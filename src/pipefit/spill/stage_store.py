@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from pipefit.spill.arena import Arena
 from pipefit.spill.host import HostTier
-from pipefit.spill.kept import saved_apart
 from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.moved_states import MovedStates
-from pipefit.spill.states import StateSpec
+from pipefit.spill.saved_places import save_places
+from pipefit.spill.states import StateRules, StateSpec
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key, TierStore
 from pipefit.stage.record_layout import Layout, absent
 
@@ -30,16 +30,15 @@ class SpilledStore:
 
     Args:
         stage: its number.
-        trained: the stage's parameters that its optimizer steps.
-        shared: those of them that other stages use too; they stay on the device.
-        frozen: its other parameters.
-        states: what the optimizer keeps, as `probe_states` found; None: its states stay on the device.
-        zero_at_first: see `is_zero_at_first`.
-        on_host: whether it steps on the host: what the optimizer gets are views of its records there, and its states
-            never leave them.
+        parameters: of the stage, each once.
+        shared: ids of those that other stages use too; they stay on the device.
+        states: that the optimizer keeps for those that are trained, as `probe_states` found; None: its states stay on
+            the device.
+        rules: of the optimizer.
         device: of the slots.
-        numbers: that its optimizer keeps outside of the records, as `numbers_beside` found.
-        gradients: how those that are summed lie in the slot.
+        on_host: whether it steps on the host: the optimizer gets views of its records there, and its states never
+            leave them.
+        gradients: gives the layout of the trained parameters' gradients in the slot.
 
     Attributes:
         masters: what the optimizer gets.
@@ -52,21 +51,20 @@ class SpilledStore:
     def __init__(
         self,
         stage: int,
-        trained: Sequence[nn.Parameter],
-        shared: Sequence[nn.Parameter],
-        frozen: Sequence[nn.Parameter],
+        parameters: Sequence[nn.Parameter],
+        shared: set[int],
         states: Sequence[StateSpec] | None,
-        zero_at_first: bool,
+        rules: StateRules,
         device: torch.device,
         on_host: bool = False,
-        numbers: Mapping[str, Tensor] | None = None,
         gradients: Callable[[Sequence[Tensor]], Layout] = Layout,
     ) -> None:
         self.stage = stage
         self.on_host = on_host
+        trained = [p for p in parameters if p.requires_grad]
+        frozen = [p for p in parameters if not p.requires_grad]
         self._trained: list[nn.Parameter] = []
-        staying = {id(parameter) for parameter in shared}
-        self._moved = [p for p in (*trained, *frozen) if id(p) not in staying]
+        self._moved = [p for p in trained if id(p) not in shared] + frozen
         self._master_of: dict[int, nn.Parameter] = {}
         self._summed = [index for index, p in enumerate(self._moved) if p.requires_grad]
         self.layout = Layout(self._moved)
@@ -76,8 +74,8 @@ class SpilledStore:
         self.states: MovedStates | None = None
         if states is not None:
             specs = [(trained[spec.parameter], spec) for spec in states]
-            moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in staying]
-            self.states = MovedStates(stage, moving, zero_at_first, numbers or {}, device)
+            moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in shared]
+            self.states = MovedStates(stage, moving, rules, device)
         self._device = device
         self._base = self._version = 0
         self._is_held = False
@@ -234,8 +232,8 @@ class SpilledStore:
         return copy
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward whose stage may leave before its backward: see `saved_apart`."""
-        return saved_apart(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes)
+        """Around a forward whose stage may leave before its backward: see `save_places`."""
+        return save_places(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes)
 
     # ---- what a WeightStore does -----------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""What an optimizer keeps for each parameter, found out before anything is allocated."""
+"""The states that an optimizer keeps for each parameter, found by trial before anything is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 
 from pipefit.errors import ModelError
 
-__all__ = ["StateSpec", "is_zero_at_first", "numbers_beside", "probe_states"]
+__all__ = ["StateRules", "StateSpec", "is_zero_at_first", "numbers_outside", "probe_states", "state_rules"]
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -30,11 +31,33 @@ class StateSpec(NamedTuple):
     like: Tensor
 
 
-def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.device) -> list[StateSpec]:
-    """The tensors that an optimizer will keep on the parameters' device, by taking one step with pretended ones.
+class StateRules(NamedTuple):
+    """How an optimizer treats its states.
 
-    Numbers that it keeps for parameters of another device (step counters beside a GPU) are not among them; see
-    `numbers_beside`.
+    Attributes:
+        zero_at_first: whether it does the same with zeros as with no states yet; see `is_zero_at_first`.
+        numbers: that it keeps for each parameter outside of the records, as zeros by name; see `numbers_outside`.
+    """
+
+    zero_at_first: bool = False
+    numbers: Mapping[str, Tensor] = MappingProxyType({})
+
+
+def state_rules(make: MakeOptimizer, device: torch.device) -> StateRules:
+    """The rules of an optimizer, found by trial.
+
+    Args:
+        make: the optimizer of some parameters.
+        device: of the parameters.
+    """
+    return StateRules(is_zero_at_first(make), numbers_outside(make, device))
+
+
+def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.device) -> list[StateSpec]:
+    """The tensors that an optimizer will keep on the parameters' device, found by one step of stand-ins.
+
+    Numbers that it keeps on another device (on the host, step counters of parameters on a GPU) are not among them; see
+    `numbers_outside`.
 
     Raises:
         ModelError: its step cannot be taken stage by stage, so it cannot be spilled.
@@ -58,14 +81,14 @@ def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torc
 
 
 def _moves(value: Tensor, device: torch.device) -> bool:
-    """Whether a state goes into a record: beside a GPU, single numbers stay where the optimizer put them."""
+    """Whether a state goes into a record: with a GPU, single numbers stay where the optimizer put them."""
     return device.type == "cpu" or value.dim() > 0
 
 
-def numbers_beside(make: MakeOptimizer, device: torch.device) -> dict[str, Tensor]:
+def numbers_outside(make: MakeOptimizer, device: torch.device) -> dict[str, Tensor]:
     """The single numbers that an optimizer keeps for each parameter outside of the records, as zeros, by name.
 
-    They are found out by a real step of a tiny parameter, for where they lie is the optimizer's choice: Adam counts its
+    They are found by a real step of a tiny parameter, for where they lie is the optimizer's choice: Adam counts its
     steps on the host, a fused Adam on the GPU. On a CPU they are in the records, and there are none.
     """
     if _moves(torch.zeros(()), device):
@@ -81,12 +104,12 @@ def numbers_beside(make: MakeOptimizer, device: torch.device) -> dict[str, Tenso
 def _stepped(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.device) -> list[dict[str, object]]:
     if not parameters:
         return []
-    pretended = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in parameters]
-    for parameter in pretended:
+    stand_ins = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in parameters]
+    for parameter in stand_ins:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = make(pretended)
+    optimizer = make(stand_ins)
     optimizer.step()
-    return [dict(optimizer.state.get(parameter, {})) for parameter in pretended]
+    return [dict(optimizer.state.get(parameter, {})) for parameter in stand_ins]
 
 
 def is_zero_at_first(make: MakeOptimizer) -> bool:

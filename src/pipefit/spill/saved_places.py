@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["saved_apart"]
+__all__ = ["save_places"]
 
 
 class _Place(NamedTuple):
@@ -29,7 +29,7 @@ class _Place(NamedTuple):
         return typed.as_strided(self.size, self.stride, typed.storage_offset() + self.start // self.dtype.itemsize)
 
 
-def saved_apart(record: Callable[[], Tensor]) -> saved_tensors_hooks:
+def save_places(record: Callable[[], Tensor]) -> saved_tensors_hooks:
     """While it is entered, autograd saves places in a record of weights instead of views of it.
 
     Args:
