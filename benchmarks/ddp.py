@@ -19,7 +19,7 @@ from pipefit.compare.accuracy import own_core
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import DataParallel, Subject, Trainer
 from pipefit.models import build, parse_options
-from pipefit.pipeline.setup import make_plan
+from pipefit.planner import by_hand
 from pipefit.run.optimizers import make_optimizer
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
@@ -94,8 +94,8 @@ def _row(name: str, options: str, batch: int, num: int, steps: int, repeats: int
         return build(name, **parse_options(options, name)).layers
 
     subject = Subject(make, bundle.loss, make_optimizer("adamw", 1e-3), session.num_ranks, session.rank)
-    plan = make_plan(
-        named_layers(bundle.layers),
+    plan = by_hand(
+        len(named_layers(bundle.layers)),
         num_ranks=_RANKS,
         schedule="data-parallel",
         num_microbatches=num * _RANKS,

@@ -30,8 +30,8 @@ from pipefit.compare.accuracy import own_core
 from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.setup import make_plan
 from pipefit.pipeline.traffic import traffic
+from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
 from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer
@@ -149,7 +149,7 @@ class _Contest:
         given = {"schedule": "1f1b", "num_microbatches": self.config.microbatches, "profile": self.profile} | settings
         if given.get("replicas"):
             given["stages"] = _cut(self.profile, given["replicas"])
-        plan = make_plan(named_layers(bundle.layers), **given)
+        plan = by_hand(len(named_layers(bundle.layers)), **given)
         return Pipeline(
             bundle.layers, loss=bundle.loss, optimizer=make_optimizer("adamw", 1e-3), plan=plan, device="cpu"
         )

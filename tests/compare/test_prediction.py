@@ -16,7 +16,7 @@ from pipefit.calibrate.spread import Spread
 from pipefit.compare.prediction import Foretold, Turn
 from pipefit.cost import USUAL, of_plan
 from pipefit.ir.op import Op
-from pipefit.pipeline.setup import make_plan
+from pipefit.planner import by_hand
 from pipefit.profiling.agreed import merged
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
@@ -69,7 +69,7 @@ def test_costs_are_the_medians_of_turns_each_at_its_pace():
 def test_a_forward_that_takes_a_message_takes_longer_than_the_first_stages():
     profile = Profile("m", 1, tuple(Layer(f"l{k}", 1, 1, 1, 0, 0, 4) for k in range(2)))
     layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-    plan = make_plan(layers, num_ranks=2, schedule="naive", num_microbatches=3, stages=[1, 1])
+    plan = by_hand(len(layers), num_ranks=2, schedule="naive", num_microbatches=3, stages=[1, 1])
     links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
 
     def makespan_s(taking_s: float) -> float:
@@ -83,7 +83,7 @@ def test_a_stage_that_has_waited_takes_longer_and_one_that_has_not_does_not():
     """Naive on two ranks: all but the last stage's backward, which follows its forward at once, come after a wait."""
     profile = Profile("m", 1, tuple(Layer(f"l{k}", 1, 1, 1, 0, 0, 4) for k in range(2)))
     layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-    plan = make_plan(layers, num_ranks=2, schedule="naive", num_microbatches=3, stages=[1, 1])
+    plan = by_hand(len(layers), num_ranks=2, schedule="naive", num_microbatches=3, stages=[1, 1])
     links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
     program, cost = program_of(plan), of_plan(profile, plan, links, state_per_weight=0.0)
     before, after = predict(program, cost), predict(program, cost, waking=[(1.0, 0.5)])
@@ -99,7 +99,7 @@ def test_what_follows_its_like_takes_as_much_less_as_is_said():
     links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
     less = {}
     for schedule in ("gpipe", "naive"):
-        plan = make_plan(layers, num_ranks=2, schedule=schedule, num_microbatches=4, stages=[1, 1])
+        plan = by_hand(len(layers), num_ranks=2, schedule=schedule, num_microbatches=4, stages=[1, 1])
         program, cost = program_of(plan), of_plan(profile, plan, links, state_per_weight=0.0)
         before = predict(program, cost).by_kind()
         after = predict(program, cost, again={Op.FWD: [-0.5, -0.25], Op.BWD: [0.0, 1.0]}).by_kind()
@@ -135,7 +135,7 @@ class _Resting(nn.Linear):
 def test_a_stage_by_itself_is_timed_in_turn_and_in_a_row():
     model = nn.Sequential(nn.Linear(4, 4), _Resting(4, 4))
     layers = named_layers(model)
-    plan = make_plan(layers, num_ranks=1, schedule="naive", num_microbatches=4, stages=[2])
+    plan = by_hand(len(layers), num_ranks=1, schedule="naive", num_microbatches=4, stages=[2])
     pace = Pace(layers, (torch.randn(8, 4), torch.randn(8, 4)), 2, ALONE, nn.functional.mse_loss)
     stages = ByStage(pace.step, layers, plan, ALONE)
     stages.turn()
@@ -146,7 +146,7 @@ def test_a_stage_by_itself_is_timed_in_turn_and_in_a_row():
 def test_a_stage_whose_first_layer_works_in_place_is_timed_as_any_other():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     layers, batch = named_layers(model), (torch.randn(8, 4), torch.randn(8, 4))
-    plan = make_plan(layers, num_ranks=2, schedule="gpipe", num_microbatches=4, stages=[1, 2])
+    plan = by_hand(len(layers), num_ranks=2, schedule="gpipe", num_microbatches=4, stages=[1, 2])
     pace = Pace(layers, batch, 2, ALONE, nn.functional.mse_loss)
     stages = ByStage(pace.step, layers, plan, Session(1, 1, None, Progress()))
     stages.turn()
@@ -189,7 +189,7 @@ def test_ranks_that_wait_for_each_other_lose_by_every_delay_of_either():
     spread.add([1.0, 1.0, 1.0, 1.0, 2.0])
 
     def lost(schedule: str) -> float:
-        plan = make_plan(layers, num_ranks=2, schedule=schedule, num_microbatches=8, stages=[1, 1])
+        plan = by_hand(len(layers), num_ranks=2, schedule=schedule, num_microbatches=8, stages=[1, 1])
         program, cost = program_of(plan), of_plan(profile, plan, links, state_per_weight=0.0)
         drawn = statistics.fmean(predict(program, cost, vary=spread.draws(seed)).makespan_s for seed in range(60))
         return drawn / predict(program, cost).makespan_s
@@ -201,7 +201,7 @@ def test_ranks_that_wait_for_each_other_lose_by_every_delay_of_either():
 def test_what_messages_cost_is_found_in_passes_that_were_simulated_with_it():
     profile = Profile("m", 1, tuple(Layer(f"l{k}", 1e-3, 1e-3, 1e-3, 0, 0, 4) for k in range(2)))
     layers = named_layers(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-    plan = make_plan(layers, num_ranks=2, schedule="1f1b", num_microbatches=16, stages=[1, 1])
+    plan = by_hand(len(layers), num_ranks=2, schedule="1f1b", num_microbatches=16, stages=[1, 1])
     links = Topology.local(2, bandwidth_bytes_per_s=1e12, latency_s=0.0)
     told = USUAL._replace(host_s={"load": 0.0})
     program, cost = (

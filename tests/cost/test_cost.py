@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.cost import FREE, USUAL, CostModel, RuntimeCosts, of_plan
+from pipefit.cost import FREE, USUAL, CostModel, RuntimeCosts, of_plan, unit
 from pipefit.errors import PlanError
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd, recompute
@@ -63,18 +63,18 @@ def test_each_half_of_a_backward_takes_what_it_was_found_to_take_beyond_its_shar
 def test_unit_costs_give_every_rank_f_plus_b_per_microbatch_over_all_its_stages(name, p, rounds, f, b):
     v = 2 if name in ("interleaved", "breadth-first") else 1
     program = generate(name, Shape(p, p * rounds, num_chunks=v))
-    timeline = simulate(program, CostModel.unit(program.header, f, b))
+    timeline = simulate(program, unit(program.header, f, b))
     assert {timeline.busy_s(rank) for rank in range(p)} == {p * rounds * (f + b)}
 
 
 def test_unit_costs_split_the_backward_as_asked():
     header = generate("1f1b", Shape(2, 2)).header
-    for cost in (CostModel.unit(header, 1, 5, input=2), CostModel.unit(header, input=2, weight=3)):
+    for cost in (unit(header, 1, 5, input=2), unit(header, input=2, weight=3)):
         assert (cost.backward_input_s, cost.backward_weight_s) == ((2, 2), (3, 3))
-    assert CostModel.unit(header).backward_input_s == (1, 1)
-    assert CostModel.unit(header, 1, 3).backward_weight_s == (1.5, 1.5)
+    assert unit(header).backward_input_s == (1, 1)
+    assert unit(header, 1, 3).backward_weight_s == (1.5, 1.5)
     with pytest.raises(PlanError, match=r"backward = input \+ weight"):
-        CostModel.unit(header, 1, 5, input=2, weight=4)
+        unit(header, 1, 5, input=2, weight=4)
 
 
 def test_a_message_takes_latency_plus_bytes_over_the_bandwidth_of_the_level_it_crosses():

@@ -16,7 +16,7 @@ import pytest
 from tests import golden
 
 import pipefit.draw
-from pipefit.cost import CostModel
+from pipefit.cost import unit
 from pipefit.draw import chart, grid, html, save
 from pipefit.draw.caption import TITLES
 from pipefit.draw.drawing import draw, drawing_of, gallery
@@ -36,7 +36,7 @@ from pipefit.timeline import Timeline, load_trace
 
 def timeline_of(name: str, shape: Shape, **cost: float) -> Timeline:
     program = generate(name, shape)
-    return simulate(program, CostModel.unit(program.header, 1, 2, **cost), rendezvous=False)
+    return simulate(program, unit(program.header, 1, 2, **cost), rendezvous=False)
 
 
 # ------------------------------------------------------------------------------------------------------------- the grid
@@ -174,7 +174,7 @@ def spilled_timeline(name, shape, options):
         return timeline
     spill = msgspec.structs.replace(timeline.program.header.spill, on_host=options["on_host"])
     program = generate(name, Shape(*shape, spill=spill))
-    return simulate(program, CostModel.unit(program.header, 1, 2), rendezvous=False)
+    return simulate(program, unit(program.header, 1, 2), rendezvous=False)
 
 
 @pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
@@ -237,7 +237,7 @@ def test_a_slot_holds_one_stage_at_a_time_and_whatever_a_rank_computes_lies_in_o
 
 def test_times_that_are_no_simple_fractions_come_back_to_a_millionth_of_the_makespan():
     program = generate("1f1b", Shape(3, 5))
-    timeline = simulate(program, CostModel.unit(program.header, 0.00123457, 0.00271828), rendezvous=False)
+    timeline = simulate(program, unit(program.header, 0.00123457, 0.00271828), rendezvous=False)
     scene = scene_of(timeline, seconds=True)
     for (box, _), own in zip(decode_boxes(encode_scene("x", scene)), scene.boxes, strict=True):
         assert abs(box.start_s - own.start_s) <= 1e-6 * scene.facts.makespan_s
@@ -263,8 +263,8 @@ def test_a_page_refers_to_nothing_outside():
 def test_a_prediction_beside_what_was_measured_has_the_same_unit():
     predicted = timeline_of("1f1b", Shape(2, 4))
     measured = dataclasses.replace(predicted, source="measured")
-    for named, unit in (({"measured": measured, "predicted": predicted}, "s"), ({"a": predicted, "b": predicted}, "")):
-        assert {entry["unit"] for entry in json.loads(collect(html(named)).texts["data"])} == {unit}
+    for named, word in (({"measured": measured, "predicted": predicted}, "s"), ({"a": predicted, "b": predicted}, "")):
+        assert {entry["unit"] for entry in json.loads(collect(html(named)).texts["data"])} == {word}
 
 
 def test_a_page_without_timelines_is_refused():

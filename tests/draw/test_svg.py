@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from pipefit.cost import CostModel
+from pipefit.cost import unit
 from pipefit.draw.svg import svg
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
@@ -17,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def timeline_of(name: str, shape: Shape, **cost: float) -> Timeline:
     program = generate(name, shape)
-    return simulate(program, CostModel.unit(program.header, 1, 2, **cost))
+    return simulate(program, unit(program.header, 1, 2, **cost))
 
 
 def cells_of(picture: str) -> list[ElementTree.Element]:

@@ -17,8 +17,7 @@ from pipefit.errors import PipefitError
 from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.parallel import Region, TensorRule, divide, make_mesh
-from pipefit.pipeline.setup import make_plan
-from pipefit.planner import plan
+from pipefit.planner import by_hand, plan
 from pipefit.runtime.session import current
 from pipefit.spec import Layer, Profile, Topology
 from pipefit.stage.split import named_layers
@@ -183,7 +182,7 @@ def measured_parts() -> dict[str, Any]:
     """What two processes measure of their parts, and which of their threads give way."""
     session = current()
     layers = named_layers(model())
-    plan = make_plan(layers, num_ranks=1, schedule="1f1b", num_microbatches=2, tensor=2, sequence_parallel=True)
+    plan = by_hand(len(layers), num_ranks=1, schedule="1f1b", num_microbatches=2, tensor=2, sequence_parallel=True)
     found = profile_of_parts(layers, plan, batch(4, 0), session, Topology.local(2), loss=mean_cross_entropy)
     tasks = [
         task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "gloo_tcp_loop"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pipefit.cost import CostModel
+from pipefit.cost import CostModel, unit
 from pipefit.draw.drawing import drawing_of
 from pipefit.draw.scene import scene_of
 from pipefit.errors import PlanError, ScheduleError
@@ -127,7 +127,7 @@ def test_a_cost_model_of_another_width_is_refused() -> None:
 
 def test_pieces_are_drawn_under_unit_costs_as_whole_messages_are() -> None:
     wide, narrow = two_ranks(tensor=2, pieces=True), two_ranks()
-    assert simulate(wide, CostModel.unit(wide.header)).makespan_s == 6
+    assert simulate(wide, unit(wide.header)).makespan_s == 6
     assert str(drawing_of(wide)) == str(drawing_of(narrow))
     cost = CostModel((1, 1), (1, 1), (0, 0), act_bytes=(8, 8), bandwidth_bytes_per_s=8, tensor=2)
     bars = {bar.label: bar.end_s - bar.start_s for bar in scene_of(simulate(wide, cost)).thin}

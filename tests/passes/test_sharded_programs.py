@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from pipefit.cost import CostModel
+from pipefit.cost import CostModel, unit
 from pipefit.ir import text
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op, Reduction
@@ -35,7 +35,7 @@ def test_they_are_proven_read_back_and_simulated(name: str) -> None:
     made = program(name)
     verify(made).raise_if_bad()
     assert text.parse(text.dump(made)) == made
-    assert simulate(made, CostModel.unit(made.header)).makespan_s > 0
+    assert simulate(made, unit(made.header)).makespan_s > 0
 
 
 def test_a_step_lies_between_the_sum_of_a_part_and_the_joining_of_parts() -> None:
@@ -104,7 +104,7 @@ def test_parts_and_joining_cost_together_what_a_sum_for_everyone_costs(copies: i
 
 def test_the_next_pass_begins_with_the_weights_put_together() -> None:
     made = generate("data-parallel", Shape(2, 2, sharded=True))
-    run = simulate(made, CostModel.unit(made.header), repeats=3)
+    run = simulate(made, unit(made.header), repeats=3)
     join = max(n for n, i in enumerate(made.ranks[0]) if i.kind == SHARDS)
     ends = {event.repeat: event.end_s for event in run.events if event.rank == 0 and event.position == join}
     starts = {event.repeat: event.start_s for event in run.events if event.rank == 0 and event.position == 0}

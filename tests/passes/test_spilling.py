@@ -274,7 +274,7 @@ def test_what_cannot_be_spilled_is_refused(name, shape, says):
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ranks_of_a_pipeline_wait_between_steps_until_what_they_wrote_is_committed(depth):
     program = generate("breadth-first", Shape(depth, 2, 4 // depth, spill=Spill.of(4, 1, 1, "disk")))
-    cost = CostModel.unit(program.header, copy=4)
+    cost = unit(program.header, copy=4)
     disk = msgspec.structs.replace(cost.tiers[0], commit_s=3)
     plain, committed = (simulate(program, replace(cost, tiers=(tier,)), repeats=2) for tier in (cost.tiers[0], disk))
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.cost import CostModel
+from pipefit.cost import CostModel, unit
 from pipefit.errors import TopologyError
 from pipefit.ir.op import Op
 from pipefit.planner.space import _grouped
@@ -97,7 +97,7 @@ rounds = st.integers(1, 9).map(Fraction)
 )
 def test_with_a_core_for_each_rank_both_clocks_tell_the_same_times(name, p, k, f, b, latency, repeats):
     program = generate(name, Shape(p, p * k, num_chunks=2 if name in ("interleaved", "breadth-first") else 1))
-    cost = CostModel.unit(program.header, f, b, latency=latency)
+    cost = unit(program.header, f, b, latency=latency)
     layout = layout_of(program)
     for blocked in (set(), inside._blocking(True, False)):
         prices = inside._prices(layout, cost, False, blocked, True)

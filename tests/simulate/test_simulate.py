@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.cost import CostModel
+from pipefit.cost import CostModel, unit
 from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.liveness import peak_inflight
 from pipefit.ir.op import Op
@@ -24,7 +24,7 @@ counts = st.integers(1, 14)
 
 def run(name, p, m, f, b, c=0, *, v=1, repeats=1, rendezvous=False, **shape):
     program = generate(name, Shape(p, m, num_chunks=v, **shape))
-    cost = CostModel.unit(program.header, f, b, latency=c)
+    cost = unit(program.header, f, b, latency=c)
     return simulate(program, cost, repeats=repeats, rendezvous=rendezvous)
 
 
@@ -76,7 +76,7 @@ def test_breadth_first_divides_the_bubble_by_v_from_p_microbatches_on(p, more, v
 
 def halved(name, p, m, f, i, w, *, v=1, repeats=1):
     program = generate(name, Shape(p, m, num_chunks=v))
-    cost = CostModel.unit(program.header, f, input=i, weight=w)
+    cost = unit(program.header, f, input=i, weight=w)
     return simulate(program, cost, repeats=repeats, rendezvous=False)
 
 
@@ -368,14 +368,14 @@ def test_a_message_with_one_side_is_refused(op, message):
     program = generate("1f1b", Shape(2, 2))
     rank, index = next((rank, index) for rank, index, i in program if i.op is op)
     with pytest.raises(InvalidProgramError, match=message):
-        simulate(without(program, rank, index), CostModel.unit(program.header))
+        simulate(without(program, rank, index), unit(program.header))
 
 
 def test_a_collective_that_a_rank_never_joins_is_refused():
     program = generate("data-parallel", Shape(2, 2))
     index = next(index for rank, index, i in program if rank == 1 and i.op is Op.REDUCE)
     with pytest.raises(InvalidProgramError, match=r"ranks \[1\] never join"):
-        simulate(without(program, 1, index), CostModel.unit(program.header))
+        simulate(without(program, 1, index), unit(program.header))
 
 
 def test_a_hang_names_what_waits_for_what():
@@ -385,7 +385,7 @@ def test_a_hang_names_what_waits_for_what():
         "recv s0 m0 act <0\nload s1 m0\nfwd s1 m0 w0\nloss m0\nbwd s1 m0 w0\nsend s0 m0 grad >0",
     )
     with pytest.raises(InvalidProgramError) as caught:
-        simulate(program, CostModel.unit(program.header))
+        simulate(program, unit(program.header))
     assert str(caught.value).splitlines() == [
         "the program hangs:",
         "  rank 0 stands at instruction 3 (bwd s0 m0 w0) and waits for recv s0 m0 grad <1, "
@@ -403,7 +403,7 @@ def test_sends_that_block_until_received_can_hang_a_program_that_otherwise_runs(
         "recv s0 m0 act <0\nload s1 m0\nfwd s1 m0 w0\nloss m0\nbwd s1 m0 w0\nsend s0 m0 grad >0\n"
         "recv s0 m1 act <0\nload s1 m1\nfwd s1 m1 w0",
     )
-    cost = CostModel.unit(program.header)
+    cost = unit(program.header)
     simulate(program, cost)
     with pytest.raises(InvalidProgramError, match="send s0 m1 act >1"):
         simulate(program, cost, blocking_sends=True)
@@ -414,9 +414,9 @@ def test_costs_of_another_partition_are_refused():
     with pytest.raises(PlanError, match="3 stages"):
         simulate(program, CostModel((1,) * 3, (1,) * 3, (1,) * 3))
     with pytest.raises(PlanError, match="repeats"):
-        simulate(program, CostModel.unit(program.header), repeats=0)
+        simulate(program, unit(program.header), repeats=0)
     with pytest.raises(PlanError, match="rendezvous"):
-        simulate(program, CostModel.unit(program.header), contention=True, rendezvous=False)
+        simulate(program, unit(program.header), contention=True, rendezvous=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ metrics
@@ -424,7 +424,7 @@ def test_costs_of_another_partition_are_refused():
 
 def test_metrics_answer_what_draw_promises():
     program = generate("interleaved", Shape(2, 4, num_chunks=2))
-    cost = CostModel.unit(program.header, 1, 2)
+    cost = unit(program.header, 1, 2)
     answer = metrics(program, simulate(program, cost), 1, 2)
     assert answer == {
         "schedule": "interleaved",
@@ -445,15 +445,15 @@ def test_metrics_answer_what_draw_promises():
 
 def test_an_asynchronous_program_too_short_for_a_rhythm_gets_the_load_of_its_busiest_rank():
     short = generate("pipedream-2bw", Shape(4, 4))
-    assert steady_period_s(short, CostModel.unit(short.header, 1, 2)) == 12
+    assert steady_period_s(short, unit(short.header, 1, 2)) == 12
     longer = generate("pipedream-2bw", Shape(4, 4, num_steps=8))
-    assert metrics(short, simulate(short, CostModel.unit(short.header)), 1, 2, steady=longer)["period"] == 12
+    assert metrics(short, simulate(short, unit(short.header)), 1, 2, steady=longer)["period"] == 12
 
 
 def test_the_period_is_simulated_the_way_the_timeline_was():
     # With its receives posted too late for a rendezvous, a step takes longer, and so does its rhythm.
     program = generate("gpipe", Shape(3, 4, ahead=0))
-    cost = CostModel.unit(program.header, 1, 2, latency=1)
+    cost = unit(program.header, 1, 2, latency=1)
     for rendezvous in (True, False):
         timeline = simulate(program, cost, rendezvous=rendezvous)
         answer = metrics(program, timeline, 1, 2, cost=cost)

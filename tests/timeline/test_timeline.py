@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.cost import CostModel
+from pipefit.cost import CostModel, unit
 from pipefit.errors import PipefitError
 from pipefit.ir.op import Lane, Op
 from pipefit.schedules import Shape, generate
@@ -18,7 +18,7 @@ from pipefit.timeline import Event, Timeline, compare, from_chrome_trace, load_t
 
 def run(name="1f1b", p=4, m=8, c=0, *, repeats=1, **shape):
     program = generate(name, Shape(p, m, **shape))
-    return simulate(program, CostModel.unit(program.header, 1, 2, latency=c), repeats=repeats)
+    return simulate(program, unit(program.header, 1, 2, latency=c), repeats=repeats)
 
 
 def shown(timeline, events):
@@ -31,7 +31,7 @@ def shown(timeline, events):
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 9).map(Fraction), st.integers(1, 9).map(Fraction))
 def test_the_two_bubbles_are_those_of_the_papers(p, m, f, b):
     program = generate("1f1b", Shape(p, m))
-    timeline = simulate(program, CostModel.unit(program.header, f, b))
+    timeline = simulate(program, unit(program.header, f, b))
     assert timeline.bubble_fraction == Fraction(p - 1, m + p - 1)
     assert timeline.bubble_over_ideal == Fraction(p - 1, m)
     assert {timeline.utilisation(rank) for rank in range(p)} == {Fraction(m, m + p - 1)}

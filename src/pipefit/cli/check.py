@@ -62,7 +62,7 @@ def command(
     """
     import torch
 
-    from pipefit.pipeline.setup import ranks_of
+    from pipefit.planner import ranks_of
     from pipefit.testing import check
 
     transport = transport or ("local" if tensor == 1 else "distributed")

@@ -37,7 +37,7 @@ from pipefit.compare.strategies import (
 from pipefit.compare.update_memory import rise_bytes
 from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
-from pipefit.pipeline.setup import make_plan
+from pipefit.planner import by_hand
 from pipefit.profiling.clock import half_interquartile_range
 from pipefit.run.config import RunConfig
 from pipefit.run.optimizers import make_optimizer
@@ -199,8 +199,8 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
 def _partition(subject: Subject, config: CompareConfig, profile: Profile) -> Partition:
     layers = named_layers(subject.make())
-    return make_plan(
-        layers,
+    return by_hand(
+        len(layers),
         num_ranks=subject.num_ranks,
         schedule="1f1b",
         num_microbatches=1,

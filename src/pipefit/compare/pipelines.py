@@ -7,7 +7,7 @@ from typing import Any
 
 from pipefit.compare.strategies import Subject, bytes_of, optimizer_tensors
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.setup import make_plan
+from pipefit.planner import by_hand
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.stage.split import named_layers
@@ -22,8 +22,8 @@ def plan_of(
     """The plan of a schedule: the given cut where it has one stage per rank, else one balanced by the profile."""
     chunks = num_chunks if find(schedule).chunks else 1
     plain = chunks == 1 and find(schedule).layout != "replicas"
-    return make_plan(
-        named_layers(subject.make()),
+    return by_hand(
+        len(named_layers(subject.make())),
         num_ranks=subject.num_ranks,
         schedule=schedule,
         num_microbatches=num_microbatches,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from pipefit.errors import PlanError
 from pipefit.ir.instruction import Instruction
@@ -286,15 +286,6 @@ class CostModel:
             return 0
         whole = self.weight_bytes[instruction.stage]
         return self.tied_bytes.get(instruction.stage, whole) if instruction.kind == Reduction.TIED else whole
-
-    # -------------------------------------------------------------------------------------------------- constructors
-
-    @staticmethod
-    def unit(header: Header, forward: float = 1, backward: float | None = None, **rest: Any) -> CostModel:
-        """The lectures' costs; see `pipefit.cost.unit`."""
-        from pipefit.cost.unit_costs import unit
-
-        return unit(header, forward, backward, **rest)
 
 
 def _over(size: float, bandwidth: float) -> float:

@@ -29,12 +29,13 @@ from pipefit.pipeline.losses import PendingLosses, finite
 from pipefit.pipeline.peak_memory import HeldMemory, held_memory_bytes, peak_memory_bytes
 from pipefit.pipeline.planned import Planned
 from pipefit.pipeline.resumed import same_plan, told_apart
-from pipefit.pipeline.setup import check_ranks, default_device, make_plan, wanted_ranks
+from pipefit.pipeline.setup import check_ranks, default_device, wanted_ranks
 from pipefit.pipeline.sharding import release_flat, with_sharding
 from pipefit.pipeline.spill_options import Spilled, spilled_shape
 from pipefit.pipeline.stream import stream_feed
 from pipefit.pipeline.time_report import PipelineReport
 from pipefit.pipeline.traffic import traffic
+from pipefit.planner import by_hand
 from pipefit.profiling.agreed import profile_of
 from pipefit.runtime.engine import PassResult
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
@@ -151,8 +152,8 @@ class Pipeline:
             elif schedule is None and ranks in (None, 1) and not self._session.is_distributed:
                 schedule = "spilled"
         if plan is None:
-            self.plan = make_plan(
-                self.layers,
+            self.plan = by_hand(
+                len(self.layers),
                 num_ranks=wanted_ranks(self._session, stages, chunks, copies, tensor, ranks),
                 schedule=schedule or "1f1b",
                 num_microbatches=microbatches,

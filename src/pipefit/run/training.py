@@ -26,9 +26,9 @@ from pipefit.pipeline.capped import AUTO
 from pipefit.pipeline.live import Live, Rated, rated
 from pipefit.pipeline.peak_memory import held_memory_bytes, peak_memory_bytes
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.setup import make_plan, ranks_of
 from pipefit.pipeline.sharding import with_sharding
 from pipefit.pipeline.traffic import Traffic, traffic
+from pipefit.planner import by_hand, ranks_of
 from pipefit.planner import plan as plan_for
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
@@ -203,8 +203,8 @@ def _plan(config: RunConfig, session: Session, bundle: ModelBundle, profile: Pro
             tensors=widths_of([layer.module for layer in named_layers(bundle.layers)], session.num_ranks),
             sharded=True if config.shard_optimizer else None,
         )
-    return make_plan(
-        named_layers(bundle.layers),
+    return by_hand(
+        len(named_layers(bundle.layers)),
         num_ranks=ranks_of(
             session.num_ranks if session.is_distributed else config.ranks, config.tensor, config.data_parallel
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.cost.model import CostModel
+from pipefit.cost import CostModel, unit
 from pipefit.ir.liveness import peak_inflight, weight_versions
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program, WeightRule
@@ -39,7 +39,7 @@ def metrics(
     ranks = range(len(program.ranks))
     ideal = header.total_microbatches * timeline.num_repeats * (forward + backward)
     makespan = timeline.makespan_s
-    cost = cost or CostModel.unit(header, forward, backward)
+    cost = cost or unit(header, forward, backward)
     alike = {"contention": "contention" in timeline.notes, "rendezvous": "no_rendezvous" not in timeline.notes}
     period = steady_period_s(steady or program, cost, **alike)
     with collector_paused():

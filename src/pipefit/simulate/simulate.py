@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise, repeat
 
-from pipefit.cost.model import CostModel
+from pipefit.cost import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.graph import Graph, collective_members
 from pipefit.ir.op import COMPUTE_OPS, MESSAGE_OPS, OP_SPEC, Kind, Lane, Op
@@ -44,9 +44,10 @@ def simulate(
     move in each other's gaps. Weights that lie in their slots since the pass before are not read. Where a machine of
     the topology has fewer cores than processes, those that work at the same time share them evenly.
 
+    >>> from pipefit.cost import unit
     >>> from pipefit.schedules import Shape, generate
     >>> program = generate("1f1b", Shape(depth=4, num_microbatches=8))
-    >>> simulate(program, CostModel.unit(program.header)).makespan_s
+    >>> simulate(program, unit(program.header)).makespan_s
     33
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 
-from pipefit.cost.model import CostModel
+from pipefit.cost import unit
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.simulate.simulate import simulate
@@ -26,7 +26,7 @@ def most_unposted(program: Program) -> int:
     >>> most_unposted(generate("breadth-first", Shape(depth=2, num_microbatches=8, num_chunks=2)))
     5
     """
-    timeline = simulate(program, CostModel.unit(program.header), memory=False)
+    timeline = simulate(program, unit(program.header), memory=False)
     posted, sent = {}, []
     for event in timeline.events:
         i = timeline.instruction(event)

@@ -1,0 +1,133 @@
+"""Plans that a user spells out: how many stages, which layers, which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipefit.errors import PlanError
+from pipefit.partition import minmax
+from pipefit.schedules import find, placement_of
+from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
+
+__all__ = ["by_hand", "ranks_of"]
+
+
+def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
+    """Ranks that some processes make when `tensor` of them share each, in `data` copies of a pipeline.
+
+    Raises:
+        PlanError: they do not make whole copies.
+    """
+    if tensor < 1 or data < 1:
+        raise PlanError(f"tensor and data: expected at least 1, got {tensor} and {data}")
+    if num_processes % (tensor * data):
+        widths = f"tensor={tensor}" + (f" × data={data}" if data > 1 else "")
+        raise PlanError(
+            f"{num_processes} processes cannot be a mesh of {widths} × a pipeline; start a multiple of {tensor * data}"
+        )
+    return num_processes // tensor
+
+
+def by_hand(
+    num_layers: int,
+    *,
+    num_ranks: int,
+    schedule: str,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    stages: Sequence[int] | None = None,
+    replicas: Sequence[int] = (),
+    recompute: bool = False,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    scatter_gather: bool = True,
+    sharded_optimizer: bool = False,
+    options: dict[str, int] | None = None,
+    profile: Profile | None = None,
+    model: str = "",
+) -> Plan:
+    """A plan that a user spells out: consecutive layers, balanced by time where there is a profile, else by count.
+
+    >>> made = by_hand(8, num_ranks=2, schedule="1f1b", num_microbatches=4)
+    >>> [stage.layers for stage in made.partition.stages], made.placement.ranks
+    ([(0, 1, 2, 3), (4, 5, 6, 7)], ((0,), (1,)))
+
+    Args:
+        num_layers: of the model.
+        num_ranks: of the program; each is `tensor` processes.
+        schedule: its name.
+        num_microbatches: per weight update.
+        num_chunks: stages per rank.
+        stages: layers of each stage; None: balanced.
+        replicas: copies of each stage, or one number for all; (): one.
+        recompute: every stage replays its forward before its backward.
+        tensor: processes that share each rank by tensor parallelism.
+        sequence_parallel: these also shard the sequence.
+        scatter_gather: each of them sends its part of a message.
+        sharded_optimizer: optimizer states sharded over the copies.
+        options: further arguments of the schedule.
+        profile: of the model; its times balance the stages.
+        model: its name.
+
+    Raises:
+        PlanError: more stages than layers, or layer counts that do not fit.
+    """
+    count = _num_stages(schedule, num_ranks, num_chunks, replicas)
+    if stages is not None and len(stages) != count:
+        raise PlanError(
+            f"{schedule} on {num_ranks} ranks with {num_chunks} chunks has {count} stages, "
+            f"got layer counts for {len(stages)}"
+        )
+    if count > num_layers:
+        raise PlanError(
+            f"{count} stages need at least {count} layers, the model has {num_layers}; use fewer ranks or chunks, "
+            "or split the model into more layers"
+        )
+    if stages is not None:
+        partition = Partition.from_counts(stages, num_layers)
+    else:
+        partition = minmax(profile, count) if profile is not None else _even(num_layers, count)
+    placement = placement_of(_depth(num_ranks, replicas), num_chunks, find(schedule).layout, tuple(replicas))
+    copies = [len(ranks) for ranks in placement]
+    alike = copies[0] if len(set(copies)) == 1 else 1
+    specs = [
+        StageSpec(stage.layers, count // alike, tensor, recompute)
+        for stage, count in zip(partition.stages, copies, strict=True)
+    ]
+    return Plan(
+        Partition(tuple(specs)),
+        Placement(placement),
+        schedule,
+        num_microbatches,
+        num_chunks=num_chunks,
+        options=dict(options or {}),
+        data=alike,
+        sequence_parallel=sequence_parallel,
+        scatter_gather=scatter_gather,
+        sharded_optimizer=sharded_optimizer,
+        model=model,
+    )
+
+
+def _num_stages(schedule: str, num_ranks: int, num_chunks: int, replicas: Sequence[int]) -> int:
+    """Stages that a schedule makes of some ranks."""
+    if find(schedule).layout == "replicas":
+        return 1
+    return _depth(num_ranks, replicas) * num_chunks
+
+
+def _depth(num_ranks: int, replicas: Sequence[int]) -> int:
+    if not replicas:
+        return num_ranks
+    if len(replicas) == 1:
+        if num_ranks % replicas[0]:
+            raise PlanError(f"{replicas[0]} replicas of every stage do not divide {num_ranks} ranks")
+        return num_ranks // replicas[0]
+    if sum(replicas) != num_ranks:
+        raise PlanError(f"replicas {list(replicas)} need {sum(replicas)} ranks, there are {num_ranks}")
+    return len(replicas)
+
+
+def _even(num_layers: int, count: int) -> Partition:
+    size, more = divmod(num_layers, count)
+    return Partition.from_counts([size + (stage < more) for stage in range(count)])
