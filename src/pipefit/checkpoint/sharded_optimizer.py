@@ -118,7 +118,9 @@ def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> Optimizer:
         for group, indices in zip(optimizer.param_groups, store.groups, strict=True)
     ]
     states: dict[int, dict[str, Tensor]] = {}
-    for name, value in (item for part in parts for item in part.items()):
+    # By name: the order in which a file is read differs from process to process, and the processes of a tensor-parallel
+    # rank join these tensors one by one.
+    for name, value in sorted((item for part in parts for item in part.items()), key=lambda item: item[0]):
         index, start, key = name.split("/", 2)
         master, state = store.masters[int(index)], states.setdefault(int(index), {})
         if value.dim() == 0:
