@@ -1,4 +1,4 @@
-"""Draws the manual's pictures again: `python -m docs.make_pictures`."""
+"""Draws the manual's pictures: `python -m docs.make_pictures`."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"slots": 2, "recompute": True, "turn": 1},
     },
 }
-"""Every picture by its name, and the drawing it shows; the tables of the manual speak of the same drawings."""
+"""Arguments of each picture's drawing, by its name; the tables of the manual show figures of the same drawings."""
 
 
 def drawing(name: str) -> Drawing:
-    """The drawing of a picture."""
+    """Returns the drawing of a picture."""
     return draw(**SHAPES[name])
 
 
 def main(folder: Path = PICTURES) -> None:
-    """Writes all of them."""
+    """Writes all pictures."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in SHAPES:
         path = drawing(name).save(folder / f"{name}.svg", width=WIDTH)

@@ -1,4 +1,4 @@
-"""The pages of the manual, and how those of its lines are renewed that follow from the code."""
+"""Pages of the manual, and renewing those of their lines that follow from the code."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def pages() -> list[Path]:
-    """Those that may hold tables and transcripts."""
+    """Returns the pages that may hold tables and transcripts."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/schedules").glob("*.md"))]
 
 
 def renew(change: Callable[[str], str]) -> None:
-    """Rewrites the pages that are not as a function of their text gives them."""
+    """Rewrites the pages that a function of their text changes."""
     for path in pages():
         before = path.read_text()
         after = change(before)
         if after != before:
             path.write_text(after)
-            sys.stdout.write(f"{path.relative_to(ROOT)}: brought up to date\n")
+            sys.stdout.write(f"{path.relative_to(ROOT)}: renewed\n")

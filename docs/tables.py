@@ -1,4 +1,4 @@
-"""The manual's tables that follow from the code; `python -m docs.tables` writes them into their pages."""
+"""Tables of the manual that follow from the code; `python -m docs.tables` writes them into their pages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LAW = {
 
 
 def schedules(folder: str = "") -> str:
-    """One row per schedule: law, figures of its picture, and when to use it."""
+    """Returns one row per schedule: law, figures of its picture, and when to use it."""
     rows = [
         "| schedule | bubble | in its picture | in flight on each rank | weight versions | use it when |",
         "|---|---|---|---|---|---|",
@@ -46,7 +46,7 @@ def schedules(folder: str = "") -> str:
 
 
 def instructions() -> str:
-    """One row per operation, from `OP_SPEC`."""
+    """Returns one row per operation, from `OP_SPEC`."""
     rows = ["| op | operands | lane | roughly | caution |", "|---|---|---|---|---|"]
     for op in Op:
         spec = OP_SPEC[op]
@@ -55,7 +55,7 @@ def instructions() -> str:
 
 
 def rules() -> str:
-    """One row per rule of the verifier."""
+    """Returns one row per rule of the verifier."""
     return "\n".join(
         ["| rule | holds when |", "|---|---|", *(f"| `{name}` | {what} |" for name, what in RULES.items())]
     )
@@ -71,7 +71,7 @@ _PLACE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
-    """The page with its tables as they are now."""
+    """Returns the page with its tables made anew."""
     return _PLACE.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}\n{match[3]}", page)
 
 

@@ -1,4 +1,4 @@
-"""What the processes of the tour run: a process can only be given functions that it can import."""
+"""Functions that the processes of the tour run: a process can only be given functions that it can import."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Train = Callable[[], tuple[int, float]]
 def compare(cases: list[dict[str, Any]], rounds: int = 6) -> list[dict[str, Any]]:
     """Trains a small GPT in several ways over the ranks of this run: seconds of a step, and the last loss.
 
-    A case has the arguments of a `Pipeline`, or "schedule": "one process": plain PyTorch on rank 0, which adds up the
-    gradients of as many micro-batches. The cases take turns and the fastest of each is kept, so that what else the
-    machine does falls on all alike.
+    A case has the arguments of a `Pipeline`, or "schedule": "one process": plain PyTorch on rank 0, which accumulates
+    the gradients of the same micro-batches. The cases alternate and the fastest step of each is kept, so that other
+    programs on the machine affect all alike.
     """
-    ways = [_one_process(case["microbatches"]) if _is_alone(case) else _pipeline(case) for case in cases]
+    ways = [_one_process(case["microbatches"]) if _is_single_process(case) else _pipeline(case) for case in cases]
     rows = [{**case, "step_s": float("inf"), "loss": 0.0} for case in cases]
     for train in ways:
-        train()  # shapes are agreed on, caches are warm
+        train()  # shapes are known, caches are warm
     for _ in range(rounds):
         for row, train in zip(rows, ways, strict=True):
             dist.barrier()
@@ -37,7 +37,7 @@ def compare(cases: list[dict[str, Any]], rounds: int = 6) -> list[dict[str, Any]
     return rows
 
 
-def _is_alone(case: dict[str, Any]) -> bool:
+def _is_single_process(case: dict[str, Any]) -> bool:
     return case["schedule"] == "one process"
 
 

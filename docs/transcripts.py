@@ -1,7 +1,7 @@
-"""Runs the commands that the manual shows and writes down what they print: `python -m docs.transcripts`.
+"""Runs the commands that the manual shows and writes their output into it: `python -m docs.transcripts`.
 
-A fenced block `console` whose commands are all quick verbs is run, in the order of the page and in one empty folder;
-the lines between a command and the next, or the end of the block, are its answer. A test holds the pages to it.
+The commands of a fenced block `console` are run if all of them are quick verbs, in the order of the page and in one
+empty folder. The lines up to the next command, or the end of the block, are the output. A test compares the pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WIDTH = 90
 
 
 def is_quick(block: str) -> bool:
-    """Whether all commands of a block are run."""
+    """Returns whether all commands of a block are run."""
     commands = [shlex.split(line[2:]) for line in block.splitlines() if line.startswith("$ ")]
     return bool(commands) and all(
         words[:1] == ["cat"] or (words[0] == "pipefit" and words[1] in QUICK) for words in commands
@@ -34,7 +34,7 @@ def is_quick(block: str) -> bool:
 
 
 def answer(command: str) -> str:
-    """What a command prints to a terminal of 90 columns."""
+    """Returns the output of a command in a terminal of 90 columns."""
     words = shlex.split(command)
     if words[0] == "cat":
         return Path(words[1]).read_text().rstrip()
@@ -53,7 +53,7 @@ def _empty_folder() -> Iterator[None]:
 
 
 def answered(page: str) -> str:
-    """The page with the answers its commands give now."""
+    """Returns the page with the output that its commands have now."""
 
     def again(match: re.Match[str]) -> str:
         if not is_quick(match[1]):

@@ -20,8 +20,8 @@ TRAINING = ROOT / "examples/train_sequential.py"
 
 
 @pytest.fixture(scope="module")
-def alone() -> str:
-    """What the script prints when all its ranks are in one process."""
+def single_process() -> str:
+    """Returns the output of the script with all its ranks in one process."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(str(TRAINING), run_name="__main__")
@@ -29,24 +29,24 @@ def alone() -> str:
 
 
 def by_two_processes(script: Path, logs: Path) -> str:
-    """What rank 0 prints; with --json it does so to its log."""
+    """Returns the output of rank 0, which with --json goes to its log."""
     assert main(["run", "-n", "2", "--json", "--logs", str(logs), str(script)]) == 0
     return (logs / "rank-0.log").read_text()
 
 
-def test_one_script_trains_the_same_alone_and_as_two_processes(alone, tmp_path):
-    assert len(alone.splitlines()) == 5
-    assert float(re.findall(r"accuracy ([\d.]+)%", alone)[-1]) > 93
-    assert by_two_processes(TRAINING, tmp_path) == alone
+def test_one_script_trains_the_same_in_one_process_and_in_two(single_process, tmp_path):
+    assert len(single_process.splitlines()) == 5
+    assert float(re.findall(r"accuracy ([\d.]+)%", single_process)[-1]) > 93
+    assert by_two_processes(TRAINING, tmp_path) == single_process
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)  # three processes load torch, which takes long on a busy machine
-def test_torchrun_starts_the_same_script(alone):
+def test_torchrun_starts_the_same_script(single_process):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(TRAINING)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=220)
-    assert (done.returncode, done.stdout) == (0, alone), done.stderr
+    assert (done.returncode, done.stdout) == (0, single_process), done.stderr
 
 
 def test_a_schedule_of_ones_own_is_proved_drawn_and_run(tmp_path):

@@ -1,4 +1,4 @@
-"""What the manual shows is what the code gives: transcripts, tables, pictures, pages."""
+"""The manual shows what the code gives: transcripts, tables, pictures, pages."""
 
 import re
 
