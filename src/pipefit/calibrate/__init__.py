@@ -1,1 +1,1 @@
-"""What a run will take: the overhead of the executor, the speed of the machine, the prediction of a step."""
+"""The cost of a plan on the ranks at hand: overhead of the executor, layers split over processes, prediction."""

@@ -28,7 +28,7 @@ from pipefit.pipeline.divided import Divided
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import per_core
-from pipefit.profiling.payload import batch_of, map_tensors, take, tensors_of
+from pipefit.profiling.tensors import batch_of, map_tensors, take, tensors_of
 from pipefit.profiling.untouched import untouched
 from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.microbatches import largest_part

@@ -17,7 +17,7 @@ from pipefit.cli.options import Json, count, help_of, whole_numbers
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
-    from pipefit.compare import CompareConfig, Comparison, Row
+    from pipefit.compare import Choice, CompareConfig, Comparison, Row
 
 __all__ = ["command", "compare_rank", "table"]
 
@@ -35,8 +35,8 @@ def command(
         "1,2,4,8,16,32"
     ),
     batch: Annotated[int, help_of("Samples per update.")] = 32,
-    steps: Annotated[int, help_of("Updates in a row of one repetition.")] = 4,
-    repeats: Annotated[int, help_of("Repetitions of everything, in turns; medians are shown.")] = 3,
+    steps: Annotated[int, help_of("Updates of one repetition.")] = 4,
+    repeats: Annotated[int, help_of("Repetitions of everything; medians are shown.")] = 3,
     limit: Annotated[float, help_of("Minutes after which no further repetition begins; 0: no limit.")] = 10,
     stages: Annotated[str | None, help_of("Layers of each stage, like 3,3; default: balanced by a profile.")] = None,
     chunks: Annotated[int, help_of("Stages per rank of the looped schedules.", "--chunks", "-v")] = 2,
@@ -52,7 +52,7 @@ def command(
 
     One process, data parallelism, every schedule, and torch.distributed.pipelining, for several numbers of
     micro-batches, in turns within one run, so that whatever slows the machine down slows all alike. Shown are samples
-    per second, speed-ups, measured beside predicted, memory, and the loss after equal samples.
+    per second, speed-ups, measured and predicted times, memory, and the loss after equal samples.
     """
     from pipefit.compare.settings import CompareConfig
 
@@ -80,9 +80,9 @@ def command(
         lr=lr,
         seed=seed,
     )
-    found = _compared(settings, ranks, quiet=json)
-    paths = found.save(output) if output is not None else {}
-    return Answer({**found.as_dict(), "paths": paths}, partial(table, found, paths))
+    result = _compared(settings, ranks, quiet=json)
+    paths = result.save(output) if output is not None else {}
+    return Answer({**result.as_dict(), "paths": paths}, partial(table, result, paths))
 
 
 def _compared(settings: CompareConfig, ranks: int, quiet: bool) -> Comparison:
@@ -93,32 +93,32 @@ def _compared(settings: CompareConfig, ranks: int, quiet: bool) -> Comparison:
 
 
 def compare_rank(settings: CompareConfig, quiet: bool) -> Comparison:
-    """Compares as this rank; rank 0 tells people how far it is."""
+    """Compares as this rank; rank 0 reports the progress."""
     from pipefit.compare import compare_on_ranks
     from pipefit.runtime.session import current
 
-    return compare_on_ranks(settings, _teller() if current().rank == 0 and not quiet else lambda line: None)
+    return compare_on_ranks(settings, _reporter() if current().rank == 0 and not quiet else lambda line: None)
 
 
-def _teller() -> Callable[[str], None]:
+def _reporter() -> Callable[[str], None]:
     """One line that changes, on a terminal; elsewhere a line for each part, and of its cells one every half minute."""
-    told_s = time.monotonic()
+    reported_s = time.monotonic()
 
     def say(line: str) -> None:
-        nonlocal told_s
+        nonlocal reported_s
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
             sys.stderr.flush()
             return
         is_detail = line.startswith(("building", "measuring"))
-        if not is_detail or time.monotonic() - told_s > _PATIENCE_S:
-            told_s = time.monotonic()
+        if not is_detail or time.monotonic() - reported_s > _PATIENCE_S:
+            reported_s = time.monotonic()
             print(line, file=sys.stderr, flush=True)
 
     return say
 
 
-def table(found: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -> str:
+def table(result: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -> str:
     """A comparison as a table for people."""
     from io import StringIO
 
@@ -131,29 +131,40 @@ def table(found: Comparison, paths: Mapping[str, str] = MappingProxyType({})) ->
     console = Console(
         file=stream, width=None if terminal else 150, force_terminal=terminal, no_color=None if terminal else True
     )
-    console.print(f"{found.model}; data: {found.data}", highlight=False)
+    console.print(f"{result.model}; data: {result.data}", highlight=False)
     console.print(
-        f"{found.num_ranks} ranks of one thread, stages of {' + '.join(map(str, found.layer_counts))} layers, "
-        f"{found.batch} samples per update; medians of {found.repeats}; losses after {found.samples} samples",
+        f"{result.num_ranks} ranks of one thread, stages of {' + '.join(map(str, result.layer_counts))} layers, "
+        f"{result.batch} samples per update; medians of {result.repeats}; losses after {result.samples} samples",
         highlight=False,
     )
-    console.print(_rows(found))
-    for reason, cells in _reasons(found).items():
+    console.print(_rows(result))
+    if result.choice is not None:
+        console.print(_verdict(result, result.choice), highlight=False)
+    for reason, cells in _reasons(result).items():
         console.print(f"not measured: {cells}: {reason}", highlight=False)
     for kind, path in paths.items():
         console.print(f"{kind:<8} {path}", highlight=False, soft_wrap=True)
     return stream.getvalue()
 
 
-def _reasons(found: Comparison) -> dict[str, str]:
-    """What was not measured, by reason."""
+def _verdict(result: Comparison, choice: Choice) -> str:
+    """The two figures that show how good predictions are, in one line."""
+    chosen, best = (f"{row.strategy} m={row.num_microbatches}" for row in choice)
+    return (
+        f"synchronous schedules are predicted within {result.largest_error:.1%}; predicted fastest: {chosen}, which takes "
+        f"{choice.over_best:.3f} x the best measured, {best}"
+    )
+
+
+def _reasons(result: Comparison) -> dict[str, str]:
+    """The cells that were not measured, by reason."""
     reasons: dict[str, list[str]] = {}
-    for item in found.refused:
+    for item in result.refused:
         reasons.setdefault(item.reason, []).append(f"{item.strategy} m={item.num_microbatches}")
     return {reason: ", ".join(cells) for reason, cells in reasons.items()}
 
 
-def _rows(found: Comparison) -> Any:
+def _rows(result: Comparison) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -162,7 +173,7 @@ def _rows(found: Comparison) -> Any:
     heads = "m,samples/s,× one thread,× same m,bubble,predicted,pred./meas.,busy,memory,loss".split(",")
     for head in heads:
         table.add_column(head, justify="right")
-    rows = sorted(found.rows, key=lambda row: row.num_microbatches)
+    rows = sorted(result.rows, key=lambda row: row.num_microbatches)
     for index, row in enumerate(rows):
         last = index + 1 == len(rows) or rows[index + 1].num_microbatches != row.num_microbatches
         table.add_row(row.strategy, *_cells(row), end_section=last)

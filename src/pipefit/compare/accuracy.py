@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipefit.compare.found import Comparison
-from pipefit.compare.measure import compare_on_ranks
+from pipefit.compare.comparison import Comparison
+from pipefit.compare.rounds import compare_on_ranks
 from pipefit.compare.settings import CompareConfig
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current

@@ -19,7 +19,7 @@ __all__ = ["ScheduledPipeline", "plan_of"]
 def plan_of(
     subject: Subject, schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int
 ) -> Plan:
-    """The plan of a schedule: the given cut where it has one stage per rank, else one balanced by the profile."""
+    """The plan of a schedule: the given partition where it has one stage per rank, else one balanced by the profile."""
     chunks = num_chunks if find(schedule).chunks else 1
     plain = chunks == 1 and find(schedule).layout != "replicas"
     return by_hand(
@@ -37,8 +37,8 @@ class ScheduledPipeline:
     """A pipeline under one schedule.
 
     Args:
-        subject: what it trains.
-        plan: how.
+        subject: the model.
+        plan: how it is split and scheduled.
         seed: of dropout.
 
     Raises:
@@ -56,7 +56,7 @@ class ScheduledPipeline:
         return self.pipe.fit(list(batches), steps=len(batches))
 
     def timeline(self, steps: int) -> Timeline:
-        """The last updates as they were measured; every rank must ask."""
+        """The last updates as measured; every rank calls it."""
         return self.pipe.timeline(last=self.num_passes(steps))
 
     def num_passes(self, steps: int) -> int:

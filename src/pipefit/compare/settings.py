@@ -1,4 +1,4 @@
-"""What a comparison is asked to do; the fields are the options of `pipefit compare`."""
+"""The settings of a comparison; the fields are the options of `pipefit compare`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class CompareConfig:
     Attributes:
         model: built-in name or pkg.mod:factory.
         options: of the model, as "layers=8,hidden=256".
-        data: as for a training run; (): what the model is made for, random where that does not fit.
+        data: as for a training run; (): the data that the model is made for, random where they do not fit.
         strategies: names from `STRATEGIES`; (): all.
-        microbatches: numbers of micro-batches per update; one process that is not cut into any comes once.
+        microbatches: numbers of micro-batches per update; strategies that do not split the batch are measured once.
         batch: samples per update.
-        steps: updates of one repetition, one after the other; a schedule without a flush drains only at their end.
-        repeats: repetitions of every cell, in turns; medians are taken.
+        steps: updates of one repetition; a schedule without a flush drains only at their end.
+        repeats: repetitions of every cell; medians are taken.
         limit_s: no further repetition begins that would end later than this, after the first; 0: no limit.
         stages: layer counts of one stage per rank; (): balanced by a profile.
         chunks: stages per rank of the looped schedules.

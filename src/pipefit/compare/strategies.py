@@ -30,23 +30,25 @@ class Strategy:
         name: how users ask for it.
         kind: "single", "ddp", "schedule" or "torch".
         about: one line for people.
-        cut: whether the number of micro-batches means anything to it.
+        splits: whether it splits a batch into micro-batches.
     """
 
     name: str
     kind: str
     about: str
-    cut: bool = True
+    splits: bool = True
 
 
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("one-thread", "single", "one process, one thread, the whole batch at once", cut=False),
-        Strategy("all-threads", "single", "one process, as many threads as cores, the whole batch at once", cut=False),
+        Strategy("one-thread", "single", "one process, one thread, the whole batch at once", splits=False),
+        Strategy(
+            "all-threads", "single", "one process, as many threads as cores, the whole batch at once", splits=False
+        ),
         Strategy("accumulate", "single", "one process, one thread, gradients of m micro-batches added up"),
         Strategy("ddp", "ddp", "torch's DistributedDataParallel: each rank a share of the batch, in m/ranks parts"),
-        Strategy("data-parallel", "schedule", "the same as a program of pipefit"),
+        Strategy("data-parallel", "schedule", "data parallelism as a program of pipefit"),
         Strategy("naive", "schedule", "stage after stage, one micro-batch at a time"),
         Strategy("gpipe", "schedule", "all forwards, then all backwards"),
         Strategy("1f1b", "schedule", "one forward, one backward"),
@@ -64,7 +66,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What every strategy trains.
+    """The model that every strategy trains.
 
     Attributes:
         make: a fresh copy of the model, the same on every rank.
@@ -112,7 +114,7 @@ class OneProcess:
     """Rank 0 alone trains; the others wait.
 
     Args:
-        subject: what it trains.
+        subject: the model.
         num_microbatches: whose gradients are added up before an update.
         threads: of torch while it trains.
     """

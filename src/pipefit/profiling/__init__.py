@@ -1,6 +1,6 @@
-"""What each layer of a model costs: measured on the device at hand, or computed for devices that are not."""
+"""The cost of each layer of a model: measured on the device at hand, or computed for other devices."""
 
-from pipefit.profiling.analytic import analytic_profile, layer_flops
+from pipefit.profiling.analytic import analytic_profile
 from pipefit.profiling.kinds import with_measured_kinds
 from pipefit.profiling.layers import as_chain
 from pipefit.profiling.links import LinkSample, fit_link, measure_links
@@ -14,7 +14,6 @@ __all__ = [
     "analytic_profile",
     "as_chain",
     "fit_link",
-    "layer_flops",
     "measure_copies",
     "measure_device",
     "measure_links",

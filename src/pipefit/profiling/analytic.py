@@ -17,14 +17,14 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.layers import Chain, as_chain, call_layer
-from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, tensors_of
 from pipefit.profiling.roofline import Cost, Roofline, pretended
 from pipefit.profiling.survey import half_bytes_of, saved_storages, storage_key
+from pipefit.profiling.tensors import batch_of, describe, map_tensors, num_bytes, tensors_of
 from pipefit.profiling.untouched import random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 
-__all__ = ["LayerCost", "analytic_profile", "layer_costs", "layer_flops", "tensors_like"]
+__all__ = ["LayerCost", "analytic_profile", "layer_costs", "tensors_like"]
 
 Loss = Callable[[Any, Any], Tensor]
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
@@ -121,18 +121,6 @@ def tensors_like(form: Any, make: Callable[[torch.Size, torch.dtype], Tensor]) -
         return make(torch.Size(leaf.shape), leaf.dtype).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(lambda leaf: tensor(leaf) if isinstance(leaf, _Form) else leaf, form)
-
-
-def layer_flops(layer: nn.Module, payload: Any, *, input_gradient: bool = True) -> tuple[float, float, float]:
-    """FLOP of a layer's forward, input gradient and weight gradient (a multiply-add is two).
-
-    >>> layer_flops(nn.Linear(3, 5), torch.zeros(2, 3))
-    (60.0, 60.0, 60.0)
-    """
-    form = map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, input_gradient and t.is_floating_point()), payload)
-    with random_state_kept(torch.device("cpu")):
-        cost = _cost("layer", layer, form, Device(flops=1.0), None)
-    return cost.forward.flops, cost.backward_input.flops, cost.backward_weight.flops
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Seconds of a model that is too large to run: one layer of each kind is measured, alone, and let go again.
+"""Seconds of a model that is too large to run: one layer of each kind is measured in isolation and let go again.
 
-A device does not reach one rate: a product of small matrices runs at half that of large ones, and what a gradient's
-summing or an optimizer's step cost in memory depends on where it lies. So the arithmetic of `analytic_profile` is
-corrected by layers that run; for those built alike one of them speaks.
+A device does not reach one rate: a product of small matrices runs at half that of large ones, and the time of
+a gradient's sum or an optimizer's step depends on where its memory lies. So the arithmetic of `analytic_profile` is
+corrected by layers that run, one for all that are built alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -23,10 +23,10 @@ from pipefit.errors import ModelError
 from pipefit.profiling.analytic import LayerCost, layer_costs, tensors_like
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.layers import as_chain, call_layer
-from pipefit.profiling.optimizer import Optimizer
-from pipefit.profiling.passes import Loss
-from pipefit.profiling.payload import batch_of, describe, map_tensors, num_bytes, placed, take, tensors_of
+from pipefit.profiling.optimizer import Optimizer, step_seconds
+from pipefit.profiling.passes import Loss, Step
 from pipefit.profiling.survey import saved_storages, storage_key
+from pipefit.profiling.tensors import batch_of, describe, map_tensors, num_bytes, placed, take, tensors_of
 from pipefit.profiling.untouched import random_state_kept, untouched
 from pipefit.runtime.in_use import in_use
 from pipefit.spec.profile import Layer, Profile
@@ -37,6 +37,7 @@ from pipefit.stage.split import NamedLayer
 __all__ = ["with_measured_kinds"]
 
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
+T = TypeVar("T")
 _ROUNDED_TO_BYTES = 1024
 """What is noted beside tensors differs from time to time by less: other threads allocate too."""
 _NUM_HELD, _HELD_BYTES = 10, 1 << 20
@@ -121,7 +122,9 @@ def with_measured_kinds(
         goal = placed(take(target, size, batch_of(target)), device, None)
         # The user's own function, on an output that is random: whatever it raises, its seconds stay computed.
         with random_state_kept(device), suppress(Exception):
-            loss_s = _loss_s(loss, _payload(costs[-1].output, device), goal, Clock(device))
+            step = Step((), _payload(costs[-1].output, device), loss, goal, Clock(device))
+            with torch.enable_grad():
+                loss_s = median_of(_repeated(step.plain))
     return _corrected(profile, [found.get(id(cost)) for cost in costs], loss_s)
 
 
@@ -141,7 +144,7 @@ def _payload(form: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class _Forward:
-    """Runs one layer by itself."""
+    """Runs one layer in isolation."""
 
     name: str
     layer: nn.Module
@@ -149,9 +152,9 @@ class _Forward:
     device: torch.device
     half: torch.dtype | None
 
-    def __call__(self) -> Any:
-        # What a layer changes in place must be no leaf.
-        given = map_tensors(_of_a_graph, self.payload)
+    def __call__(self, payload: Any = None) -> Any:
+        # A tensor that a layer changes in place must be no leaf.
+        given = map_tensors(_of_a_graph, self.payload if payload is None else payload)
         with torch.enable_grad(), torch.autocast(self.device.type, self.half, enabled=self.half is not None):
             return call_layer(self.name, self.layer, given, describe(self.payload))
 
@@ -181,28 +184,14 @@ def _seconds(run: _Forward, optimizer: Optimizer | None, room_bytes: float, stat
     weights = [parameter for parameter in run.layer.parameters() if parameter.requires_grad]
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
-    forwards, backwards = [], []
-
-    def turn() -> None:
-        marks = [clock.mark()]
-        output = run()
-        marks.append(clock.mark())
-        roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
-        seeds = [torch.ones_like(root) for root in roots]
-        marks.append(clock.mark())
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        marks.append(clock.mark())
-        clock.settle()
-        forwards.append(clock.between(marks[0], marks[1]))
-        backwards.append(clock.between(marks[2], marks[3]))
-
-    _repeated(turn)
+    step = Step(((run.name, run),), run.payload, None, None, clock)
+    passes = _repeated(step.marked)
     for leaf in tensors_of(run.payload):
         leaf.grad = None
     step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
-    steps = _step_s(weights, optimizer, clock) if optimizer and weights and step_bytes <= room_bytes else 0.0
-    return _Seconds(median_of(forwards[1:]), median_of(backwards[1:]), steps)
+    steps = step_seconds(weights, optimizer, clock, len(passes)) if optimizer and step_bytes <= room_bytes else 0.0
+    forward_s, backward_s = (median_of([getattr(one, way)[0] for one in passes]) for way in ("forward_s", "backward_s"))
+    return _Seconds(forward_s, backward_s, steps)
 
 
 def _noted_bytes(run: _Forward) -> float:
@@ -234,52 +223,14 @@ def _of_a_graph(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
 
 
-def _repeated(turn: Callable[[], None]) -> None:
-    """A rehearsal, then a few turns, fewer of slow ones."""
-    turn()
+def _repeated(measure: Callable[[], T]) -> list[T]:
+    """The results of a few repetitions, fewer of slow ones, after a warm-up."""
+    measure()
     began = time.perf_counter()
-    for count in range(_MOST):
-        if count >= _FEWEST and time.perf_counter() - began > _LIMIT_S:
-            return
-        turn()
-
-
-def _step_s(weights: list[nn.Parameter], optimizer: Optimizer, clock: Clock) -> float:
-    """Seconds of a step, on copies of the weights, for they may be the user's; their gradients are used up."""
-    copies = [nn.Parameter(parameter.detach().clone()) for parameter in weights]
-    for made, parameter in zip(copies, weights, strict=True):
-        made.grad, parameter.grad = parameter.grad, None
-    return _seconds_of(optimizer(copies).step, clock)
-
-
-def _loss_s(loss: Loss, output: Any, target: Any, clock: Clock) -> float:
-    def both_ways() -> None:
-        value = loss(output, target)
-        if value.requires_grad:
-            value.backward()
-
-    def forget() -> None:
-        for leaf in tensors_of(output):
-            leaf.grad = None
-
-    with torch.enable_grad():
-        return _seconds_of(both_ways, clock, forget)
-
-
-def _seconds_of(work: Callable[[], object], clock: Clock, afterwards: Callable[[], None] = lambda: None) -> float:
-    """The median of a few turns of some work, after a rehearsal."""
-    samples = []
-
-    def turn() -> None:
-        began = clock.mark()
-        work()
-        ended = clock.mark()
-        clock.settle()
-        samples.append(clock.between(began, ended))
-        afterwards()
-
-    _repeated(turn)
-    return median_of(samples[1:])
+    results: list[T] = []
+    while len(results) < _FEWEST or (len(results) < _MOST and time.perf_counter() - began < _LIMIT_S):
+        results.append(measure())
+    return results
 
 
 def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) -> Profile:

@@ -77,41 +77,37 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
 
 
 def measure_links(
-    group: Any = None,
     *,
     sizes: Sequence[int] = SIZES,
     repeats: int = 20,
-    device: torch.device | str = "cpu",
     each: Device | None = None,
     name: str = "measured",
 ) -> Topology:
-    """Measures the links among the ranks of an initialised process group; every rank calls it and gets the answer.
+    """Measures the links among the ranks of the default process group; every rank calls it and gets the answer.
 
     Ranks on one host form the inner level, hosts the outer one, when every host has as many ranks, in order. The inner
     level also gets the cores that they share.
 
     Args:
-        group: None: the default group.
         sizes: message sizes in bytes.
         repeats: messages to and fro per size; see `ping_pong`.
-        device: of the messages: "cpu" for Gloo, the rank's own CUDA device for NCCL.
         each: what every device is; see `measure_device`.
         name: of the topology.
 
     Raises:
         TopologyError: the group has fewer than two ranks.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank, world = dist.get_rank(), dist.get_world_size()
     if world < 2:
         raise TopologyError("links are between ranks: expected at least 2, got 1; start with more ranks")
-    per_host = _ranks_per_host(group, device)
+    per_host = _ranks_per_host()
     samples = []
     for a, b in _pairs(world, per_host):
-        mine = _time_pair(rank, a, b, sizes, repeats, device, group) if rank in (a, b) else []
+        mine = _time_pair(rank, a, b, sizes, repeats) if rank in (a, b) else []
         # Every rank learns what rank a measured, and nobody disturbs the next pair.
-        seconds = exchange_in_group(mine, group, device)[a]
+        seconds = exchange_in_group(mine)[a]
         samples += [LinkSample(a, b, size, time_s) for size, time_s in zip(sizes, seconds, strict=True)]
-    return topology_of(samples, world, per_host, each or Device(), name, _cores(group, per_host, device))
+    return topology_of(samples, world, per_host, each or Device(), name, _cores(per_host))
 
 
 def topology_of(
@@ -155,46 +151,33 @@ def ping_pong(
     return [sorted(kept)[len(kept) // 4] for kept in trips]
 
 
-def _time_pair(
-    rank: int, a: int, b: int, sizes: Sequence[int], repeats: int, device: torch.device | str, group: Any
-) -> list[float]:
-    buffers = {size: torch.zeros(max(size, 1), dtype=torch.uint8, device=device) for size in sizes}
-    peer = _global_rank(group, b if rank == a else a)
-
-    def wait() -> None:
-        if torch.device(device).type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def send(size: int) -> None:
-        dist.send(buffers[size], peer, group=group)
-        wait()
-
-    def receive(size: int) -> None:
-        dist.recv(buffers[size], peer, group=group)
-        wait()
-
-    return ping_pong(send, receive, rank == a, sizes, repeats)
+def _time_pair(rank: int, a: int, b: int, sizes: Sequence[int], repeats: int) -> list[float]:
+    buffers = {size: torch.zeros(max(size, 1), dtype=torch.uint8) for size in sizes}
+    peer = b if rank == a else a
+    return ping_pong(
+        lambda size: dist.send(buffers[size], peer),
+        lambda size: dist.recv(buffers[size], peer),
+        rank == a,
+        sizes,
+        repeats,
+    )
 
 
-def _global_rank(group: Any, rank: int) -> int:
-    return rank if group is None else dist.get_global_rank(group, rank)
-
-
-def _ranks_per_host(group: Any, device: torch.device | str) -> int:
+def _ranks_per_host() -> int:
     """Ranks on each host where all hosts have as many, one after the other; else 1: every rank counts as a host."""
-    world = dist.get_world_size(group)
-    hosts = exchange_in_group(platform.node(), group, device)
+    hosts = exchange_in_group(platform.node())
+    world = len(hosts)
     width = hosts.count(hosts[0])
     runs = [hosts[start : start + width] for start in range(0, world, width)]
     even = all(len(set(run)) == 1 and len(run) == width for run in runs) and len({run[0] for run in runs}) == len(runs)
     return width if even else 1
 
 
-def _cores(group: Any, per_host: int, device: torch.device | str) -> int | None:
+def _cores(per_host: int) -> int | None:
     """Cores that the ranks of a host compute on together, the fewest of all hosts; None where GPUs do the work."""
     if torch.cuda.is_available() or not hasattr(os, "sched_getaffinity"):
         return None
-    theirs = exchange_in_group(sorted(os.sched_getaffinity(0)), group, device)
+    theirs = exchange_in_group(sorted(os.sched_getaffinity(0)))
     hosts = (theirs[first : first + per_host] for first in range(0, len(theirs), per_host))
     return min(len(set().union(*host)) for host in hosts)
 

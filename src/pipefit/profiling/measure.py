@@ -15,16 +15,16 @@ from torch import nn
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.layers import Chain, as_chain
-from pipefit.profiling.optimizer import Optimizer, StepSeconds, step_seconds
+from pipefit.profiling.optimizer import Optimizer, step_seconds
 from pipefit.profiling.passes import Loss, Marked, Step
-from pipefit.profiling.payload import batch_of, describe, placed, take
 from pipefit.profiling.survey import Weights, survey
+from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 
 __all__ = ["profile_layers", "profile_sizes"]
 
-# Turns below which a median says little.
+# Repetitions below which a median says little.
 _FEWEST = 3
 
 
@@ -45,7 +45,7 @@ def profile_layers(
     clips: bool = False,
     model: str = "",
 ) -> Profile:
-    """Measures forward, input gradient and weight gradient of every layer, and the whole step, in turns.
+    """Measures forward, input gradient and weight gradient of every layer, and the whole step, alternating.
 
     Each repeat runs four passes through the whole model, so a slow moment of the machine hits all layers alike: one
     without marks (`step_s`), one with a mark at every layer (forward and full backward), one whose backward pass
@@ -68,8 +68,7 @@ def profile_layers(
         device: where to measure; None: where the weights are.
         dtype: of floating weights and inputs for the while; None: as they are.
         threads: torch's threads for the while: as many as a rank will have; None: as it is.
-        optimizer: parameters -> optimizer; its step on copies of the trainable weights gives `optimizer_s`, and that on
-            the weights of each layer alone the layer's `step_s`.
+        optimizer: parameters -> optimizer; its step on copies of the trainable weights gives `optimizer_s`.
         clips: whether a step also takes the norm of the gradients and scales them.
         model: name for the profile.
 
@@ -97,20 +96,21 @@ def profile_layers(
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
         samples = _samples(replace(step, clock=clock), repeats, warmup, limit_s)
-        steps = step_seconds(chain, optimizer, clock, repeats, clips, step.plain) if optimizer else StepSeconds(0.0, ())
+        step_s = 0.0
+        if optimizer:
+            weights_of = {id(p): p for _, layer in chain for p in layer.parameters() if p.requires_grad}
+            step_s = step_seconds([*weights_of.values()], optimizer, clock, repeats, clips=clips, before=step.plain)
         where = _description(place, dtype)
     turns = f"medians of {len(samples.plain)} turns after {warmup}{', processor time' if alone else ''}"
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(
-            _layer(index, name, weights[index], samples, steps.of_layer(index)) for index, (name, _) in enumerate(chain)
-        ),
+        layers=tuple(_layer(index, name, weights[index], samples) for index, (name, _) in enumerate(chain)),
         device=where,
         source=f"measured: {turns}; torch {torch.__version__}",
         step_s=median_of(samples.plain),
         loss_s=median_of([turn.loss_s for turn in samples.marked]) if loss else 0.0,
-        optimizer_s=steps.whole_s,
+        optimizer_s=step_s,
     )
 
 
@@ -158,7 +158,7 @@ class _Samples:
 
 
 def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _Samples:
-    """The passes in turns; their order changes from turn to turn, so that none always follows the same other."""
+    """Runs the passes alternating; their order changes every time, so that none always follows the same other."""
     samples = _Samples()
     kinds: list[Callable[[], None]] = [
         lambda: samples.plain.append(step.plain()),
@@ -177,7 +177,7 @@ def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _S
     return samples
 
 
-def _layer(index: int, name: str, weights: Weights, samples: _Samples, step_s: float) -> Layer:
+def _layer(index: int, name: str, weights: Weights, samples: _Samples) -> Layer:
     forward = [turn.forward_s[index] for turn in samples.marked]
     backward = [turn.backward_s[index] for turn in samples.marked]
     full = median_of(backward)
@@ -204,7 +204,6 @@ def _layer(index: int, name: str, weights: Weights, samples: _Samples, step_s: f
         split_input_s=split_input_s,
         half_bytes=weights.half_bytes,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
-        step_s=step_s,
     )
 
 

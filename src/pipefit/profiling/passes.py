@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.layers import Chain
-from pipefit.profiling.payload import cut_off, describe, map_tensors, tensors_of
+from pipefit.profiling.tensors import cut_off, describe, map_tensors, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
 
 __all__ = ["Marked", "Step"]

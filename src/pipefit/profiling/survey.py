@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
 from pipefit.profiling.layers import Chain, call_layer
-from pipefit.profiling.payload import describe, num_bytes, tensors_of
+from pipefit.profiling.tensors import describe, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 
 __all__ = ["Weights", "half_bytes_of", "saved_storages", "storage_key", "survey", "weight_bytes_of"]

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining over the same cut of the same model, as a peer to be measured against."""
+"""torch.distributed.pipelining over the same stages of the same model, to compare with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TorchPipeline:
     It knows no weights that stages share; their gradients are summed here after each backward, as its users must.
 
     Args:
-        subject: what it trains.
+        subject: the model.
         partition: one stage per rank.
         num_microbatches: per update.
         schedule: "torch-gpipe" or "torch-1f1b".
@@ -59,8 +59,8 @@ class TorchPipeline:
         for index, (x, y) in enumerate(batches):
             losses: list[Tensor] = []
             inputs = (x,) if self._rank == 0 else ()
-            told = {"target": y, "losses": losses} if self._rank == self._last else {}
-            self._schedule.step(*inputs, return_outputs=False, **told)
+            options = {"target": y, "losses": losses} if self._rank == self._last else {}
+            self._schedule.step(*inputs, return_outputs=False, **options)
             for parameter, shape in self._tied:
                 grad = torch.zeros(shape) if parameter is None or parameter.grad is None else parameter.grad
                 dist.all_reduce(grad)

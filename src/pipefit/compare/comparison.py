@@ -1,4 +1,4 @@
-"""What a comparison found: one row per strategy and number of micro-batches, and its files."""
+"""The result of a comparison: one row per strategy and number of micro-batches, and its files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from pipefit.compare.strategies import STRATEGIES
 from pipefit.draw.chart import chart
 from pipefit.draw.raster import save_bitmap
+from pipefit.schedules import find
 from pipefit.spec.files import write_atomically
 
-__all__ = ["Comparison", "Refusal", "Row"]
+__all__ = ["Choice", "Comparison", "Refusal", "Row"]
 
 
 @dataclass(frozen=True)
@@ -29,16 +31,12 @@ class Row:
         speedup_accumulated: over one process that accumulates as many micro-batches.
         bubble: measured; the share of the ranks' time without forward or backward.
         bubble_predicted: of the simulation.
-        predicted_step_s: seconds per update that the simulation says, at the pace of the machine in each repetition; of
-            the half of them in which the machine was fastest, before and after.
-        predicted_over_measured: of the seconds per update, the median over the same repetitions.
-        pace: how much longer the whole model took, by the wall clock before and after each repetition, than its
-            profile, the processor time of its layers, says.
+        predicted_step_s: seconds per update of the simulation.
+        predicted_over_measured: of the median seconds per update.
         utilisation: of each rank, busy time over wall time.
         processor_s: of each rank, processor seconds of its own thread per update; with wall time far above it and
             little bubble, something else uses the machine.
-        predicted_processor_s: what the simulation's costs say of it.
-        peak_bytes: of each rank: what it keeps, and the most that an update adds.
+        peak_bytes: of each rank: weights and states, and the most that an update adds.
         final_loss: mean of the last updates of the samples that every row has seen.
         spread: half the distance between the quartiles of the seconds per update, relative to the median.
     """
@@ -53,10 +51,8 @@ class Row:
     bubble_predicted: float | None = None
     predicted_step_s: float | None = None
     predicted_over_measured: float | None = None
-    pace: float | None = None
     utilisation: tuple[float, ...] = ()
     processor_s: tuple[float, ...] = ()
-    predicted_processor_s: tuple[float, ...] = ()
     peak_bytes: tuple[float, ...] = ()
     final_loss: float | None = None
     spread: float = 0.0
@@ -71,9 +67,26 @@ class Refusal:
     reason: str
 
 
+class Choice(NamedTuple):
+    """The synchronous plan that is fastest by prediction, and the one that is fastest by measurement.
+
+    Attributes:
+        chosen: by prediction.
+        best: by measurement.
+    """
+
+    chosen: Row
+    best: Row
+
+    @property
+    def over_best(self) -> float:
+        """Measured seconds per update of the chosen plan over those of the best; 1: the choice is right."""
+        return self.chosen.step_s / self.best.step_s
+
+
 @dataclass
 class Comparison:
-    """All that was measured, the same on every rank.
+    """The measurements, the same on every rank.
 
     Attributes:
         model: described in one line.
@@ -117,7 +130,31 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as JSON data."""
-        return {"format": "pipefit.comparison/1", **asdict(self)}
+        choice = self.choice
+        data: dict[str, Any] = {"format": "pipefit.comparison/1", **asdict(self), "largest_error": self.largest_error}
+        if choice is not None:
+            named = {which: [row.strategy, row.num_microbatches] for which, row in choice._asdict().items()}
+            data["choice"] = named | {"over_best": choice.over_best}
+        return data
+
+    @property
+    def largest_error(self) -> float | None:
+        """The largest |predicted / measured - 1| of a synchronous schedule; None: nothing was predicted."""
+        errors = [abs(row.predicted_over_measured - 1) for row in self._candidates() if row.predicted_over_measured]
+        return max(errors, default=None)
+
+    @property
+    def choice(self) -> Choice | None:
+        """The plan chosen by prediction and the best one; None: nothing was predicted."""
+        rows = self._candidates()
+        if not rows:
+            return None
+        return Choice(min(rows, key=lambda row: row.predicted_step_s or 0.0), min(rows, key=lambda row: row.step_s))
+
+    def _candidates(self) -> list[Row]:
+        """The rows of synchronous schedules, which all train the same: those that a planner chooses from."""
+        names = {name for name, one in STRATEGIES.items() if one.kind == "schedule" and find(name).is_synchronous}
+        return [row for row in self.rows if row.strategy in names and row.predicted_step_s is not None]
 
     def chart(self) -> str:
         """Samples per second over micro-batches, one line per strategy, as SVG."""
@@ -138,7 +175,7 @@ class Comparison:
             value = figure(row)
             if value is None:
                 continue
-            # What is not cut into micro-batches is a level to compare with.
+            # The whole batch at once is a level to compare with.
             places = counts if row.strategy in ("one-thread", "all-threads") else [row.num_microbatches]
             lines.setdefault(row.strategy, []).extend((float(place), value) for place in places)
         return lines
@@ -147,7 +184,7 @@ class Comparison:
         """Writes the figures as JSON and the chart as SVG, and as PNG where Pillow is installed.
 
         Returns:
-            What was written, by kind.
+            The paths, by kind.
         """
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,196 @@
+"""The cells of a comparison: a strategy at a number of micro-batches, with the model and data that all cells share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+from pipefit.compare.comparison import Refusal
+from pipefit.compare.pipelines import ScheduledPipeline, plan_of
+from pipefit.compare.settings import CompareConfig
+from pipefit.compare.strategies import (
+    STRATEGIES,
+    Batch,
+    DataParallel,
+    OneProcess,
+    Strategy,
+    Subject,
+    Trainer,
+    num_cores,
+)
+from pipefit.compare.torch_pipeline import TorchPipeline
+from pipefit.errors import DataError, PipefitError, nearest
+from pipefit.models import ModelBundle, build, parse_options
+from pipefit.pipeline.setup import make_plan
+from pipefit.profiling.agreed import agreed_profile
+from pipefit.run.config import RunConfig
+from pipefit.run.optimizers import make_optimizer
+from pipefit.run.sources import source_of
+from pipefit.runtime.microbatches import largest_part
+from pipefit.runtime.session import Session
+from pipefit.spec import Partition, Profile
+from pipefit.stage.split import NamedLayer, named_layers
+
+__all__ = ["Cell", "Task", "build_cells", "make_task"]
+
+_LEAST_BATCHES, _MOST_BATCHES = 32, 64
+
+
+@dataclass
+class Cell:
+    """A strategy at one number of micro-batches, and its measurements.
+
+    Attributes:
+        strategy: the strategy.
+        num_microbatches: per update.
+        trainer: the strategy at work on this rank.
+        steps: updates of one repetition.
+        seconds: per update, of each repetition.
+        busy: share of the time that each rank computed, of each repetition.
+        used: processor seconds of each rank per update, of each repetition.
+        bubbles: of each repetition.
+        losses: of every update.
+    """
+
+    strategy: Strategy
+    num_microbatches: int
+    trainer: Trainer
+    steps: int
+    seconds: list[float] = field(default_factory=list)
+    busy: list[list[float]] = field(default_factory=list)
+    used: list[list[float]] = field(default_factory=list)
+    bubbles: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The model and data of all cells.
+
+    Attributes:
+        config: the settings.
+        subject: the model, loss and optimizer.
+        description: of the model, in one line.
+        source: name of the data.
+        batches: that every cell trains on, in the same order.
+        layers: of the whole model.
+        profiles: of the model, by the number of micro-batches.
+        partition: layers of each stage, one stage per rank.
+    """
+
+    config: CompareConfig
+    subject: Subject
+    description: str
+    source: str
+    batches: list[Batch]
+    layers: Sequence[NamedLayer]
+    profiles: dict[int, Profile]
+    partition: Partition
+
+
+def make_task(config: CompareConfig, session: Session) -> Task:
+    """Builds the model, takes the data and profiles the layers; every rank calls it alike.
+
+    Raises:
+        PipefitError: an unknown strategy or model, or data or stages that do not fit.
+    """
+    for name in config.strategies:
+        if name not in STRATEGIES:
+            raise PipefitError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
+    torch.manual_seed(config.seed)
+    bundle = build(config.model, **parse_options(config.options, config.model))
+    source, batches = _batches(config, bundle)
+    counts = [num for num in config.microbatches if num <= config.batch]
+    if not counts:
+        raise DataError(f"a batch of {config.batch} cannot be split into {list(config.microbatches)} micro-batches")
+    optimizer = make_optimizer(config.optimizer, config.lr)
+    subject = Subject(lambda: copy.deepcopy(bundle.layers), bundle.loss, optimizer, session.num_ranks, session.rank)
+    layers = named_layers(subject.make())
+    profiles = {
+        num: agreed_profile(
+            layers, batches[0], [largest_part(batches[0][0], num)], session, loss=bundle.loss, optimizer=optimizer
+        )
+        for num in counts
+    }
+    partition = make_plan(
+        layers,
+        num_ranks=session.num_ranks,
+        schedule="1f1b",
+        num_microbatches=1,
+        stages=config.stages or None,
+        profile=profiles[counts[len(counts) // 2]],
+    ).partition
+    return Task(config, subject, bundle.describe(), source, batches, layers, profiles, partition)
+
+
+def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batch]]:
+    """The name of the data and their batches; random ones where nothing is asked for and the usual data do not fit."""
+    run = RunConfig(model=config.model, data=config.data, batch=config.batch, seed=config.seed)
+    count = max(min(config.steps * (config.repeats + 2), _MOST_BATCHES), _LEAST_BATCHES)
+    example = bundle.example(1, 0)
+    try:
+        source = source_of(run, bundle)
+        batches = list(islice(source.endless(), count))
+        fits = _shapes(batches[0]) == _shapes(example)
+    except DataError:
+        if config.data:
+            raise
+        fits = False
+    if not fits and config.data:
+        raise DataError(
+            f"{', '.join(config.data)}: one sample is {_shapes(batches[0])}, {bundle.name} takes {_shapes(example)}"
+        )
+    if not fits:
+        source = source_of(RunConfig(model=config.model, data=("synthetic",), batch=config.batch, seed=0), bundle)
+        batches = list(islice(source.endless(), count))
+    return source.name, batches
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    """The shapes of one sample."""
+    return [tuple(leaf.shape[1:]) for leaf in torch.utils._pytree.tree_leaves(batch)]
+
+
+def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], list[Refusal]]:
+    """Builds every cell. All ranks refuse alike, since they look at the same data."""
+    config = task.config
+    cells, refused = [], []
+    for strategy in STRATEGIES.values():
+        if config.strategies and strategy.name not in config.strategies:
+            continue
+        for num in config.microbatches if strategy.splits else (1,):
+            say(f"building {strategy.name}, {num} micro-batches")
+            try:
+                if num > config.batch:
+                    raise DataError(f"a batch of {config.batch} samples cannot be split into {num} micro-batches")
+                trainer = _trainer(strategy, num, task)
+                cells.append(Cell(strategy, num, trainer, _steps(trainer, num, config)))
+            except PipefitError as problem:
+                refused.append(Refusal(strategy.name, num, str(problem)))
+    return cells, refused
+
+
+def _steps(trainer: Trainer, num: int, config: CompareConfig) -> int:
+    """Updates of a repetition: a schedule that fills and drains only once needs enough to reach its steady state."""
+    if isinstance(trainer, ScheduledPipeline) and not trainer.pipe.schedule.is_synchronous:
+        return max(config.steps, -(-config.segment // num))
+    return config.steps
+
+
+def _trainer(strategy: Strategy, num: int, task: Task) -> Trainer:
+    subject = task.subject
+    if strategy.kind == "single":
+        return OneProcess(subject, num, num_cores() if strategy.name == "all-threads" else 1)
+    if strategy.kind == "ddp":
+        if task.config.batch < subject.num_ranks:
+            raise DataError(f"a batch of {task.config.batch} samples is too small for {subject.num_ranks} ranks")
+        return DataParallel(subject, num)
+    if strategy.kind == "torch":
+        return TorchPipeline(subject, task.partition, num, strategy.name)
+    plan = plan_of(subject, strategy.name, num, task.partition, task.profiles[num], task.config.chunks)
+    return ScheduledPipeline(subject, plan, task.config.seed)

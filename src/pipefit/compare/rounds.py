@@ -1,0 +1,195 @@
+"""Measures every cell in the same processes; repetitions go through all cells before the next one begins.
+
+Whatever slows the machine down for a while then slows all cells alike. Ranks meet at a barrier before and after each
+measurement; an idle rank waits there, blocked in the kernel.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from pipefit.calibrate.overhead import runtime_costs
+from pipefit.calibrate.prediction import costs_on_ranks
+from pipefit.compare.cells import Cell, Task, build_cells, make_task
+from pipefit.compare.comparison import Comparison, Row
+from pipefit.compare.pipelines import ScheduledPipeline
+from pipefit.compare.settings import CompareConfig
+from pipefit.compare.strategies import Batch, processor_s
+from pipefit.compare.update_memory import rise_bytes
+from pipefit.cost import RuntimeCosts
+from pipefit.errors import PipefitError
+from pipefit.profiling.clock import half_interquartile_range
+from pipefit.profiling.links import links_of
+from pipefit.run.optimizers import STATE_PER_WEIGHT
+from pipefit.runtime.collectives import gather_rows
+from pipefit.runtime.session import Session, current
+from pipefit.simulate import simulate
+from pipefit.spec import Topology
+from pipefit.units import format_seconds
+
+__all__ = ["compare_on_ranks"]
+
+Say = Callable[[str], None]
+
+_KEPT_LOSSES = 4
+
+
+def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Comparison:
+    """Compares on this rank; every rank of the run calls it alike and gets the same result.
+
+    Args:
+        config: the settings.
+        say: takes a line about the progress; only rank 0's need do anything.
+
+    Raises:
+        PipefitError: an unknown strategy or model, or nothing that can be measured.
+    """
+    session = current()
+    say("profiling the model at every micro-batch size, and the links")
+    task = make_task(config, session)
+    topology = links_of(session, session.num_ranks)
+    runtime = runtime_costs(session, topology)
+    cells, refused = build_cells(task, say)
+    if not cells:
+        raise PipefitError("nothing can be measured: " + "; ".join(item.reason for item in refused[:3]))
+    # The collector leaves these objects alone: to look through them at every measurement would take longer than that.
+    gc.collect()
+    gc.freeze()
+    _repeat(cells, task.batches, config, session, say)
+    say("memory of every cell")
+    rises = [rise_bytes(lambda cell=cell: cell.trainer.train(task.batches[: cell.steps])) for cell in cells]
+    gc.unfreeze()
+    rows = []
+    for cell, rise in zip(cells, rises, strict=True):
+        predicted = _predicted(cell, task, topology, runtime, session)
+        rows.append(_row(cell, rise, predicted, config, session))
+    return Comparison(
+        model=task.description,
+        data=task.source,
+        num_ranks=session.num_ranks,
+        batch=config.batch,
+        samples=config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0,
+        repeats=len(cells[0].seconds),
+        layer_counts=tuple(len(stage.layers) for stage in task.partition.stages),
+        rows=rows,
+        refused=refused,
+    ).with_speedups()
+
+
+def _repeat(cells: list[Cell], batches: list[Batch], config: CompareConfig, session: Session, say: Say) -> None:
+    """Goes through the cells, once to warm up and then as often as is asked and the time allows."""
+    started = time.monotonic()
+    for repetition in range(config.repeats + 1):
+        name = f"repetition {repetition} of {config.repeats}" if repetition else "warming up"
+        say(f"{name}, {len(cells)} cells")
+        for index, cell in enumerate(cells):
+            place = f"{index + 1} of {len(cells)}, {cell.strategy.name} m={cell.num_microbatches}"
+            share = (repetition + index / len(cells)) / (config.repeats + 1)
+            left = _left(time.monotonic() - started, share) if repetition else ""
+            say(f"measuring: {name}, {place}{left}")
+            _measure(cell, batches, session, keep=repetition > 0)
+        spent_s = max(_of_ranks(time.monotonic() - started, session))
+        another_s = spent_s * (repetition + 2) / (repetition + 1)
+        if config.limit_s and 0 < repetition < config.repeats and another_s > config.limit_s:
+            say(f"another repetition would take more than {format_seconds(config.limit_s)}: {repetition} must do")
+            break
+
+
+def _left(spent_s: float, share: float) -> str:
+    """The time that is left when this share is done, for people."""
+    return f", about {format_seconds(float(f'{spent_s * (1 / share - 1):.2g}'))} left"
+
+
+def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> None:
+    """Measures a cell once: a few updates, between two barriers."""
+    done = len(cell.losses)
+    mine = [batches[(done + index) % len(batches)] for index in range(cell.steps)]
+    gc.collect()
+    gc.disable()
+    dist.barrier()
+    began, used = time.perf_counter(), processor_s()
+    losses = cell.trainer.train(mine)
+    used = processor_s() - used
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    gc.enable()
+    cell.losses += losses if session.rank == 0 else [0.0] * len(mine)
+    if not keep:
+        return
+    cell.seconds.append(seconds / cell.steps)
+    cell.used.append(_of_ranks(used / cell.steps, session))
+    if isinstance(cell.trainer, ScheduledPipeline):
+        timeline = cell.trainer.timeline(cell.steps)
+        cell.busy.append([timeline.busy_s(rank) / seconds for rank in range(session.num_ranks)])
+        cell.bubbles.append(timeline.bubble_fraction)
+    else:
+        cell.busy.append([share * cell.steps / seconds for share in cell.used[-1]])
+
+
+def _of_ranks(value: float, session: Session) -> list[float]:
+    """The number of every rank, on every rank."""
+    return [row[0] for row in gather_rows(session, [value])]
+
+
+def _predicted(
+    cell: Cell, task: Task, topology: Topology, runtime: RuntimeCosts, session: Session
+) -> tuple[float, float | None] | None:
+    """Predicted seconds per update and bubble of a cell; None where there is no prediction."""
+    profile = task.profiles.get(cell.num_microbatches)
+    if profile is None:
+        return None
+    if cell.strategy.name in ("accumulate", "one-thread"):
+        each_s = sum(layer.total_s for layer in profile.layers) + profile.loss_s
+        return each_s * cell.num_microbatches + profile.optimizer_s, None
+    if not isinstance(cell.trainer, ScheduledPipeline):
+        return None
+    cost = costs_on_ranks(
+        cell.trainer.plan,
+        profile,
+        topology,
+        session,
+        task.layers,
+        task.batches[0],
+        loss=task.subject.loss,
+        optimizer=task.subject.optimizer,
+        state_per_weight=STATE_PER_WEIGHT[task.config.optimizer],
+        runtime=runtime,
+    )
+    program = cell.trainer.timeline(cell.steps).program
+    timeline = simulate(program, cost, repeats=cell.trainer.num_passes(cell.steps))
+    return timeline.makespan_s / cell.steps, timeline.bubble_fraction
+
+
+def _row(
+    cell: Cell,
+    rise: float | None,
+    predicted: tuple[float, float | None] | None,
+    config: CompareConfig,
+    session: Session,
+) -> Row:
+    """The figures of a cell; every rank calls it, and rank 0's count."""
+    figures: Any = [rise if rise is not None else -1.0, cell.trainer.state_bytes]
+    rises, states = zip(*gather_rows(session, figures), strict=True)
+    middle = statistics.median(cell.seconds)
+    losses = cell.losses[: config.steps * (config.repeats + 1)]
+    return Row(
+        strategy=cell.strategy.name,
+        num_microbatches=cell.num_microbatches,
+        step_s=middle,
+        samples_per_s=config.batch / middle,
+        bubble=statistics.median(cell.bubbles) if cell.bubbles else None,
+        bubble_predicted=predicted[1] if predicted else None,
+        predicted_step_s=predicted[0] if predicted else None,
+        predicted_over_measured=predicted[0] / middle if predicted else None,
+        utilisation=tuple(statistics.median(shares) for shares in zip(*cell.busy, strict=True)),
+        processor_s=tuple(statistics.median(shares) for shares in zip(*cell.used, strict=True)),
+        peak_bytes=tuple(a + b for a, b in zip(rises, states, strict=True)) if min(rises) >= 0 else (),
+        final_loss=statistics.mean(losses[-_KEPT_LOSSES:]) if session.rank == 0 else None,
+        spread=half_interquartile_range(cell.seconds) / middle,
+    )
