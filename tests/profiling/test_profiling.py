@@ -21,7 +21,6 @@ from pipefit.profiling import (
     analytic_profile,
     as_chain,
     fit_link,
-    layer_flops,
     links,
     measure_device,
     measure_links,
@@ -29,6 +28,7 @@ from pipefit.profiling import (
     profile_layers,
     profile_sizes,
 )
+from pipefit.profiling.analytic import layer_costs
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import ping_pong, topology_of
 from pipefit.runtime.halves import input_half
@@ -380,16 +380,23 @@ def test_wrong_requests_are_refused():
 # ------------------------------------------------------------------------------------------------------- computed
 
 
+def flops_of(layer, x, input_gradient=True):
+    """FLOP of forward, input gradient and weight gradient; something trainable precedes it."""
+    before = nn.Linear(x.shape[-1], x.shape[-1], bias=input_gradient).requires_grad_(input_gradient)
+    cost = layer_costs(as_chain([before, layer]), x, Device(flops=1.0), len(x))[1]
+    return cost.forward.flops, cost.backward_input.flops, cost.backward_weight.flops
+
+
 def test_flops_of_a_linear_layer_are_exact():
     product = 2 * 7 * 6 * 8
-    assert layer_flops(nn.Linear(6, 8), torch.zeros(7, 6)) == (product, product, product)
-    assert layer_flops(nn.Linear(6, 8), torch.zeros(7, 6), input_gradient=False) == (product, 0, product)
+    assert flops_of(nn.Linear(6, 8), torch.zeros(7, 6)) == (product, product, product)
+    assert flops_of(nn.Linear(6, 8), torch.zeros(7, 6), input_gradient=False) == (product, 0, product)
 
 
 def test_flops_of_a_transformer_block_are_those_of_its_products():
     b, s, h = 2, 16, 32
     block = build("gpt", layers=1, hidden=h, heads=4, context=s).layers[1]
-    forward, inputs, weights = layer_flops(block, torch.zeros(b, s, h))
+    forward, inputs, weights = flops_of(block, torch.zeros(b, s, h))
     assert forward == 24 * b * s * h**2 + 4 * b * s**2 * h
     assert weights == 24 * b * s * h**2
     # The fused attention makes its scores once more in the backward pass: five products instead of four.

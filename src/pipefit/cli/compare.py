@@ -151,8 +151,8 @@ def _verdict(result: Comparison, choice: Choice) -> str:
     """The two figures that show how good predictions are, in one line."""
     chosen, best = (f"{row.strategy} m={row.num_microbatches}" for row in choice)
     return (
-        f"synchronous schedules are predicted within {result.largest_error:.1%}; predicted fastest: {chosen}, which takes "
-        f"{choice.over_best:.3f} x the best measured, {best}"
+        f"synchronous schedules are predicted within {result.largest_error:.1%}; the choice by prediction, {chosen}, "
+        f"takes {choice.over_best:.3f} × the best measured, {best}"
     )
 
 

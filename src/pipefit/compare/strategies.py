@@ -43,9 +43,7 @@ STRATEGIES = {
     strategy.name: strategy
     for strategy in (
         Strategy("one-thread", "single", "one process, one thread, the whole batch at once", splits=False),
-        Strategy(
-            "all-threads", "single", "one process, as many threads as cores, the whole batch at once", splits=False
-        ),
+        Strategy("all-threads", "single", "one process, a thread per core, the whole batch at once", splits=False),
         Strategy("accumulate", "single", "one process, one thread, gradients of m micro-batches added up"),
         Strategy("ddp", "ddp", "torch's DistributedDataParallel: each rank a share of the batch, in m/ranks parts"),
         Strategy("data-parallel", "schedule", "data parallelism as a program of pipefit"),

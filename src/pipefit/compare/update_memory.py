@@ -15,7 +15,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def rise_bytes(work: Callable[[], object]) -> float | None:
-    """How far the memory in use rises above where it stood, while `work` runs; None where the system does not report it.
+    """Bytes by which the memory in use rises while `work` runs; None where the system does not report it.
 
     On a CPU the kernel's high-water mark of the resident set is reset first, and what the allocator holds in reserve
     is given back, so that memory which earlier work left there counts again.
