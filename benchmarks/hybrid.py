@@ -24,10 +24,9 @@ import torch.distributed as dist
 from cyclopts import Parameter
 
 from pipefit.calibrate.overhead import runtime_costs
-from pipefit.calibrate.parts import profile_of_parts
-from pipefit.calibrate.prediction import predict
+from pipefit.calibrate.prediction import costs_on_ranks
 from pipefit.compare.accuracy import own_core
-from pipefit.cost import RuntimeCosts, of_plan
+from pipefit.cost import RuntimeCosts
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.traffic import traffic
@@ -38,7 +37,8 @@ from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.runtime.launch import launch
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
-from pipefit.spec import Plan, Profile, Topology
+from pipefit.simulate import simulate
+from pipefit.spec import Profile, Topology
 from pipefit.stage.split import named_layers
 from pipefit.units import format_bytes, format_seconds
 
@@ -124,7 +124,8 @@ def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
     optimizer = make_optimizer("adamw", 1e-3)
     layers = named_layers(bundle.layers)
     profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer)
-    contest = _Contest(config, session, profile, example, runtime_costs(session, links_of(session, session.num_ranks)))
+    topology = links_of(session, session.num_ranks)
+    contest = _Contest(config, session, profile, example, topology, runtime_costs(session, topology))
     pipes = {name: contest.pipeline(settings) for name, (_, settings) in ways.items()}
     seconds = contest.run(pipes, [bundle.example(config.batch, step) for step in range(config.steps)])
     return [contest.row(name, ways[name][0], pipe, seconds[name]) for name, pipe in pipes.items()]
@@ -141,6 +142,7 @@ class _Contest:
     session: Session
     profile: Profile
     example: tuple[Any, Any]
+    topology: Topology
     runtime: RuntimeCosts
 
     def pipeline(self, settings: dict[str, Any]) -> Pipeline:
@@ -152,14 +154,6 @@ class _Contest:
         plan = by_hand(len(named_layers(bundle.layers)), **given)
         return Pipeline(
             bundle.layers, loss=bundle.loss, optimizer=make_optimizer("adamw", 1e-3), plan=plan, device="cpu"
-        )
-
-    def parts(self, plan: Plan, topology: Topology) -> Profile:
-        """What one of the processes of a rank has of the layers."""
-        bundle = _bundle(self.config)
-        layers, optimizer = named_layers(bundle.layers), make_optimizer("adamw", 1e-3)
-        return profile_of_parts(
-            layers, plan, self.example, self.session, topology, loss=bundle.loss, optimizer=optimizer
         )
 
     def run(self, pipes: dict[str, Pipeline], batches: Sequence[Any]) -> dict[str, list[float]]:
@@ -180,11 +174,21 @@ class _Contest:
 
     def row(self, name: str, shape: tuple[int, int, int], pipe: Pipeline, seconds: list[float]) -> HybridRow:
         """Predicted beside measured."""
-        topology = links_of(self.session, self.session.num_ranks)
-        profile = self.profile if pipe.plan.tensor == 1 else self.parts(pipe.plan, topology)
-        cost = of_plan(profile, pipe.plan, topology, state_per_weight=STATE_PER_WEIGHT["adamw"], runtime=self.runtime)
+        bundle = _bundle(self.config)
+        cost = costs_on_ranks(
+            pipe.plan,
+            self.profile,
+            self.topology,
+            self.session,
+            named_layers(bundle.layers),
+            self.example,
+            loss=bundle.loss,
+            optimizer=make_optimizer("adamw", 1e-3),
+            state_per_weight=STATE_PER_WEIGHT["adamw"],
+            runtime=self.runtime,
+        )
         steps = self.config.steps
-        predicted_s = predict(pipe.program, cost, steps).makespan_s / steps
+        predicted_s = simulate(pipe.program, cost, repeats=steps).makespan_s / steps
         moved = traffic(self.session, pipe.history.moved_bytes)
         reduced = max(
             (cost.weight_bytes[s] for s, ranks in enumerate(pipe.plan.placement.ranks) if len(ranks) > 1), default=0.0

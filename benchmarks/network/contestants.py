@@ -20,12 +20,12 @@ from benchmarks.network.choices import Choice, plan_for
 from benchmarks.network.lab import sent_bytes
 from benchmarks.network.spec import Scaled, compute_s, weight_bytes
 from benchmarks.network.traffic import program_bytes, ring_bytes
-from pipefit.calibrate.prediction import predict
 from pipefit.cost import of_plan
 from pipefit.models import ModelBundle
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.session import Session
 from pipefit.schedules import program_of
+from pipefit.simulate import simulate
 from pipefit.spec import Profile, Topology
 
 __all__ = ["Contestant", "Subject", "contestant", "sgd", "turn"]
@@ -102,7 +102,7 @@ def contestant(choice: Choice, subject: Subject, topology: Topology, size: int, 
     return Contestant(
         choice,
         lambda rounds: pipe.fit(batches * rounds, steps=len(batches) * rounds),
-        predict(program, cost, repeats=passes).makespan_s,
+        simulate(program, cost, repeats=passes).makespan_s,
         sum(program_bytes(program, cost)) * passes,
     )
 

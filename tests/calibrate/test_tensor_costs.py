@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from pipefit.calibrate import parts
-from pipefit.calibrate.prediction import predict
 from pipefit.cost import FREE, of_plan
 from pipefit.cost.tensor import tensor_shard
 from pipefit.models import gpt
@@ -15,6 +14,7 @@ from pipefit.parallel.rehearsal import Exchange
 from pipefit.profiling import profile_layers
 from pipefit.profiling.links import per_core
 from pipefit.schedules import Shape, generate
+from pipefit.simulate import simulate
 from pipefit.spec import Layer, Level, Partition, Placement, Plan, Profile, StageSpec, Topology
 from pipefit.stage.split import named_layers
 
@@ -127,7 +127,7 @@ def test_what_processes_took_while_they_shared_cores_is_simulated_as_it_was_meas
     plan = Plan(Partition((StageSpec((0,), tensor=tensor),)), Placement(((0,),)), "1f1b", 1)
     program = generate("1f1b", Shape(depth=1, num_microbatches=1))
     cost = of_plan(parts._priced(one, [([SUM], [])], [], seconds), plan, topology, runtime=FREE)
-    assert predict(program, cost).makespan_s == pytest.approx(turn)
+    assert simulate(program, cost).makespan_s == pytest.approx(turn)
 
 
 def test_processes_for_a_core_are_those_of_one_machine_and_of_this_run():

@@ -1,4 +1,4 @@
-"""`pipefit compare` on two processes, small: every strategy trains the same, and what cannot be cut is said."""
+"""`pipefit compare` on two processes, small: every strategy trains the same, and refusals name their reason."""
 
 import json
 import math
@@ -10,12 +10,10 @@ from pipefit.calibrate.overhead import runtime_costs
 from pipefit.cli import main
 from pipefit.compare import STRATEGIES, CompareConfig, Comparison, Row, compare_on_ranks
 from pipefit.compare.lean import lean
-from pipefit.cost import USUAL, RuntimeCosts
+from pipefit.cost import RuntimeCosts
 from pipefit.profiling.links import links_of
 from pipefit.runtime.launch import launch
-from pipefit.runtime.progress import Progress
-from pipefit.runtime.session import Session, current
-from pipefit.spec import Topology
+from pipefit.runtime.session import current
 
 pytestmark = pytest.mark.dist
 
@@ -37,7 +35,7 @@ REFUSED = {("data-parallel", 1), ("torch-1f1b", 1)}
 @pytest.fixture(scope="module")
 def found() -> Comparison:
     first, second = launch(compare_on_ranks, 2, SMALL, threads=1, quiet=True)
-    assert [row.step_s for row in first.rows] != [] and len(first.rows) == len(second.rows)
+    assert len(first.rows) == len(second.rows)
     return first
 
 
@@ -46,15 +44,15 @@ def of(found: Comparison, strategy: str, m: int) -> Row:
 
 
 def test_every_strategy_is_measured_where_it_has_a_meaning(found):
-    cells = {(name, m) for name, s in STRATEGIES.items() for m in ((1, 4) if s.cut else (1,))} - {("all-threads", 1)}
+    cells = {(name, m) for name, s in STRATEGIES.items() for m in ((1, 4) if s.splits else (1,))} - {("all-threads", 1)}
     assert {(row.strategy, row.num_microbatches) for row in found.rows} == cells - REFUSED
-    assert all(row.step_s > 0 and len(row.utilisation) == 2 for row in found.rows)
+    assert all(len(row.utilisation) == len(row.processor_s) == 2 for row in found.rows)
 
 
 def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(found):
     reasons = {(item.strategy, item.num_microbatches): item.reason for item in found.refused}
     assert {cell for cell in reasons if cell[1] < 16} == REFUSED
-    assert "8 samples cannot be cut into 16" in reasons["gpipe", 16]
+    assert "8 samples cannot be split into 16" in reasons["gpipe", 16]
     assert "fewer micro-batches (1) than stages (2)" in reasons["torch-1f1b", 1]
 
 
@@ -71,8 +69,14 @@ def test_a_pipeline_keeps_half_the_weights_on_each_rank(found):
     one = of(found, "one-thread", 1)
     assert one.speedup == 1 and one.peak_bytes[0] > one.peak_bytes[1]
     assert of(found, "accumulate", 4).speedup_accumulated == 1
-    assert of(found, "1f1b", 4).bubble_predicted > 0.1
-    assert of(found, "1f1b", 4).predicted_over_measured > 0
+
+
+def test_schedules_and_one_process_are_predicted_and_peers_are_not(found):
+    predicted = {row.strategy for row in found.rows if row.predicted_step_s is not None}
+    assert predicted == {row.strategy for row in found.rows} - {"ddp", "torch-gpipe", "torch-1f1b"}
+    row = of(found, "1f1b", 4)
+    assert row.predicted_over_measured == row.predicted_step_s / row.step_s
+    assert found.choice.best.step_s <= found.choice.chosen.step_s
 
 
 def test_the_verb_answers_json_and_leaves_figures_and_a_chart(tmp_path, capsys):
@@ -93,7 +97,7 @@ def test_the_verb_answers_json_and_leaves_figures_and_a_chart(tmp_path, capsys):
     [
         ("--strategies gpip", "did you mean gpipe"),
         ("--ranks 1", "expected at least 2, got 1"),
-        ("-m 64 --batch 8", "cannot be cut"),
+        ("-m 64 --batch 8", "cannot be split"),
         ("--model gpd", "did you mean gpt"),
         ("--microbatches 1,x", "--microbatches"),
     ],
@@ -106,11 +110,10 @@ def calibrated() -> RuntimeCosts:
     return runtime_costs(current(), links_of(current(), 2))
 
 
-def test_what_the_executor_costs_is_measured_once_for_all_ranks():
+def test_costs_of_the_executor_are_measured_once_for_all_ranks():
     first, second = launch(calibrated, 2, threads=1, quiet=True)
     assert first == second
-    assert USUAL.overhead_s <= first.overhead_s < 5e-3
-    assert runtime_costs(Session(0, 1, None, Progress()), Topology.local(1)) == USUAL
+    assert set(first.host_s) == {"load", "fwd", "loss", "bwd", "send", "step", "recompute", "bwd_input", "bwd_weight"}
 
 
 def test_the_overhead_benchmark_gives_a_row_for_each_contestant():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipefit.cost import FREE, USUAL, CostModel, RuntimeCosts, of_plan, unit
+from pipefit.cost import FREE, CostModel, RuntimeCosts, of_plan, unit
 from pipefit.errors import PlanError
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd, recompute
@@ -213,13 +213,10 @@ def test_ranks_of_a_machine_share_its_tiers_and_step_on_the_host_as_fast_as_it_c
 
 
 def test_the_executor_adds_what_it_was_measured_to_add():
-    told = RuntimeCosts(1, 2, {"load": 3, "fwd": 4}, pass_s=5, cut_s=6, taking_s=7, arrival_s=8)
-    cost = of_plan(Profile("chain", 1, THREE), by_counts(1, 2), SERVER, runtime=told)
-    assert cost.forward_s == (1, 4 + 7 + 7) and cost.recompute_s == cost.forward_s
-    assert (cost.overhead_s, cost.post_s, cost.arrival_s, cost.pass_s) == (1, 2, 8, 5 + 4 * 6)
-    asynchronous = told.in_one_pass()
-    assert (asynchronous.pass_s, asynchronous.cut_s, asynchronous.host_s) == (0, 0, {"load": 9, "fwd": 4})
-    assert USUAL.in_one_pass() == USUAL
+    runtime = RuntimeCosts(1, 2, {"load": 3, "fwd": 4}, pass_s=5, arrival_s=8)
+    cost = of_plan(Profile("chain", 1, THREE), by_counts(1, 2), SERVER, runtime=runtime)
+    assert (cost.overhead_s, cost.post_s, cost.arrival_s, cost.pass_s) == (1, 2, 8, 5)
+    assert cost.host_s == {"load": 3, "fwd": 4}
 
 
 def test_partition_profile_and_topology_must_belong_together():

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from pipefit import Pipeline
-from pipefit.calibrate.prediction import predict
 from pipefit.cost import of_plan
 from pipefit.errors import InfeasibleError
 from pipefit.planner import plan
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import program_of
+from pipefit.simulate import simulate
 from pipefit.spec import Layer, Plan, Profile, Topology
 
 WIDTH, LAYERS = 64, 4
@@ -46,11 +46,11 @@ def test_a_sharded_optimizer_makes_plans_fit_that_would_not() -> None:
 def test_what_is_predicted_is_what_the_program_holds() -> None:
     made = found(3.5 * LAYERS * WEIGHTS)
     assert made.prediction is not None
-    timeline = predict(program_of(made), of_plan(PROFILE, made, machine(1e9)))
+    timeline = simulate(program_of(made), of_plan(PROFILE, made, machine(1e9)))
     whole = msgspec.structs.replace(made, sharded_optimizer=False)
     for rank in range(2):
         assert made.prediction.peak_bytes[rank] == pytest.approx(timeline.peak_bytes(rank), rel=0.02)
-        saved = predict(program_of(whole), of_plan(PROFILE, whole, machine(1e9))).peak_bytes(rank)
+        saved = simulate(program_of(whole), of_plan(PROFILE, whole, machine(1e9))).peak_bytes(rank)
         assert saved - timeline.peak_bytes(rank) == pytest.approx(LAYERS * WEIGHTS)
 
 

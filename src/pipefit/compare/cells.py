@@ -26,7 +26,7 @@ from pipefit.compare.strategies import (
 from pipefit.compare.torch_pipeline import TorchPipeline
 from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
-from pipefit.pipeline.setup import make_plan
+from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.run.config import RunConfig
 from pipefit.run.optimizers import make_optimizer
@@ -117,8 +117,8 @@ def make_task(config: CompareConfig, session: Session) -> Task:
         )
         for num in counts
     }
-    partition = make_plan(
-        layers,
+    partition = by_hand(
+        len(layers),
         num_ranks=session.num_ranks,
         schedule="1f1b",
         num_microbatches=1,

@@ -65,14 +65,13 @@ def of_plan(
     # Each replica steps, and keeps the states of, its part.
     parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
     steps_s = tuple(profile.optimizer_of(s.layers) / num for s, num in zip(partition.stages, parts, strict=True))
-    forward_s = total(lambda layer: layer.forward_s)
     inputs_s, weights_s = total(lambda layer: layer.backward_input_s), total(lambda layer: layer.backward_weight_s)
     grads = _crossing(profile, partition, lambda x: x.output_bytes if x.grad_bytes is None else x.grad_bytes)
     weights = total(lambda layer: layer.weight_bytes)
     tiers = topology.tiers_among(num_ranks)
     host_rate = next((tier.step_bytes_per_s for tier in tiers if tier.name == "host"), 0.0)
     cost = CostModel(
-        forward_s=(forward_s[0], *(seconds + runtime.taking_s for seconds in forward_s[1:])),
+        forward_s=total(lambda layer: layer.forward_s),
         # The model's input needs no gradient: all of the first stage's backward can wait for its second half.
         backward_input_s=(0.0, *inputs_s[1:]),
         backward_weight_s=(inputs_s[0] + weights_s[0], *weights_s[1:]),
@@ -93,7 +92,7 @@ def of_plan(
         copy_s_per_byte=runtime.copy_s_per_byte,
         host_s=runtime.host_s,
         arrival_s=runtime.arrival_s,
-        pass_s=runtime.pass_s + runtime.cut_s * plan.num_microbatches,
+        pass_s=runtime.pass_s,
         speed=_speeds(topology, tensor),
         tiers=tiers,
         tensor=tensor,

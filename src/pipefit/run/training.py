@@ -12,10 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from pipefit.calibrate.overhead import runtime_costs
-from pipefit.calibrate.parts import profile_of_parts
-from pipefit.calibrate.prediction import predict, prediction_of
-from pipefit.cost import of_plan
+from pipefit.calibrate.prediction import costs_on_ranks, prediction_of
 from pipefit.data import sample
 from pipefit.errors import PipefitError, PlanError
 from pipefit.ir import text as program_text
@@ -26,6 +23,7 @@ from pipefit.pipeline.capped import AUTO
 from pipefit.pipeline.live import Live, Rated, rated
 from pipefit.pipeline.peak_memory import held_memory_bytes, peak_memory_bytes
 from pipefit.pipeline.pipeline import Pipeline
+from pipefit.pipeline.setup import default_device
 from pipefit.pipeline.sharding import with_sharding
 from pipefit.pipeline.traffic import Traffic, traffic
 from pipefit.planner import by_hand, ranks_of
@@ -41,6 +39,7 @@ from pipefit.run.spilled_run import capped, going_on, rates_of, tiers_of
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
 from pipefit.schedules import shape_of
+from pipefit.simulate import simulate
 from pipefit.spec import Plan, Prediction, Profile, Topology
 from pipefit.spec.files import write_atomically, write_json
 from pipefit.stage.split import named_layers
@@ -123,12 +122,22 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
             observer.rated(rated(layers, example, bundle.loss, config.ranks, device=config.device))
     plan = with_sharding(plan or _plan(config, session, bundle, profile, topology), config.shard_optimizer)
     profile = profile.at(largest_part(example[0], plan.num_microbatches))
-    parts = profile
-    if plan.tensor > 1:
-        clips = bool(config.clip)
-        parts = profile_of_parts(
-            layers, plan, example, session, topology, loss=bundle.loss, optimizer=optimizer, clips=clips
-        )
+    if (spill or plan.spill) is not None and not topology.tiers:
+        device = torch.device(config.device) if config.device else default_device()
+        num_sharing = topology.tier_shares(plan.placement.num_ranks)
+        topology = msgspec.structs.replace(topology, tiers=(rates_of(config, device, num_sharing),))
+    cost = costs_on_ranks(
+        plan,
+        profile,
+        topology,
+        session,
+        layers,
+        example,
+        loss=bundle.loss,
+        optimizer=optimizer,
+        state_per_weight=STATE_PER_WEIGHT[config.optimizer],
+        clips=bool(config.clip),
+    )
     pipe = Pipeline(
         bundle.layers,
         loss=bundle.loss,
@@ -142,13 +151,6 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         device=config.device or None,
         spill=spill,
     )
-    runtime = runtime_costs(session, topology, plan.schedule)
-    if pipe.program.header.spill is not None and not topology.tiers:
-        topology = msgspec.structs.replace(
-            topology, tiers=(rates_of(config, pipe.device, topology.tier_shares(plan.placement.num_ranks)),)
-        )
-    states = STATE_PER_WEIGHT[config.optimizer]
-    cost = of_plan(parts, plan, topology, state_per_weight=states, runtime=runtime)
     forecast = _forecast(pipe, cost)
     foretold = prediction_of(plan, forecast, config.batch)
     if config.device_memory and plan.prediction is not None:
@@ -176,7 +178,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         result,
         profile,
         plan,
-        predict(measured.program, cost, measured.num_repeats),
+        simulate(measured.program, cost, repeats=measured.num_repeats),
         measured,
     )
     let_go(pipe.workers, pipe.num_updates >= config.steps)
@@ -238,9 +240,9 @@ def _others(profile: Profile) -> list[int]:
 def _forecast(pipe: Pipeline, cost: Any) -> Timeline:
     """The steady state: several passes of a synchronous program, a long segment of an asynchronous one."""
     if pipe.schedule.is_synchronous:
-        return predict(pipe.program, cost, repeats=4)
+        return simulate(pipe.program, cost, repeats=4)
     steps = max(4, -(-32 // pipe.plan.num_microbatches))
-    return predict(pipe.schedule(shape_of(pipe.plan, num_steps=steps)), cost)
+    return simulate(pipe.schedule(shape_of(pipe.plan, num_steps=steps)), cost)
 
 
 def _resume(pipe: Pipeline, config: RunConfig, source: Source) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise, repeat
 
 from pipefit.cost import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.graph import Graph, collective_members
-from pipefit.ir.op import COMPUTE_OPS, MESSAGE_OPS, OP_SPEC, Kind, Lane, Op
+from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Kind, Lane, Op
 from pipefit.ir.program import Program
 from pipefit.ir.residency import kept_fetches
 from pipefit.simulate.engine import Engine, Key, Prices
@@ -34,7 +33,6 @@ def simulate(
     overlap: bool = True,
     rendezvous: bool = True,
     memory: bool = True,
-    vary: Callable[[float], float] | None = None,
 ) -> Timeline:
     """When each instruction starts and ends.
 
@@ -63,7 +61,6 @@ def simulate(
         rendezvous: False: a message starts when it is sent, whether or not its receive is posted yet, so that how far
             ahead receives are posted changes nothing: the closed forms of the papers assume this.
         memory: whether to follow the memory of each rank.
-        vary: from the seconds of a forward or backward to those of one of them, in all repeats.
 
     Raises:
         InvalidProgramError: something waits for what never comes; the message names both.
@@ -88,7 +85,7 @@ def simulate(
     if cost.has_ports:
         notes["port_unit"] = float(cost.port_unit)
     with collector_paused():
-        engine = _run(program, cost, repeats, contention, _blocking(blocking_sends, overlap), rendezvous, vary)
+        engine = _run(program, cost, repeats, contention, _blocking(blocking_sends, overlap), rendezvous)
         samples = memory_over_time(program, cost, engine) if memory else ()
         return Timeline(program, _events(engine), samples, num_repeats=repeats, notes=notes)
 
@@ -116,16 +113,10 @@ def _run(
     contention: bool,
     blocked: set[Op],
     rendezvous: bool,
-    vary: Callable[[float], float] | None,
 ) -> Engine:
     layout = layout_of(program)
     _check(layout)
     prices = _prices(layout, cost, contention, blocked, rendezvous)
-    if vary:
-        varied = (
-            vary(s) if i.op in COMPUTE_OPS else s for i, s in zip(layout.graph.instructions, prices.hold, strict=True)
-        )
-        prices = replace(prices, hold=list(varied))
     engine = _engine(layout, prices, repeats, contention or cost.has_ports, cost)
     engine.run()
     if min(engine.end, default=0) < 0:

@@ -199,21 +199,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         together = sum(layer.total_s for layer in self.layers) + self.loss_s
         return self.step_s / together if self.step_s is not None and together else None
 
-    def scaled(self, factor: float) -> Profile:
-        """The profile of a machine that takes so many times as long for everything; bytes are as they were.
-
-        >>> Profile("m", 1, (Layer("a", 1, 1, 1, 8, 0, 30),), optimizer_s=3).scaled(2).layers[0].total_s
-        6
-        """
-
-        def longer(item: Layer | Profile) -> dict[str, float]:
-            names = (name for name in item.__struct_fields__ if name.endswith("_s"))
-            return {name: value * factor for name in names if (value := getattr(item, name)) is not None}
-
-        layers = tuple(msgspec.structs.replace(layer, **longer(layer)) for layer in self.layers)
-        others = tuple(other.scaled(factor) for other in self.others)
-        return msgspec.structs.replace(self, layers=layers, others=others, **longer(self))
-
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """This profile with those of other micro-batch sizes attached, by size."""
         return msgspec.structs.replace(self, others=tuple(sorted(others, key=lambda other: other.microbatch_size)))
