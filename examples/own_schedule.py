@@ -1,4 +1,4 @@
-"""A schedule of one's own: proved, drawn, compared, and run.
+"""A schedule of your own: proved, drawn, compared, and run.
 
 python examples/own_schedule.py                all ranks in this process
 pipefit run -n 2 examples/own_schedule.py      each rank a process
@@ -13,7 +13,7 @@ from pipefit.verify import verify
 
 @pf.schedule
 def weights_later(task):
-    """1F1B with backwards in two halves: weight gradients wait until a rank would otherwise stand idle."""
+    """1F1B with backwards in two halves: weight gradients wait until a rank would otherwise be idle."""
     for rank in range(task.num_ranks):
         (stage,) = task.stages_of(rank)
         mbs = task.microbatches_of(stage, rank)
