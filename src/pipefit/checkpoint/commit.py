@@ -22,8 +22,7 @@ import msgspec
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, Optimization, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded_optimizer import whole_for_writing
-from pipefit.checkpoint.state import Trained, is_first, tensors_of
-from pipefit.checkpoint.tensors import write_tensors
+from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors, write_values
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.spec.files import encode, sync_folder
@@ -100,22 +99,25 @@ def make_folder(place: Path) -> None:
 
 
 def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
-    """Writes the files of this process's ranks; what the manifest must know of them."""
+    """Writes the files of this process's ranks; the facts of them that the manifest needs."""
     files: list[FileEntry] = []
     optimization: list[Optimization] = []
     aliases: dict[str, str] = {}
     for worker in pipeline.workers:
-        tensors, known = tensors_of(pipeline, worker)
+        stages = saved_stages(pipeline.plan, worker)
+        forms = {name: form for stage in stages for name, form in saved_forms(worker, stage).items()}
+        values = (value for stage in stages for value in saved_tensors(worker, stage))
         if not worker.mesh.is_first:
+            for _ in values:
+                pass
             continue
-        aliases.update(known)
-        optimization += optimization_of(worker, [s for s in worker.stages if is_first(pipeline.plan, worker, s)])
         path = temporary / f"rank-{worker.rank}.safetensors"
         try:
-            files.append(write_tensors(path, tensors, {"format": "pt"}))
+            files.append(write_values(path, forms, {"format": "pt"}, values))
         except OSError as problem:
-            needed = sum(tensor.nbytes for tensor in tensors.values())
-            raise explained(problem, path, needed) from None
+            raise explained(problem, path, sum(form.nbytes for form in forms.values())) from None
+        aliases |= aliases_of(worker, stages)
+        optimization += optimization_of(worker, stages)
     return msgspec.to_builtins({"files": files, "aliases": aliases, "optimization": optimization})
 
 

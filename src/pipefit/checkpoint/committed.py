@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -20,8 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.optim import OPTIM, optimization_of, restore_optimizer, trained_of
-from pipefit.checkpoint.state import Trained, aliases_of, weights_of
+from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, optimization_of, restore_optimizer, trained_of
+from pipefit.checkpoint.state import Trained, weights_of
 from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
@@ -55,13 +55,6 @@ class RankState(msgspec.Struct, frozen=True):
     optimization: list[Optimization] = []
     known: dict[int, list[int]] = {}
     extra: dict[str, Any] = {}
-
-
-class _Resident(NamedTuple):
-    """A tensor that no record holds: its name in the state, and itself."""
-
-    name: str
-    tensor: Tensor
 
 
 def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None, now: bool = False) -> None:
@@ -99,7 +92,7 @@ def _state_of(
     tensors: FileEntry | bytes | None = None
     try:
         state = _numbers(pipeline, worker, extra)
-        found = {entry.name: entry.tensor for entry in _resident(worker)}
+        found = dict(_resident(worker))
         if sum(tensor.nbytes for tensor in found.values()) > MOST_BYTES:
             tensors = _written(worker, found)
         elif found:
@@ -143,25 +136,22 @@ def _numbers(pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str,
     )
 
 
-def _resident(worker: Worker) -> Iterator[_Resident]:
-    """Weights, buffers and states of a rank that none of its records holds; what has several names comes once."""
+def _resident(worker: Worker) -> Iterator[tuple[str, Tensor]]:
+    """Weights, buffers and states that no record holds, by stage and name; one of several names comes once."""
     assert worker.spilling is not None
     passed: set[int] = set()
     for store in worker.spilling.stores.values():
         passed |= store.stand_ins
     for stage in worker.stages:
-        for name, tensor in (*_weights(worker, stage), *_states(worker, stage)):
+        weights = ((name, tensor) for name, _, tensor in weights_of(worker, stage))
+        for name, tensor in (*weights, *_states(worker, stage)):
             if tensor.data_ptr() not in passed:
                 passed.add(tensor.data_ptr())
-                yield _Resident(f"{stage}/{name}", tensor)
-
-
-def _weights(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
-    for name, _, tensor in weights_of(worker, aliases_of(worker.stages[stage].layers), stage):
-        yield name, tensor
+                yield f"{stage}/{name}", tensor
 
 
 def _states(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
+    """The states of a stage's optimizer, those of all tied weights too."""
     optimizer = worker.optimizers.get(stage)
     if optimizer is not None:
         for name, master, _ in trained_of(worker, stage):
@@ -210,7 +200,7 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         commit = worker.spilling.resumed
         state = rank_state(commit)
         with contextlib.ExitStack() as files:
-            tensors: dict[str, Callable[[], Tensor]] = {}
+            tensors: dict[str, Read] = {}
             if commit.tensors is not None:
                 assert isinstance(worker.spilling.tier, DiskTier | SplitTier)
                 path = worker.spilling.tier.spare().parent / commit.tensors.name
@@ -232,21 +222,18 @@ def _read(file: Any, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def _restore(worker: Worker, state: RankState, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
+def _restore(worker: Worker, state: RankState, tensors: Mapping[str, Read]) -> None:
     assert worker.spilling is not None
     for stage in worker.stages:
-        for name, tensor in _weights(worker, stage):
-            if f"{stage}/{name}" in tensors:
-                tensor.copy_(tensors[f"{stage}/{name}"]())
+        begin = f"{stage}/"
+        mine = {name.removeprefix(begin): read for name, read in tensors.items() if name.startswith(begin)}
+        for name, _, tensor in weights_of(worker, stage):
+            if name in mine:
+                tensor.copy_(mine[name]())
         store = worker.spilling.stores.get(stage)
         if store is not None and store.states is not None:
             store.states.known = set(state.known.get(stage, ()))
         if stage in worker.optimizers:
-            states: dict[str, dict[str, Callable[[], Tensor]]] = {}
-            begin = f"{stage}/{OPTIM}"
-            for name in (name for name in tensors if name.startswith(begin)):
-                parameter, _, key = name.removeprefix(begin).rpartition("/")
-                states.setdefault(parameter, {})[key] = tensors[name]
-            restore_optimizer(worker, stage, state.optimization, states)()
+            restore_optimizer(worker, stage, state.optimization, by_parameter(mine))()
     if worker.scale is not None and state.loss_scale is not None:
         worker.scale.load(state.loss_scale)

@@ -15,15 +15,42 @@ from pipefit.errors import ModelError, PipefitError
 from pipefit.runtime.worker import Worker
 from pipefit.stage.training import Owned
 
-__all__ = ["OPTIM", "optimization_of", "optimizer_tensors", "restore_optimizer", "trained_of"]
+__all__ = [
+    "OPTIM",
+    "Read",
+    "by_parameter",
+    "optimization_of",
+    "optimizer_tensors",
+    "parameter_and_key",
+    "restore_optimizer",
+    "trained_of",
+]
 
 OPTIM = "optim/"
-# How an optimizer computes, not what: a run keeps its own, so that it may go on with another device.
-_MANNERS = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Begins the names of states in a file: "optim/<parameter>/<key>"."""
+
+# How an optimizer computes, not what: a run keeps its own, so that it may resume on another device.
+_NOT_SAVED = ("params", "foreach", "fused", "capturable", "differentiable")
 _CURE = "cut the stages and group the parameters as in the run that saved, or load(…, weights_only=True)"
 
-# Reads a saved tensor.
 Read = Callable[[], Tensor]
+"""Reads a saved tensor."""
+
+
+def parameter_and_key(name: str) -> tuple[str, str]:
+    """The parameter and the key in the optimizer's state that a name in a file stands for."""
+    parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
+    return parameter, key
+
+
+def by_parameter(readers: Mapping[str, Read]) -> dict[str, dict[str, Read]]:
+    """The states among saved tensors, by parameter and key."""
+    states: dict[str, dict[str, Read]] = {}
+    for name, read in readers.items():
+        if name.startswith(OPTIM):
+            parameter, key = parameter_and_key(name)
+            states.setdefault(parameter, {})[key] = read
+    return states
 
 
 def _saved_name(owned: Owned) -> str:
@@ -64,7 +91,7 @@ def optimization_of(worker: Worker, stages: Sequence[int]) -> list[Optimization]
             {
                 "parameters": [names[id(p)] for p in group["params"]],
                 "options": {
-                    k: _plain(v, f"option {k} of the optimizer") for k, v in group.items() if k not in _MANNERS
+                    k: _plain(v, f"option {k} of the optimizer") for k, v in group.items() if k not in _NOT_SAVED
                 },
             }
             for group in optimizer.param_groups

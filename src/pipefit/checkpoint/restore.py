@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
-from pipefit.checkpoint.optim import OPTIM, restore_optimizer
+from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, parameter_and_key, restore_optimizer
 from pipefit.checkpoint.sharded_optimizer import whole_for_reading
-from pipefit.checkpoint.state import Trained, aliases_of, weights_of
+from pipefit.checkpoint.state import Trained, weights_of
 from pipefit.checkpoint.tensors import dtype_of
 from pipefit.errors import ModelError, PipefitError
 from pipefit.parallel.mesh import Mesh
@@ -156,7 +157,7 @@ def _contents(path: Path, manifest: Manifest) -> dict[str, _Saved]:
 
 
 def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bool) -> list[Callable[[], None]]:
-    """Holds the checkpoint against the model and gives what takes it over; until then nothing is changed."""
+    """Compares the checkpoint with the model; the functions that take it over. Until they run nothing is changed."""
     saved = _contents(path, manifest)
     weights = {name: entry for name, entry in saved.items() if not name.startswith(OPTIM)}
     for alias, owner in manifest.aliases.items():
@@ -164,55 +165,36 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
             weights[alias] = weights[owner]
     _compare(pipeline, weights, weights_only)
     mesh = pipeline.workers[0].mesh
-    states: dict[str, dict[str, Callable[[], Tensor]]] = {}
+    states: dict[str, Read] = {}
     for name, entry in saved.items():
         if name.startswith(OPTIM):
-            parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
-            divided = parameter in weights and entry.shape == weights[parameter].shape
-            states.setdefault(parameter, {})[key] = _reader(mesh, parameter, entry) if divided else entry.read
+            parameter = parameter_and_key(name)[0]
+            is_sharded = parameter in weights and entry.shape == weights[parameter].shape
+            states[name] = _reader(mesh, parameter, entry) if is_sharded else entry.read
+    states_of = by_parameter(states)
     takers: list[Callable[[], None]] = []
     for worker in pipeline.workers:
         for stage in worker.stages:
-            known = aliases_of(worker.stages[stage].layers)
-            if worker.spilling:
-                restore = None
-                if not weights_only and stage in worker.optimizers:
-                    restore = restore_optimizer(worker, stage, manifest.optimization, states)
-                takers.append(_spilled_taker(worker, stage, weights, restore))
-                continue
-            for name, _, tensor in weights_of(worker, known, stage):
-                takers.append(_copier(tensor, _reader(mesh, name, weights[name])))
+            restore = None
             if not weights_only and stage in worker.optimizers:
-                takers.append(restore_optimizer(worker, stage, manifest.optimization, states))
+                restore = restore_optimizer(worker, stage, manifest.optimization, states_of)
+            takers.append(partial(_take, worker, stage, weights, restore))
     return takers
 
 
-def _spilled_taker(
-    worker: Worker, stage: int, weights: dict[str, _Saved], restore: Callable[[], None] | None
-) -> Callable[[], None]:
-    """Brings a stage onto the device, takes everything over, and writes it back to its tier."""
-
-    def take() -> None:
-        with worker.presence(stage, optim=True, change=True), torch.no_grad():
-            for name, _, tensor in weights_of(worker, aliases_of(worker.stages[stage].layers), stage):
-                tensor.copy_(weights[name].read())
-            if restore is not None:
-                restore()
-
-    return take
+@torch.no_grad()
+def _take(worker: Worker, stage: int, weights: dict[str, _Saved], restore: Callable[[], None] | None) -> None:
+    """Takes over what was saved of a stage, which is on the device meanwhile."""
+    with worker.presence(stage, optim=True, change=True):
+        for name, _, tensor in weights_of(worker, stage):
+            tensor.copy_(_reader(worker.mesh, name, weights[name])())
+        if restore is not None:
+            restore()
 
 
-def _reader(mesh: Mesh, name: str, saved: _Saved) -> Callable[[], Tensor]:
-    """Reads what this process has of a saved tensor."""
+def _reader(mesh: Mesh, name: str, saved: _Saved) -> Read:
+    """Reads this process's part of a saved tensor."""
     return lambda: mesh.part(name, saved.read())
-
-
-def _copier(tensor: Tensor, read: Callable[[], Tensor]) -> Callable[[], None]:
-    def copy() -> None:
-        with torch.no_grad():
-            tensor.copy_(read())
-
-    return copy
 
 
 def _compare(pipeline: Trained, weights: dict[str, _Saved], weights_only: bool) -> None:

@@ -1,26 +1,29 @@
-"""What a rank has to save, by the user's names."""
+"""The named tensors of a rank, whether they are resident, spilled, or sharded over tensor-parallel processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from pipefit.checkpoint.optim import OPTIM, optimizer_tensors
-from pipefit.checkpoint.spilled_tensors import StagedTensors
+from pipefit.checkpoint.optim import OPTIM, optimizer_tensors, parameter_and_key
+from pipefit.checkpoint.tensors import write_tensors
 from pipefit.errors import ModelError
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
+from pipefit.spec.sealed import FileEntry
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
 
-__all__ = ["Trained", "aliases_of", "is_first", "tensors_of", "weights_of"]
+__all__ = ["Trained", "aliases_of", "saved_forms", "saved_stages", "saved_tensors", "weights_of", "write_values"]
 
 
 class Trained(Protocol):
-    """What is saved and loaded: a `pipefit.Pipeline`."""
+    """The run that is saved and loaded: a `pipefit.Pipeline`."""
 
     layers: list[NamedLayer]
     plan: Plan
@@ -34,92 +37,94 @@ class Trained(Protocol):
         """The ranks that this process runs."""
 
 
-def aliases_of(layers: Sequence[NamedLayer]) -> dict[str, str]:
-    """Every further name of a parameter that has several, with its first name in the model's order.
-
-    On a rank that holds only a part of the model, names of parameters held elsewhere may miss; all ranks together know
-    all of them.
-    """
-    first: dict[int, str] = {}
-    result: dict[str, str] = {}
-    for layer in layers:
-        for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
-            owner = first.setdefault(id(parameter), name)
-            if owner != name:
-                result[name] = owner
-    return result
+def saved_stages(plan: Plan, worker: Worker) -> list[int]:
+    """The stages that this rank saves: those of which it is the first replica."""
+    return [stage for stage in worker.stages if plan.placement.ranks[stage][0] == worker.rank]
 
 
-def _names(worker: Worker, aliases: Mapping[str, str]) -> Callable[[str], str]:
-    """From any name to the one it is saved under: ties between stages are known to the worker, others by identity."""
+def weights_of(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
+    """(the user's name, the name it is saved under, weight or buffer) of one stage, as they are now.
 
-    def canonical(name: str) -> str:
-        name = aliases.get(name, name)
-        return worker.ties[name].owner if name in worker.ties else name
-
-    return canonical
-
-
-def is_first(plan: Plan, worker: Worker, stage: int) -> bool:
-    """Whether this rank's copy of a stage is the one that is saved."""
-    return plan.placement.ranks[stage][0] == worker.rank
-
-
-def weights_of(worker: Worker, aliases: Mapping[str, str], stage: int) -> Iterator[tuple[str, str, Tensor]]:
-    """(the user's name, the name it is saved under, weight or buffer) of one stage.
+    A parameter of several names is saved under the first in the model's order. A rank knows those that it holds; ties
+    with other stages the worker knows.
 
     Raises:
         ModelError: a module keeps something in its state that is not a tensor.
     """
-    canonical = _names(worker, aliases)
+    first: dict[int, str] = {}
+    saved: dict[str, str] = {}
+    for layer in worker.stages[stage].layers:
+        for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
+            saved[name] = first.setdefault(id(parameter), name)
     for name, value in worker.stages[stage].state_dict().items():
         if not isinstance(value, Tensor):
             raise ModelError(
                 f"{name} is a {type(value).__name__} in the model's state; only tensors can be saved: "
                 "make it a tensor, or leave it out of get_extra_state"
             )
-        yield name, canonical(name), value
+        known = saved.get(name, name)
+        yield name, worker.ties[known].owner if known in worker.ties else known, value
 
 
-def tensors_of(pipeline: Trained, worker: Worker, optimizer: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors that this rank saves, and the further names of tied weights it knows."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    for stage in worker.stages:
-        if not is_first(pipeline.plan, worker, stage):
-            continue
-        known = aliases_of(worker.stages[stage].layers)
-        for name, saved, value in weights_of(worker, known, stage):
-            if name == saved:
-                tensors[name] = value
-            else:
-                aliases[name] = saved
-        if optimizer:
-            tensors.update(optimizer_tensors(worker, stage))
-    if worker.spilling:
-        mine = [stage for stage in worker.stages if is_first(pipeline.plan, worker, stage)]
-        return StagedTensors(worker, mine, lambda stage: _stage_tensors(worker, stage, optimizer)), aliases
-    if worker.mesh.tensor > 1:
-        tensors = _whole(worker, tensors)
-        aliases = aliases if worker.mesh.is_first else {}
-    return tensors, aliases
+def aliases_of(worker: Worker, stages: Iterable[int]) -> dict[str, str]:
+    """Further names of tied weights, each with the name it is saved under."""
+    return {name: saved for stage in stages for name, saved, _ in weights_of(worker, stage) if name != saved}
 
 
-def _stage_tensors(worker: Worker, stage: int, optimizer: bool) -> dict[str, Tensor]:
-    """What is saved of one stage, by name."""
-    known = aliases_of(worker.stages[stage].layers)
-    tensors = {name: value for name, saved, value in weights_of(worker, known, stage) if name == saved}
-    return tensors | (dict(optimizer_tensors(worker, stage)) if optimizer else {})
+def _named(worker: Worker, stage: int, optimizer: bool) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that are saved of a stage, as they are now."""
+    for name, saved, value in weights_of(worker, stage):
+        if name == saved:
+            yield name, value
+    if optimizer:
+        yield from optimizer_tensors(worker, stage)
 
 
-def _whole(worker: Worker, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors from those of the processes that share the rank, on the one that speaks for it."""
-    shapes = {owned.name: owned.parameter.shape for own in worker.owned.values() for owned in own}
-    result: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        weight = name.removeprefix(OPTIM).rpartition("/")[0] if name.startswith(OPTIM) else name
-        if value.shape == shapes.get(weight, value.shape):
-            value = worker.mesh.whole(weight, value)
-        if worker.mesh.is_first:
-            result[name] = value
-    return result
+def _weight_of(worker: Worker, stage: int, name: str, value: Tensor) -> str:
+    """The weight that a tensor is sharded like; "": every process of the rank holds it whole."""
+    weight = parameter_and_key(name)[0] if name.startswith(OPTIM) else name
+    shapes = {owned.name: owned.parameter.shape for owned in worker.owned[stage]}
+    return weight if value.shape == shapes.get(weight, value.shape) else ""
+
+
+def saved_forms(worker: Worker, stage: int, optimizer: bool = True) -> dict[str, Tensor]:
+    """Tensors of the shapes and types that are saved of a stage, by name; their values mean nothing."""
+    forms: dict[str, Tensor] = {}
+    for name, value in _named(worker, stage, optimizer):
+        shape = worker.mesh.whole_shape(_weight_of(worker, stage, name, value), value.shape)
+        forms[name] = value if shape == value.shape else torch.empty(shape, dtype=value.dtype, device="meta")
+    return forms
+
+
+def saved_tensors(worker: Worker, stage: int, optimizer: bool = True) -> Iterator[Tensor]:
+    """The tensors that are saved of a stage, whole, in the order of `saved_forms`; each is valid until the next.
+
+    A spilled stage is on the device meanwhile. All processes of a tensor-parallel rank must walk them together.
+    """
+    with worker.presence(stage, optim=optimizer):
+        for name, value in _named(worker, stage, optimizer):
+            yield worker.mesh.whole(_weight_of(worker, stage, name, value), value)
+
+
+def write_values(
+    path: Path, forms: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterator[Tensor]
+) -> FileEntry:
+    """Writes a new safetensors file of values that other processes help to make.
+
+    These wait for this process at each value; so all values are walked, even when the file cannot be written.
+
+    Args:
+        path: must not exist yet.
+        forms: shapes and types by name.
+        metadata: of the file.
+        values: in the order of `forms`.
+
+    Raises:
+        PipefitError: a tensor has a type that the format does not know.
+        OSError: the file cannot be written.
+    """
+    try:
+        return write_tensors(path, forms, metadata, values)
+    finally:
+        for _ in values:
+            pass

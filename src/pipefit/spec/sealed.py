@@ -25,7 +25,6 @@ from pipefit.spec.files import write_atomically
 
 __all__ = ["FileEntry", "read_sealed", "seal", "unseal", "write_file", "write_sealed"]
 
-_NAME = re.compile(r"\w[\w.-]*")
 _FORMAT = re.compile(rb'"format": ?"([^"\n]*)"')
 
 
@@ -43,7 +42,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if "/" in self.name or self.name in ("", ".", ".."):
             raise PipefitError(f"file name {self.name!r}: expected one like 'rank-0.safetensors'")
 
     def check(self, folder: Path) -> None:

@@ -316,12 +316,15 @@ class SpilledStore:
         for kind in kinds:
             self.fetch(kind, 0, 0).wait()
             self.arrived(kind, 0, 0)
-        yield
+        try:
+            yield
+        finally:
+            if not change:
+                self.drop(0)
+                self._slots.pop(OPTIM, None)
+                if self.states is not None and not self.on_host:
+                    self.states.unbind()
         if not change:
-            self.drop(0)
-            self._slots.pop(OPTIM, None)
-            if self.states is not None and not self.on_host:
-                self.states.unbind()
             return
         if OPTIM in kinds or self.on_host:
             self._adopt_states()
