@@ -11,6 +11,10 @@ from pipefit.ir.op import Op
 from pipefit.schedules import find, names
 
 NAMED = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages()]
+DIALECT = re.compile(
+    r"\b(foretold|foretell\w*|told|beside|go(?:es|ing)? on (?:from|with)|by (?:itself|themselves)|in turn|in a row|"
+    r"held against)\b"
+)
 HOUSE = [name for name in names() if find(name).order.__module__.startswith("pipefit.")]
 
 
@@ -18,6 +22,12 @@ HOUSE = [name for name in names() if find(name).order.__module__.startswith("pip
 def test_commands_print_what_the_page_shows(page):
     shown = page.read_text()
     assert transcripts.answered(shown) == shown, "bring it up to date with: python -m docs.transcripts"
+
+
+@pytest.mark.parametrize("page", NAMED)
+def test_a_page_uses_the_words_of_the_field(page):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert sorted(set(DIALECT.findall(prose))) == []
 
 
 @pytest.mark.parametrize("page", NAMED)
