@@ -41,10 +41,7 @@ def _has_cuda() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives tests of several processes a short deadline, and skips what needs a CUDA device where there is none."""
-    for item in items:
-        if item.get_closest_marker("dist") and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(120))
+    """Skips tests that need a CUDA device where there is none."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_cuda():
         for item in on_gpu:

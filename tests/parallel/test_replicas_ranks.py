@@ -122,7 +122,6 @@ def test_parts_of_states_go_with_parts_of_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_eight_processes_do_it_all_at_once() -> None:
     """The scale begins far too large for anything: the first updates are skipped, by all."""
     found = launch(jobs.wide_and_half, 8, threads=1, quiet=True)

@@ -17,7 +17,7 @@ from pipefit.testing import Outcome, compare, expected, tolerance_of
 
 ALL = {2: jobs.TWO, 4: jobs.FOUR, 8: jobs.EIGHT}
 # Eight processes on two cores take their time.
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,6 @@ def test_a_killed_rank_is_named_with_its_last_instruction(program):
     assert "SIGKILL" in str(failure.value)
 
 
-@pytest.mark.timeout(90)
 def test_a_rank_killed_at_any_instruction_ends_the_run_and_is_named(program):
     for rank in range(2):
         for index, instruction in enumerate(program.ranks[rank]):

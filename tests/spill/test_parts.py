@@ -13,12 +13,12 @@ from pipefit.ir import Op
 from pipefit.ir.residency import kept_fetches
 from pipefit.profiling import measure_tier
 from pipefit.profiling import tier_rates as tiers
-from pipefit.spill import states
+from pipefit.spill import optimizer_states as states
 from pipefit.spill.arena import Slot, aligned
 from pipefit.spill.lanes import Copy, Lanes
+from pipefit.spill.optimizer_states import is_zero_at_first, numbers_outside, probe_states
 from pipefit.spill.records import chunk_sum
 from pipefit.spill.stage_store import SpilledStore
-from pipefit.spill.states import is_zero_at_first, numbers_outside, probe_states
 from pipefit.spill.tiers import Key
 from pipefit.stage.materialise import can_be_drawn, materialise
 from pipefit.stage.record_layout import Layout, absent
@@ -236,7 +236,7 @@ def beside_a_gpu(monkeypatch):
 
     moves = states._moves
     monkeypatch.setattr(states, "_moves", lambda value, device: value.dim() > 0)
-    monkeypatch.setattr("pipefit.spill.states.is_zero_at_first", on_the_cpu)
+    monkeypatch.setattr("pipefit.spill.optimizer_states.is_zero_at_first", on_the_cpu)
 
 
 @pytest.mark.parametrize("host", [(), (0, 2)])

@@ -22,7 +22,7 @@ from torch import Tensor
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, optimization_of, restore_optimizer, trained_of
 from pipefit.checkpoint.state import Trained, weights_of
-from pipefit.checkpoint.tensors import write_tensors
+from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker

@@ -18,7 +18,7 @@ from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_man
 from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, parameter_and_key, restore_optimizer
 from pipefit.checkpoint.sharded_optimizer import whole_for_reading
 from pipefit.checkpoint.state import Trained, weights_of
-from pipefit.checkpoint.tensors import dtype_of
+from pipefit.checkpoint.tensor_files import dtype_of
 from pipefit.errors import ModelError, PipefitError
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.collectives import agree, attempt, exchange

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipefit.checkpoint.optim import OPTIM, optimizer_tensors, parameter_and_key
-from pipefit.checkpoint.tensors import write_tensors
+from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import ModelError
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipefit.checkpoint.commit import explained, make_folder
 from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors, write_values
-from pipefit.checkpoint.tensors import payload
+from pipefit.checkpoint.tensor_files import payload
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.spec.files import sync_folder

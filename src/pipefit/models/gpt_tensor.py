@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipefit.models.gpt import Block, Embedding, Head
-from pipefit.parallel.cut import Cut, TensorRule
 from pipefit.parallel.region import Region
+from pipefit.parallel.tensor_rule import Cut, TensorRule
 
 __all__ = ["SharedBlock", "SharedEmbedding", "SharedHead"]
 

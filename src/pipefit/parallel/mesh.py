@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipefit.errors import ModelError, PlanError
-from pipefit.parallel.cut import Cut, TensorRule, rule_of
 from pipefit.parallel.region import Region
+from pipefit.parallel.tensor_rule import Cut, TensorRule, rule_of
 from pipefit.parallel.threads import giving_way
 
 __all__ = ["Mesh", "divide", "make_mesh", "release", "widths_of"]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipefit.cost import LayerBytes, ModelBytes
-from pipefit.spill.states import StateSpec, probe_states
+from pipefit.spill.optimizer_states import StateSpec, probe_states
 from pipefit.stage.record_layout import laid_out_bytes
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_layers

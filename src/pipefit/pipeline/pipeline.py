@@ -44,7 +44,8 @@ from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.stage.precision import LossScale, first_scale, half_of
-from pipefit.stage.split import NamedLayer, named_layers, tied_groups
+from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.ties import tied_groups
 from pipefit.stage.training import MakeOptimizer, MakeScheduler, Training
 from pipefit.timeline import Timeline
 from pipefit.verify import verify

@@ -17,11 +17,11 @@ from pipefit.parallel.buckets import record_layout
 from pipefit.spill.arena import Arena
 from pipefit.spill.disk import DiskTier
 from pipefit.spill.lanes import Lanes
+from pipefit.spill.optimizer_states import StateRules, probe_states, state_rules
 from pipefit.spill.parked import ParkedTensors
 from pipefit.spill.rank import Spilling, SpillPlace
 from pipefit.spill.split_tier import SplitTier
 from pipefit.spill.stage_store import SpilledStore
-from pipefit.spill.states import StateRules, probe_states, state_rules
 from pipefit.spill.tier_file import Commit
 from pipefit.spill.tiers import OPTIM, WGRAD, Key, TierStore
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in

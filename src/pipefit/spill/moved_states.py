@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.errors import TierError
-from pipefit.spill.states import StateRules, StateSpec
+from pipefit.spill.optimizer_states import StateRules, StateSpec
 from pipefit.stage.record_layout import Layout, absent
 
 __all__ = ["MovedStates"]

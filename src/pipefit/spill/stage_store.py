@@ -13,8 +13,8 @@ from pipefit.spill.arena import Arena
 from pipefit.spill.host import HostTier
 from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.moved_states import MovedStates
+from pipefit.spill.optimizer_states import StateRules, StateSpec
 from pipefit.spill.saved_places import save_places
-from pipefit.spill.states import StateRules, StateSpec
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key, TierStore
 from pipefit.stage.record_layout import Layout, absent
 

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
 
-__all__ = ["NamedLayer", "named_layers", "split", "tied_groups"]
+__all__ = ["NamedLayer", "named_layers", "split"]
 
 
 class NamedLayer(NamedTuple):
@@ -43,40 +42,6 @@ def named_layers(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:
     if not named:
         raise ModelError("the model has no layers")
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
-
-
-def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tuple[int, ...], ...]:
-    """Groups of stages that train a parameter together, in increasing order of their first stage.
-
-    Groups that have a stage in common become one, so that each stage belongs to at most one.
-
-    Raises:
-        ModelError: stages share a batch norm: each would keep running averages of its own.
-    """
-    stage_of = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
-    _refuse_shared_batchnorm(layers, stage_of)
-    users: dict[int, set[int]] = {}
-    for layer in layers:
-        for parameter in layer.module.parameters():
-            if parameter.requires_grad:
-                users.setdefault(id(parameter), set()).add(stage_of[layer.index])
-    groups: list[set[int]] = []
-    for stages in (stages for stages in users.values() if len(stages) > 1):
-        touching = [group for group in groups if group & stages]
-        groups = [group for group in groups if not group & stages] + [stages.union(*touching)]
-    return tuple(sorted(tuple(sorted(group)) for group in groups))
-
-
-def _refuse_shared_batchnorm(layers: Sequence[NamedLayer], stage_of: dict[int, int]) -> None:
-    first: dict[int, NamedLayer] = {}
-    for layer in layers:
-        for module in layer.module.modules():
-            known = first.setdefault(id(module), layer)
-            if isinstance(module, _BatchNorm) and stage_of[known.index] != stage_of[layer.index]:
-                raise ModelError(
-                    f"layers {known.prefix} and {layer.prefix} share a batch norm but lie in different stages, whose "
-                    "running averages would differ; put both in one stage, or give each a batch norm of its own"
-                )
 
 
 def split(

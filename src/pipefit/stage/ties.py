@@ -1,16 +1,18 @@
-"""Weights that several stages train."""
+"""Tied weights: parameters that several layers or stages train."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from pipefit.errors import ModelError
 from pipefit.spec import Partition
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Tie
 
-__all__ = ["tied_layers", "tied_parameters"]
+__all__ = ["tied_groups", "tied_layers", "tied_parameters"]
 
 
 def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[str, Tie]:
@@ -18,7 +20,7 @@ def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[
 
     One that layers of a single stage share is like any other parameter of that stage.
     """
-    stage_of = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
+    stage_of = _stage_of(partition)
     return {
         name: Tie(found[0][0], parameter.shape, parameter.dtype)
         for found in _named_at(layers)
@@ -31,6 +33,41 @@ def tied_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[int, ...], ...]:
     """Groups of layers that train a weight together."""
     groups = {tuple(sorted({layer for _, _, layer in found})) for found in _named_at(layers)}
     return tuple(sorted(group for group in groups if len(group) > 1))
+
+
+def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tuple[int, ...], ...]:
+    """Groups of stages that train a parameter together, in increasing order of their first stage.
+
+    Groups that have a stage in common become one, so that each stage belongs to at most one.
+
+    Raises:
+        ModelError: stages share a batch norm: each would keep running averages of its own.
+    """
+    stage_of = _stage_of(partition)
+    _refuse_shared_batchnorm(layers, stage_of)
+    users = [{stage_of[layer] for _, _, layer in found} for found in _named_at(layers)]
+    groups: list[set[int]] = []
+    for stages in (stages for stages in users if len(stages) > 1):
+        touching = [group for group in groups if group & stages]
+        groups = [group for group in groups if not group & stages] + [stages.union(*touching)]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def _refuse_shared_batchnorm(layers: Sequence[NamedLayer], stage_of: dict[int, int]) -> None:
+    first: dict[int, NamedLayer] = {}
+    for layer in layers:
+        for module in layer.module.modules():
+            known = first.setdefault(id(module), layer)
+            if isinstance(module, _BatchNorm) and stage_of[known.index] != stage_of[layer.index]:
+                raise ModelError(
+                    f"layers {known.prefix} and {layer.prefix} share a batch norm but lie in different stages, whose "
+                    "running averages would differ; put both in one stage, or give each a batch norm of its own"
+                )
+
+
+def _stage_of(partition: Partition) -> dict[int, int]:
+    """The stage of each layer."""
+    return {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
 
 
 def _named_at(layers: Sequence[NamedLayer]) -> list[list[tuple[str, nn.Parameter, int]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipefit.checkpoint.tensors import write_tensors
+from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import PipefitError
 from pipefit.study.execute.cursor import Cursor, read_cursor
 from pipefit.study.execute.records import read_record

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipefit.checkpoint.tensors import payload
+from pipefit.checkpoint.tensor_files import payload
 from pipefit.errors import PipefitError, TierError
 from pipefit.spill.records import HEADER_BYTES, RecordHeader, chunk_sum
 from pipefit.stage.record_layout import Field, Layout, padded

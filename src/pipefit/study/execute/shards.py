@@ -14,8 +14,9 @@ from pipefit.checkpoint.optim import OPTIM, optimization_of, optimizer_tensors, 
 from pipefit.errors import ModelError
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition
-from pipefit.stage.split import NamedLayer, tied_groups
+from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
+from pipefit.stage.ties import tied_groups
 from pipefit.stage.training import Owned, Training
 from pipefit.stage.weights import WeightStore
 from pipefit.study.execute.records import Record
