@@ -28,12 +28,11 @@ def test_the_notebook_is_kept_small_with_its_outputs_and_without_errors():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.filterwarnings("default")  # of Jupyter's, about its own event loops and sockets
+@pytest.mark.filterwarnings("default")  # Jupyter warns about its own event loops and sockets
 def test_the_notebook_runs_from_top_to_bottom():
     notebook = nbformat.read(DOCS / "tour.ipynb", as_version=4)
     client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(DOCS)}}
+        notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(DOCS)}}
     )
     asyncio.run(client.async_execute())
     text = printed(notebook)
