@@ -320,6 +320,7 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "",
         "all ranks",
         "a collective of every rank",
+        is_awaited=True,
         is_collective=True,
     ),
 }

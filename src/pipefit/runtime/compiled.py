@@ -24,6 +24,7 @@ class CompiledRank:
         instructions: the list.
         awaits: for each instruction, the earlier receives, reductions and fetches it must wait for (each is waited for
             once).
+        awaited_at_end: those that no instruction waits for, but the next pass: such as weights that replicas join.
         frees: for each instruction, the values nobody on the rank needs after it.
         in_place: the steps that may overwrite their weights.
     """
@@ -32,6 +33,7 @@ class CompiledRank:
     rank: int
     instructions: tuple[Instruction, ...]
     awaits: tuple[tuple[int, ...], ...]
+    awaited_at_end: tuple[int, ...]
     frees: tuple[tuple[Value, ...], ...]
     in_place: frozenset[int]
 
@@ -55,10 +57,12 @@ def _compile(program: Program, rank: int) -> CompiledRank:
         mine = tuple(sorted({index for index in asynchronous if index not in waited}))
         waited.update(mine)
         awaits.append(mine)
+    under_way = (index for index, i in enumerate(instructions) if OP_SPEC[i.op].is_awaited)
+    at_end = tuple(index for index in under_way if index not in waited)
     frees: list[list[Value]] = [[] for _ in instructions]
     for life in lifetimes(program, rank):
         if life.value.kind in (INPUT, ACT, GRAD) and life.dies < len(instructions):
             frees[life.dies].append(life.value)
     steps = (index for index, i in enumerate(instructions) if i.op is Op.STEP)
     in_place = frozenset(index for index in steps if is_in_place(instructions, index))
-    return CompiledRank(program, rank, instructions, tuple(awaits), tuple(map(tuple, frees)), in_place)
+    return CompiledRank(program, rank, instructions, tuple(awaits), at_end, tuple(map(tuple, frees)), in_place)

@@ -21,7 +21,7 @@ from torch import Tensor
 from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind
-from pipefit.runtime.transport import Message
+from pipefit.runtime.transport import Handle, Message
 from pipefit.simulate import FEW_SENDS
 from pipefit.stage.payload import Contract
 
@@ -223,18 +223,17 @@ class DistributedTransport:
                     sent.finish()
                 sent.finish()
 
-    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> _Reduction:
-        """Starts to sum tensors over some ranks, those of one type in one message."""
-        buckets: dict[torch.dtype, list[int]] = {}
-        for index, tensor in enumerate(tensors):
-            buckets.setdefault(tensor.dtype, []).append(index)
-        flats = [torch.cat([tensors[index].reshape(-1) for index in indices]) for indices in buckets.values()]
-        works = [dist.all_reduce(flat, group=self._groups[members], async_op=True) for flat in flats]
-        return _Reduction(tensors, list(buckets.values()), flats, works)
-
-    def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> InPlace:
-        """Starts to sum a tensor over some ranks, where it is."""
-        return InPlace(dist.all_reduce(tensor, group=self._groups[members], async_op=True))
+    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Handle:
+        """Starts to sum tensors over some ranks: a single one where it is, several of one type in one message."""
+        group = self._groups[members]
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            return InPlace(dist.all_reduce(tensors[0], group=group, async_op=True))
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        flats = [torch.cat([tensor.reshape(-1) for tensor in own]) for own in by_type.values()]
+        works = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats]
+        return _Flattened(list(by_type.values()), flats, works)
 
     def reduce_scatter(
         self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor
@@ -356,22 +355,20 @@ class _Scattered(NamedTuple):
             self.part.add_(other)
 
 
-class _Reduction:
-    """A sum under way."""
+class _Flattened(NamedTuple):
+    """Sums under way, of tensors that share flat buffers."""
 
-    def __init__(self, tensors: list[Tensor], buckets: list[list[int]], flats: list[Tensor], works: list[Any]) -> None:
-        self._tensors, self._buckets, self._flats, self._works = tensors, buckets, flats, works
+    tensors: list[list[Tensor]]
+    flats: list[Tensor]
+    works: list[Any]
 
     def ready(self) -> bool:
         """`wait` may block."""
         return True
 
-    def wait(self) -> list[Tensor]:
-        """The sums, as views of the flat buffers."""
-        result: list[Tensor] = list(self._tensors)
-        for indices, flat, work in zip(self._buckets, self._flats, self._works, strict=True):
+    def wait(self) -> None:
+        """Copies the sums from the flat buffers to the tensors."""
+        for own, flat, work in zip(self.tensors, self.flats, self.works, strict=True):
             work.wait()
-            sizes = [self._tensors[index].numel() for index in indices]
-            for index, part in zip(indices, flat.split(sizes), strict=True):
-                result[index] = part.view_as(self._tensors[index])
-        return result
+            parts = flat.split([tensor.numel() for tensor in own])
+            torch._foreach_copy_(own, [part.view_as(tensor) for part, tensor in zip(parts, own, strict=True)])

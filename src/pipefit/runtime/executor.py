@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
@@ -17,9 +16,8 @@ from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Handle, Message, Transport
 from pipefit.runtime.worker import Worker
-from pipefit.spill.lanes import Copy
 
-__all__ = ["Execution", "Feed"]
+__all__ = ["Execution", "Feed", "Handlers", "Key"]
 
 Key = tuple[str, int, int]
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
@@ -60,13 +58,13 @@ class Execution:
         flags: which outputs of a stage need gradients, learnt from the first micro-batch of each shape.
         progress: where others can see how far the rank has come.
         values: activations, inputs, gradients and what autograd saved, by (kind, stage, micro-batch).
-        handles: receives and reductions under way, by the index of their instruction.
+        handles: what is under way and will be waited for, by the index of its instruction.
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
         metric, metrics: a further number taken of each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
         early: reductions over replicas that begin inside a backward, by its index.
         index: of the instruction that is running or waiting.
-        copies: between tiers, with the index of their instruction.
+        at_end: done once the list is through.
         look: called after each instruction, when what it made and what it needed are both there.
         starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
     """
@@ -84,7 +82,7 @@ class Execution:
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
     early: Mapping[int, Instruction] = field(default_factory=dict)
-    copies: list[tuple[int, Copy]] = field(default_factory=list)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
     index: int = 0
     look: Callable[[], None] | None = None
     starts: list[float] = field(default_factory=list)
@@ -101,16 +99,12 @@ class Execution:
         instructions, awaits, frees = compiled.instructions, compiled.awaits, compiled.frees
         starts = self.starts = [0.0] * len(instructions)
         ends = self.ends = [0.0] * len(instructions)
-        values, handles, look = self.values, self.handles, self.look
+        values, look = self.values, self.look
         for index, instruction in enumerate(instructions):
             self.index = index
             progress.at(index)
-            for awaited in awaits[index]:
-                handle = handles.pop(awaited)
-                while not handle.ready():
-                    yield instruction
-                self._arrive(instructions[awaited], handle.wait())
-                ends[awaited] = clock()
+            if awaits[index]:
+                yield from self._wait_for(awaits[index])
             starts[index] = clock()
             handlers[instruction.op](self, instruction)
             ends[index] = clock()
@@ -119,29 +113,20 @@ class Execution:
                 look()
             for value in frees[index]:
                 values.pop(value, None)
-        for awaited in list(handles):
-            # What the next pass needs, such as weights that replicas put together.
-            handle = handles.pop(awaited)
-            while not handle.ready():
-                yield instructions[awaited]
-            if instructions[awaited].op is Op.REDUCE:
-                self._arrive(instructions[awaited], handle.wait())
-                ends[awaited] = clock()
+        yield from self._wait_for(compiled.awaited_at_end)
         self.index = len(instructions)
-        for index, copy in self.copies:
-            copy.tell(starts, ends, index)
+        for action in self.at_end:
+            action()
 
-    def _arrive(self, instruction: Instruction, result: Any) -> None:
-        if instruction.op is Op.RECV:
-            self.values[instruction.kind, instruction.stage, instruction.mb] = result
-            return
-        if result is None:
-            # A copy, or what lies where it belongs already.
-            self.values.pop(("reducing", instruction.stage, instruction.version, instruction.kind), None)
-            return
-        targets = self.values.pop(("reducing", instruction.stage, instruction.version, instruction.kind))
-        if targets and result is not targets:
-            torch._foreach_copy_(targets, result)
+    def _wait_for(self, awaited: Sequence[int]) -> Generator[Instruction]:
+        """Waits until earlier instructions are complete; yields the one that cannot go on meanwhile."""
+        for index in awaited:
+            handle = self.handles.pop(index, None)
+            if handle is not None:
+                while not handle.ready():
+                    yield self.compiled.instructions[self.index]
+                handle.wait()
+                self.ends[index] = time.perf_counter()
 
     def stage_input(self, instruction: Instruction) -> Message:
         """What a forward or replay takes: the activation of the stage before, or the micro-batch."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import PIECE_OF, WHOLE_OF, Op, Reduction
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
-from pipefit.runtime.executor import Execution, Handlers
+from pipefit.runtime.executor import Execution, Handlers, Key
 from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
 from pipefit.runtime.spill_handlers import evict, fetch, norm_part, norms_of, saving, step_on_host
-from pipefit.runtime.transport import Message
+from pipefit.runtime.transport import Handle, Message
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
@@ -172,8 +172,22 @@ def _send(run: Execution, i: Instruction) -> None:
     run.transport.send(i, message)
 
 
+class _Arrival(NamedTuple):
+    """A receive under way; its message becomes a value of the run."""
+
+    receive: Handle
+    values: dict[Key, Any]
+    key: Key
+
+    def ready(self) -> bool:
+        return self.receive.ready()
+
+    def wait(self) -> None:
+        self.values[self.key] = self.receive.wait()
+
+
 def _receive(run: Execution, i: Instruction) -> None:
-    run.handles[run.index] = run.transport.receive(i)
+    run.handles[run.index] = _Arrival(run.transport.receive(i), run.values, (i.kind, i.stage, i.mb))
 
 
 def _gather(run: Execution, i: Instruction) -> None:
@@ -199,7 +213,6 @@ def _reduce(run: Execution, i: Instruction) -> None:
         return reducing.gather_shards(run, i)
     else:
         return reducing.reduce_gradients(run, i)
-    run.values["reducing", i.stage, i.version, i.kind] = tensors
     run.handles[run.index] = run.transport.all_reduce(members, (i.kind, i.stage, i.version), tensors)
 
 
@@ -280,10 +293,6 @@ def _barrier(run: Execution, i: Instruction) -> None:
     members = collective_members(run.compiled.program.header, i)
     token = [torch.zeros(1)]
     run.handles[run.index] = run.transport.all_reduce(members, ("barrier", run.index), token)
-
-
-def _unsupported(run: Execution, i: Instruction) -> None:
-    raise ModelError(f"this runtime cannot run '{i}' yet")
 
 
 HANDLERS: Handlers = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,55 +40,33 @@ class _Receive:
 
 
 @dataclass(frozen=True)
-class _Reduction:
+class _Collective:
+    """What the members of a collective have given; `finish` takes the results from it once all have."""
+
     mailbox: Mailbox
     key: Key
     members: tuple[int, ...]
+    finish: Callable[[_Collective], object]
 
     def ready(self) -> bool:
         return len(self.mailbox.reductions[self.key]) == len(self.members)
 
-    def wait(self) -> list[Tensor]:
-        """The sums, made by the first who asks: members then overwrite what they gave."""
-        given = self.mailbox.reductions[self.key]
-        sums = self.mailbox.sums.get(self.key)
-        if sums is None:
-            columns = zip(*(given[rank] for rank in self.members), strict=True)
-            sums = self.mailbox.sums[self.key] = [functools.reduce(torch.add, column) for column in columns]
-        return sums
-
-
-@dataclass(frozen=True)
-class _Placed:
-    """A sum that goes where it belongs, or a part of it."""
-
-    reduction: _Reduction
-    target: Tensor
-    part: int = -1
-
-    def ready(self) -> bool:
-        return self.reduction.ready()
-
     def wait(self) -> None:
-        (total,) = self.reduction.wait()
-        if self.part >= 0:
-            total = total[self.part * len(self.target) : (self.part + 1) * len(self.target)]
-        self.target.copy_(total)
+        self.finish(self)
 
+    @property
+    def given(self) -> list[list[Tensor]]:
+        """The tensors of each member."""
+        of_rank = self.mailbox.reductions[self.key]
+        return [of_rank[rank] for rank in self.members]
 
-@dataclass(frozen=True)
-class _Joined:
-    """Parts that are put side by side."""
-
-    reduction: _Reduction
-    target: Tensor
-
-    def ready(self) -> bool:
-        return self.reduction.ready()
-
-    def wait(self) -> None:
-        given = self.reduction.mailbox.reductions[self.reduction.key]
-        torch.cat([given[rank][0] for rank in self.reduction.members], out=self.target)
+    @property
+    def sums(self) -> list[Tensor]:
+        """The sums, made by the first member that finishes: members then overwrite what they gave."""
+        if self.key not in self.mailbox.sums:
+            columns = zip(*self.given, strict=True)
+            self.mailbox.sums[self.key] = [functools.reduce(torch.add, column) for column in columns]
+        return self.mailbox.sums[self.key]
 
 
 class LocalTransport:
@@ -122,20 +100,24 @@ class LocalTransport:
     def delivered(self, kind: str, stage: int, mb: int) -> None:
         """Nothing is held after a send."""
 
-    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> _Reduction:
-        """Waits, without blocking, until every member has given its tensors."""
+    def all_reduce(self, members: tuple[int, ...], key: Key, tensors: list[Tensor]) -> _Collective:
+        """The sums replace the tensors."""
+        return self._join(members, key, tensors, lambda found: torch._foreach_copy_(tensors, found.sums))
+
+    def reduce_scatter(self, members: tuple[int, ...], key: Key, whole: Tensor, part: Tensor) -> _Collective:
+        """This member's part of the sum."""
+        index = members.index(self.rank)
+        return self._join(members, key, [whole], lambda found: part.copy_(found.sums[0].view(-1, len(part))[index]))
+
+    def all_gather(self, members: tuple[int, ...], key: Key, part: Tensor, whole: Tensor) -> _Collective:
+        """The parts of all; a copy of this one, for it may be stepped again before the last member looks."""
+        return self._join(
+            members, key, [part.clone()], lambda found: torch.cat([one for (one,) in found.given], out=whole)
+        )
+
+    def _join(
+        self, members: tuple[int, ...], key: Key, tensors: list[Tensor], finish: Callable[[_Collective], object]
+    ) -> _Collective:
         full = (self._pass, members, *key)
         self.mailbox.reductions.setdefault(full, {})[self.rank] = tensors
-        return _Reduction(self.mailbox, full, members)
-
-    def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> _Placed:
-        """The sum, where the tensor was."""
-        return _Placed(self.all_reduce(members, key, [tensor]), tensor)
-
-    def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> _Placed:
-        """This member's part of the sum."""
-        return _Placed(self.all_reduce(members, key, [whole]), part, members.index(self.rank))
-
-    def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> _Joined:
-        """The parts of all; a copy of this one, for it may be stepped again before the last member looks."""
-        return _Joined(self.all_reduce(members, key, [part.clone()]), whole)
+        return _Collective(self.mailbox, full, members, finish)

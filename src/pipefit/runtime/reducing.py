@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Op, Reduction
+from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.parallel.buckets import GradientBuckets, Launch
 from pipefit.parallel.sharded_weights import ShardedStore
@@ -59,7 +58,7 @@ def early_reductions(program: Program, rank: int) -> dict[int, Instruction]:
     last: dict[tuple[int, int], int] = {}
     collective = -1
     for index, i in enumerate(program.ranks[rank]):
-        if i.op is Op.BWD or i.op is Op.BWD_WEIGHT:
+        if i.op in WEIGHT_GRADIENT_OPS:
             last[i.stage, program.header.update_of(i.stage, i.mb)] = index
         elif i.op in (Op.REDUCE, Op.BARRIER, Op.GATHER):
             before = last.get((i.stage, i.version), -1)
@@ -94,7 +93,7 @@ def _launcher(run: Execution, reduce: Instruction) -> Launch:
             part = store.gradient_part(number)
             under_way.append(run.transport.reduce_scatter(members, (*key, number), flat, part))
         else:
-            under_way.append(run.transport.all_reduce_in_place(members, (*key, number), flat))
+            under_way.append(run.transport.all_reduce(members, (*key, number), [flat]))
 
     return launch
 
@@ -113,8 +112,7 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
         rest.append(buckets.marks)
     if rest:
         members = collective_members(run.compiled.program.header, i)
-        under_way.append(_Rest(run.transport.all_reduce(members, (i.kind, i.stage, i.version), rest), rest))
-    run.values["reducing", i.stage, i.version, i.kind] = []
+        under_way.append(run.transport.all_reduce(members, (i.kind, i.stage, i.version), rest))
     run.handles[run.index] = _All(under_way)
 
 
@@ -127,7 +125,6 @@ def gather_shards(run: Execution, i: Instruction) -> None:
         run.transport.all_gather(members, (i.kind, i.stage, i.version, number), part, whole)
         for number, (part, whole) in enumerate(store.weight_parts(i.version + 1))
     ]
-    run.values["reducing", i.stage, i.version, i.kind] = []
     run.handles[run.index] = _All(under_way)
 
 
@@ -150,28 +147,13 @@ def counted_parts(run: Execution) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _All:
-    """Several things under way; what they give lies where it belongs when all have been waited for."""
+    """Several operations under way."""
 
     parts: Sequence[Handle]
 
     def ready(self) -> bool:
         return all(part.ready() for part in self.parts)
 
-    def wait(self) -> Any:
+    def wait(self) -> None:
         for part in self.parts:
             part.wait()
-        return None
-
-
-@dataclass(frozen=True)
-class _Rest:
-    """Small sums beside the gradients, taken back to where they came from."""
-
-    handle: Handle
-    targets: list[Tensor]
-
-    def ready(self) -> bool:
-        return self.handle.ready()
-
-    def wait(self) -> Any:
-        torch._foreach_copy_(self.targets, self.handle.wait())

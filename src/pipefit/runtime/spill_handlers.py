@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,17 +39,6 @@ class _Arriving:
         self.arrived()
 
 
-@dataclass(frozen=True)
-class _Done:
-    """Something that was over at once."""
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-
 def fetch(run: Execution, i: Instruction) -> None:
     """Starts to load a stage's weights, states or gradients, or an activation; whoever needs them waits."""
     if i.kind == Kind.ACT:
@@ -56,7 +46,7 @@ def fetch(run: Execution, i: Instruction) -> None:
     else:
         store = _store(run, i)
         arriving = _Arriving(store.fetch(i.kind, i.version, i.slot), lambda: store.arrived(i.kind, i.version, i.slot))
-    run.copies.append((run.index, arriving.copy))
+    _time(run, arriving.copy)
     run.handles[run.index] = arriving
 
 
@@ -67,7 +57,7 @@ def evict(run: Execution, i: Instruction) -> None:
         run.worker.forget_idle_gradients(i.stage)
     copy = _park(run, i) if i.kind == Kind.ACT else _store(run, i).evict(i.kind, i.version)
     _spilling(run, i).writes.append(copy)
-    run.copies.append((run.index, copy))
+    _time(run, copy)
 
 
 def _park(run: Execution, i: Instruction) -> Copy:
@@ -101,13 +91,17 @@ def step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None
     spilling = _spilling(run, i)
     copy = spilling.stores[i.stage].step_on_host(i.version, work)
     spilling.steps.append(copy)
-    run.copies.append((run.index, copy))
+    _time(run, copy)
 
 
 def norm_part(run: Execution, i: Instruction) -> None:
     """Takes a stage's part of the global norm while its gradients are on the device."""
     _spilling(run, i).parts[i.version, i.stage] = norms_of(run.worker.counted_gradients(i.stage))
-    run.handles[run.index] = _Done()
+
+
+def _time(run: Execution, copy: Copy) -> None:
+    """The times of the instruction will be those of its copy, which its lane knows."""
+    run.at_end.append(partial(copy.tell, run.starts, run.ends, run.index))
 
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:

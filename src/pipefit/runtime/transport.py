@@ -28,13 +28,13 @@ class Message(NamedTuple):
 
 
 class Handle(Protocol):
-    """Something under way."""
+    """An operation under way."""
 
     def ready(self) -> bool:
         """Whether `wait` would return at once. A transport that can block says True."""
 
     def wait(self) -> Any:
-        """The result: the `Message` of a receive, the reduced tensors of a reduction."""
+        """Waits for its end: the result is then where it belongs. A receive returns its `Message`."""
 
 
 class Transport(Protocol):
@@ -58,10 +58,10 @@ class Transport(Protocol):
         """Puts together what arrived in pieces; only for ranks of several processes."""
 
     def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Handle:
-        """Starts to sum tensors over some ranks, each of which calls this with the same key."""
+        """Starts to sum tensors over some ranks, each of which calls this with the same key.
 
-    def all_reduce_in_place(self, members: tuple[int, ...], key: tuple[object, ...], tensor: Tensor) -> Handle:
-        """Starts to sum a tensor over some ranks; once waited for, it holds the sum."""
+        Once waited for, the tensors hold the sums.
+        """
 
     def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> Handle:
         """Starts to sum a flat tensor over some ranks; once waited for, this member's part of it holds the sum."""

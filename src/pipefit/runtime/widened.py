@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind, Op, Reduction
+from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.transport import Handle, Message
@@ -24,13 +24,6 @@ from pipefit.stage.payload import Contract
 
 __all__ = ["Pieces", "TensorTransport"]
 
-_WHOLE = {
-    Kind.ACT.value: Kind.ACT.value,
-    Kind.PIECE.value: Kind.ACT.value,
-    Kind.GRAD.value: Kind.GRAD.value,
-    Kind.GRAD_PIECE.value: Kind.GRAD.value,
-}
-_PIECES = frozenset({Kind.PIECE.value, Kind.GRAD_PIECE.value})
 _IN_PIECES = "pieces"
 """Marks, in an operand that messages leave empty, an instruction whose tensors travel in pieces."""
 _ALL = (-1,)
@@ -91,11 +84,11 @@ class TensorTransport(DistributedTransport):
         handle = super().receive(i)
         return _PiecesHandle(self, i, handle) if i.tier == _IN_PIECES else handle
 
-    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Any:
+    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Handle:
         """Starts to sum tensors among equal j of some ranks; norms and barriers among all processes."""
         everywhere = key[0] in (Reduction.NORM, Op.BARRIER.value)
         if not everywhere and len(members) == 1:
-            return _Nothing(tensors)
+            return _Nothing()
         return super().all_reduce(_ALL if everywhere else members, key, tensors)
 
     def gather(self, pieces: Pieces) -> Message:
@@ -132,8 +125,8 @@ class TensorTransport(DistributedTransport):
         found = self._translated.get(i)
         if found is None:
             peer = i.peer * self._tensor + self._index
-            tier = _IN_PIECES if i.kind in _PIECES else ""
-            found = Instruction(i.op, i.stage, i.mb, kind=_WHOLE[i.kind], peer=peer, tier=tier)
+            tier = _IN_PIECES if i.kind in WHOLE_OF else ""
+            found = Instruction(i.op, i.stage, i.mb, kind=WHOLE_OF.get(i.kind, i.kind), peer=peer, tier=tier)
             self._translated[i] = found
         return found
 
@@ -172,13 +165,9 @@ class _PiecesHandle:
 class _Nothing:
     """A sum over one process."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-
     def ready(self) -> bool:
         """Always."""
         return True
 
-    def wait(self) -> list[Tensor]:
-        """What was given."""
-        return self._tensors
+    def wait(self) -> None:
+        """The tensors hold their sums already."""

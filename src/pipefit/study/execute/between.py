@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,23 +123,9 @@ def reduce_norms(cursor: Cursor, shard: Shard) -> Callable[[Execution, Instructi
 
     def reduce(run: Execution, i: Instruction) -> None:
         cursor.norms[str(shard.index)] = _norms(shard)
-        run.norms[i.version] = squares = _squares(cursor)
-        run.values["reducing", i.stage, i.version, i.kind] = [squares]
-        run.handles[run.index] = _Done([squares])
+        run.norms[i.version] = _squares(cursor)
 
     return reduce
-
-
-class _Done(NamedTuple):
-    """A reduction that has nothing to wait for."""
-
-    result: list[Tensor]
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> list[Tensor]:
-        return self.result
 
 
 def _norms(shard: Shard) -> list[float]:
