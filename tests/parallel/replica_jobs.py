@@ -54,14 +54,14 @@ def hooked() -> list[tuple[int, int]]:
     pipe.step(x, x)
     worker, transport = pipe.workers[0], pipe._engine.transports[0]
     seen: list[tuple[int, int]] = []
-    start = transport.all_reduce_in_place
+    start = transport.all_reduce
 
-    def watched(members: Any, key: Any, tensor: Tensor) -> Any:
+    def watched(members: Any, key: Any, tensors: list[Tensor]) -> Any:
         buckets = worker.buckets[0]
         seen.append((key[-1], sum(waiting for waiting in buckets._waiting)))
-        return start(members, key, tensor)
+        return start(members, key, tensors)
 
-    transport.all_reduce_in_place = watched
+    transport.all_reduce = watched
     pipe.step(x, x)
     return seen
 

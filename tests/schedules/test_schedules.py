@@ -12,6 +12,7 @@ from pipefit.ir import Op
 from pipefit.ir.liveness import peak_inflight, weight_versions
 from pipefit.ir.text import dump
 from pipefit.schedules import Shape, find, generate, names
+from pipefit.verify import verify
 
 ONE_F_ONE_B = """
 F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4
@@ -161,6 +162,12 @@ def test_activations_in_flight_follow_the_laws(p, m):
     assert inflight(generate("zb-h1", Shape(p, m))) == [min(p, m)] * p
     assert inflight(generate("zb-h2", Shape(p, m))) == [min(2 * p - 1, m)] * p
     assert inflight(generate("zb-v", Shape(p, m, num_chunks=2))) == [min(p, m)] * p
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
+def test_a_stage_with_fewer_replicas_than_the_first_puts_no_weight_half_off(name):
+    """Its warm-up is then longer than the first stage's, and weight halves were put off by a negative number."""
+    assert verify(generate(name, Shape(depth=4, num_microbatches=2, replicas=(2, 1, 1, 2)))).ok
 
 
 @pytest.mark.parametrize(("p", "v", "laps"), [*product((2, 3, 4), (2, 3), (2, 3))])

@@ -11,21 +11,28 @@ from pipefit.passes.data import with_data
 from pipefit.passes.recompute import with_recompute
 from pipefit.passes.reduction import with_reductions
 from pipefit.passes.scatter_gather import with_scatter_gather
+from pipefit.passes.spilling import with_spilling
 from pipefit.passes.versions import with_drops, with_steps, with_versions
 
 __all__ = ["build"]
 
 
 def build(
-    header: Header, order: Iterable[Iterable[Instruction]], *, recompute: Collection[int] | None = (), ahead: int = 1
+    header: Header,
+    order: Iterable[Iterable[Instruction]],
+    *,
+    recompute: Collection[int] | None = (),
+    ahead: int = 1,
+    prefetch: int | None = None,
 ) -> Program:
     """The program of a schedule: its order of compute, and around it everything that follows from the header.
 
     Args:
-        header: placement, counts, weight rule, ties and clipping.
+        header: placement, counts, weight rule, ties, clipping and spilling.
         order: forwards and backwards of each rank.
         recompute: stages that replay their forward (None: all).
         ahead: compute instructions between posting a receive and needing it.
+        prefetch: stages ahead that a spilled one is fetched (None: as soon as a slot is free).
     """
     program = Program(header, tuple(tuple(rank) for rank in order))
     program = with_recompute(program, recompute)
@@ -35,4 +42,5 @@ def build(
     program = with_reductions(program)
     program = with_data(program)
     program = with_communication(program, ahead)
-    return with_scatter_gather(program) if header.pieces else program
+    program = with_scatter_gather(program)
+    return with_spilling(program, prefetch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import is_in_place
-from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op, Reduction
+from pipefit.ir.op import STEP_OPS, WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import tied_stages
 
@@ -31,7 +31,7 @@ def with_reductions(program: Program) -> Program:
         normed: set[int] = set()
         after, joins = _reductions_after(program, rank), _joins_after(program, rank)
         for index, i in enumerate(instructions):
-            if header.clip and i.op is Op.STEP and i.version not in normed:
+            if header.clip and i.op in STEP_OPS and i.version not in normed:
                 normed.add(i.version)
                 listed.append(Instruction(Op.REDUCE, version=i.version, kind=Reduction.NORM.value))
             listed.append(i)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, PIECE_OF, Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, MESSAGE_OPS, PIECE_OF, Kind, Op
 from pipefit.ir.program import Program
 
 __all__ = ["with_scatter_gather"]
@@ -17,6 +17,7 @@ def with_scatter_gather(program: Program) -> Program:
     Without sequence parallelism a stage's output is the same on all t processes of its rank, and so is the gradient of
     its input. Each sends 1/t of it, flat, to its peer of the next rank, where the t processes gather the whole from
     each other over their own, faster links. A tensor whose size t does not divide travels whole, inside the piece.
+    Where the header does not say that values travel in pieces, nothing changes.
 
         send s0 m0 act >1           recv s0 m0 act <0
                                     fwd s1 m0 w0
@@ -27,12 +28,14 @@ def with_scatter_gather(program: Program) -> Program:
 
     Source: Narayanan et al. (SC 2021) §4.1.
     """
+    if not program.header.pieces:
+        return program
     ranks: list[list[Instruction]] = []
     for instructions in program.ranks:
         listed: list[Instruction] = []
         arriving: set[tuple[int, int, str]] = set()
         for i in instructions:
-            if (i.op is Op.SEND or i.op is Op.RECV) and i.kind in PIECE_OF:
+            if i.op in MESSAGE_OPS and i.kind in PIECE_OF:
                 if i.op is Op.RECV:
                     arriving.add((i.stage, i.mb, i.kind))
                 listed.append(msgspec.structs.replace(i, kind=PIECE_OF[i.kind]))

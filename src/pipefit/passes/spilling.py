@@ -11,9 +11,7 @@ as soon as the slot is free, while the rank computes with another.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-
-import msgspec
+from collections.abc import Iterable, Mapping, Sequence
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction
@@ -23,6 +21,7 @@ from pipefit.ir.spill import Spill
 from pipefit.ir.values import tied_stages
 from pipefit.passes.communication import computes_back
 from pipefit.passes.stays import Stay, stays
+from pipefit.passes.versions import step_of, steps_at_once
 
 __all__ = ["with_spilling"]
 
@@ -31,8 +30,8 @@ _ON_GRADIENTS = WEIGHT_GRADIENT_OPS | {Op.STEP, Op.REDUCE}
 _AHEAD = 4
 
 
-def with_spilling(program: Program, spill: Spill, prefetch: int | None = None) -> Program:
-    """Adds the fetches, evictions and drops of a program whose stages live on another tier.
+def with_spilling(program: Program, prefetch: int | None = None) -> Program:
+    """Adds the fetches, evictions and drops of a program whose header says that stages live on another tier.
 
     Only what changed is written back. A stage steps directly after its last backward, while it is on the device. Where
     that cannot be its gradients are evicted too and it is visited again: under clipping, which first needs the norm of
@@ -40,14 +39,16 @@ def with_spilling(program: Program, spill: Spill, prefetch: int | None = None) -
     replayed there, unless the stage keeps what autograd saved (`Spill.keeps`).
 
     Args:
-        program: built, of a schedule that flushes.
-        spill: what lives where, and how many slots there are.
+        program: complete but for steps and drops of its spilled stages; of a schedule that flushes.
         prefetch: how many stages ahead the next is loaded (None: as soon as a slot is free; 0: when it is needed,
             the synchronous loading that double buffering is measured against).
 
     Raises:
         ScheduleError: the schedule does not flush, or needs more stages at once than there are slots.
     """
+    spill = program.header.spill
+    if spill is None:
+        return program
     if program.header.weights is not WeightRule.FLUSH:
         raise ScheduleError(
             f"{program.header.schedule}: spilling needs a schedule that flushes: with several versions of the weights "
@@ -60,46 +61,43 @@ def with_spilling(program: Program, spill: Spill, prefetch: int | None = None) -
         )
     if prefetch is not None and prefetch < 0:
         raise ScheduleError(f"prefetch: expected at least 0, got {prefetch}")
-    program = Program(msgspec.structs.replace(program.header, spill=spill), program.ranks)
     ranks = []
     for rank, instructions in enumerate(program.ranks):
-        listed = [i for i in instructions if not (i.op is Op.DROP and i.stage in spill.stages)]
-        listed = _finished_at_once(program.header, rank, listed)
-        listed = [_stepped(program.header, i) for i in listed]
+        listed = _finished_at_once(program.header, rank, instructions)
         listed = _replayed(program.header, rank, listed)
         ranks.append(_with_copies(program.header, rank, listed, prefetch))
     return program.with_ranks(ranks)
 
 
-def _finished_at_once(header: Header, rank: int, listed: list[Instruction]) -> list[Instruction]:
-    """Lets each spilled stage do at once what its complete gradients allow: its step, or its part of the norm."""
+def _finished_at_once(header: Header, rank: int, listed: Sequence[Instruction]) -> list[Instruction]:
+    """Adds what each spilled stage can do once its gradients are complete: its step, or its part of the norm."""
     ready: dict[tuple[int, int], int] = {}
     for index, i in enumerate(listed):
         if i.op in WEIGHT_GRADIENT_OPS:
             ready[i.stage, header.update_of(i.stage, i.mb)] = index
         elif i.op is Op.REDUCE and i.kind != Reduction.NORM:
             ready |= {(stage, i.version): index for stage in _reduced(header, rank, i)}
+    first_uses = {(i.stage, i.version): index for index, i in reversed([*enumerate(listed)]) if i.op in COMPUTE_OPS}
+    begins = {index for (stage, version), index in first_uses.items() if version and steps_at_once(header, stage)}
     after: dict[int, list[Instruction]] = defaultdict(list)
     for (stage, update), index in ready.items():
         if header.is_spilled(stage):
             part = Instruction(Op.REDUCE, stage, version=update, kind=Reduction.NORM.value)
-            step = Instruction(Op.STEP, stage, version=update)
-            after[_past_messages(listed, index + 1)].append(part if header.clip else step)
-    result: list[Instruction] = []
-    for index, i in enumerate(listed):
-        result += after.get(index, ())
-        if header.clip or i.op is not Op.STEP or not header.is_spilled(i.stage):
-            result.append(i)
-    return result + after.get(len(listed), [])
+            done = step_of(header, stage, update) if steps_at_once(header, stage) else part
+            place = _past_messages(listed, index + 1)
+            if place in begins:
+                # Receives of the next update are posted after the step.
+                place = 1 + max(n for n in range(index, place) if listed[n].op is not Op.RECV)
+            after[place].append(done)
+    return _inserted(listed, after)
 
 
-def _stepped(header: Header, i: Instruction) -> Instruction:
-    """The step of a stage, where the header says that it is."""
-    on_host = i.op is Op.STEP and header.steps_on_host(i.stage)
-    return Instruction(Op.HOST_STEP, i.stage, version=i.version) if on_host else i
+def _inserted(listed: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
+    """The list with instructions inserted before some indices."""
+    return [i for index in range(len(listed) + 1) for i in (*before.get(index, ()), *listed[index : index + 1])]
 
 
-def _past_messages(listed: list[Instruction], index: int) -> int:
+def _past_messages(listed: Sequence[Instruction], index: int) -> int:
     """The place after the messages that follow: others wait for those."""
     while index < len(listed) and listed[index].op in MESSAGE_OPS:
         index += 1
@@ -191,7 +189,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
     at: dict[int, list[Instruction]] = defaultdict(list)
     for place, _, _, instruction in placed:
         at[place].append(instruction)
-    return [i for index in range(len(listed) + 1) for i in (*at.get(index, ()), *listed[index : index + 1])]
+    return _inserted(listed, at)
 
 
 def _parked(

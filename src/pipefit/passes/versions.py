@@ -6,10 +6,10 @@ import msgspec
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Op
-from pipefit.ir.program import Program, WeightRule
+from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.versions import required_versions
 
-__all__ = ["with_drops", "with_steps", "with_versions"]
+__all__ = ["step_of", "steps_at_once", "with_drops", "with_steps", "with_versions"]
 
 
 def with_versions(program: Program) -> Program:
@@ -31,7 +31,8 @@ def with_steps(program: Program) -> Program:
     Under stashing the newest version is used at once, so each step follows the last backward of its update. Elsewhere
     a step waits until its version is first used or its stage's gradients start to gather for the next update, else to
     the end: its reductions overlap with what lies between, and a rank with several stages never delays the backward
-    of one by the step of another.
+    of one by the step of another. Spilled stages step while they are on the device (`with_spilling`); under clipping,
+    which first needs the norm of all gradients, they step here.
     """
     eager = program.header.weights is WeightRule.STASH
     ranks = []
@@ -43,7 +44,9 @@ def with_steps(program: Program) -> Program:
             listed += [waiting.pop(key) for key in sorted(waiting) if _must_precede(key, i, program)]
             listed.append(i)
             for stage, update in due.get(index, ()):
-                step = Instruction(Op.STEP, stage, version=update)
+                if steps_at_once(program.header, stage):
+                    continue
+                step = step_of(program.header, stage, update)
                 if eager:
                     listed.append(step)
                 else:
@@ -74,8 +77,21 @@ def _last_backwards(program: Program, rank: int) -> dict[int, list[tuple[int, in
     return due
 
 
+def steps_at_once(header: Header, stage: int) -> bool:
+    """Whether a stage steps in the slot of the device in which its gradients are complete."""
+    return header.is_spilled(stage) and not header.clip
+
+
+def step_of(header: Header, stage: int, update: int) -> Instruction:
+    """The step of a stage, on the device or on the host."""
+    return Instruction(Op.HOST_STEP if header.steps_on_host(stage) else Op.STEP, stage, version=update)
+
+
 def with_drops(program: Program) -> Program:
-    """Drops each version of a stage's weights right after its last use; the newest stays."""
+    """Drops each version of a stage's weights right after its last use; the newest stays.
+
+    Versions of spilled stages come and go with their slots (`with_spilling`).
+    """
     ranks = []
     for instructions in program.ranks:
         last_use: dict[tuple[int, int], int] = {}
@@ -87,7 +103,7 @@ def with_drops(program: Program) -> Program:
                 newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
         dead: dict[int, list[Instruction]] = {}
         for (stage, version), index in sorted(last_use.items()):
-            if version < newest.get(stage, 0):
+            if version < newest.get(stage, 0) and not program.header.is_spilled(stage):
                 dead.setdefault(index, []).append(Instruction(Op.DROP, stage, version=version))
         ranks.append([item for index, i in enumerate(instructions) for item in (i, *dead.get(index, ()))])
     return program.with_ranks(ranks)

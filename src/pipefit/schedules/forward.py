@@ -16,7 +16,6 @@ __all__ = ["forward_only"]
 @functools.lru_cache(maxsize=32)
 def forward_only(header: Header, num_microbatches: int) -> Program:
     """Every micro-batch through every stage once, with the newest weights and nothing trained."""
-    spill = header.spill
     header = msgspec.structs.replace(
         header,
         schedule="forward",
@@ -25,14 +24,12 @@ def forward_only(header: Header, num_microbatches: int) -> Program:
         weights=WeightRule.FLUSH,
         updates=(num_microbatches,) * header.num_stages,
         clip=False,
-        spill=None,
     )
     order = []
     for rank in range(header.num_ranks):
         mine = [fwd(stage, mb) for stage in header.stages_of(rank) for mb in header.microbatches_of(stage, rank)]
         # Stage by stage where stages are fetched, so that each comes once; else micro-batch by micro-batch.
-        size = header.total_microbatches if spill and header.num_ranks == 1 else header.num_ranks
+        size = header.total_microbatches if header.spill and header.num_ranks == 1 else header.num_ranks
         order.append(tuple(sorted(mine, key=lambda i: (i.mb // size, i.stage, i.mb))))
     program = with_communication(with_data(with_versions(Program(header, tuple(order)))))
-    program = with_scatter_gather(program) if header.pieces else program
-    return with_spilling(program, spill) if spill else program
+    return with_spilling(with_scatter_gather(program))

@@ -9,8 +9,7 @@ from typing import overload
 from pipefit.errors import ScheduleError, nearest
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.program import Header, Program, WeightRule
-from pipefit.ir.spill import Spill
-from pipefit.passes import build, with_spilling
+from pipefit.passes import build
 from pipefit.schedules.shape import Layout, Shape
 
 __all__ = ["REGISTRY", "Schedule", "Task", "schedule"]
@@ -108,7 +107,7 @@ class Schedule:
                 raise ScheduleError(f"{self.name}: {option}: expected a whole number of at least 0, got {value!r}")
         if self.check:
             self.check(shape)
-        header = shape.header(self.name, self.layout, self.weights)
+        header = shape.header(self.name, self.layout, self.weights, self.spills)
         self._refuse_placement(header)
         span = range(header.total_microbatches)
         size = shape.num_microbatches if self.is_synchronous else len(span)
@@ -116,12 +115,10 @@ class Schedule:
         options = {**self.options, **shape.options}
         orders = [list(self.order(Task(header, part, shape.depth, options))) for part in spans]
         ranks = [[i for order in orders for i in order[rank]] for rank in range(header.num_ranks)]
-        spill = shape.spill or (Spill.of(header.num_stages) if self.spills else None)
         recompute = shape.recompute
-        if self.spills and spill and recompute == ():
-            recompute = tuple(stage for stage in range(header.num_stages) if stage not in spill.keeps)
-        program = build(header, ranks, recompute=recompute, ahead=shape.ahead)
-        return with_spilling(program, spill, shape.prefetch) if spill else program
+        if self.spills and header.spill and recompute == ():
+            recompute = tuple(stage for stage in range(header.num_stages) if stage not in header.spill.keeps)
+        return build(header, ranks, recompute=recompute, ahead=shape.ahead, prefetch=shape.prefetch)
 
     def _refuse_placement(self, header: Header) -> None:
         for rank in range(header.num_ranks):

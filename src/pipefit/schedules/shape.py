@@ -63,8 +63,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             if getattr(self, name) < least:
                 raise ScheduleError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
-    def header(self, schedule: str, layout: Layout, weights: WeightRule) -> Header:
-        """The header of this shape's program under a schedule."""
+    def header(self, schedule: str, layout: Layout, weights: WeightRule, spills: bool = False) -> Header:
+        """The header of this shape's program under a schedule; one that `spills` spills all stages by default."""
         placement = self.placement or placement_of(self.depth, self.num_chunks, layout, self.replicas)
         copies = [len(ranks) for ranks in placement]
         updates = [self.num_microbatches] * len(placement)
@@ -89,6 +89,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             sharded=self.sharded,
             tensor=self.tensor,
             pieces=self.pieces,
+            spill=self.spill or (Spill.of(len(placement)) if spills else None),
         )
         self._refuse_replicas_without_work(header, max(copies))
         self._refuse_updates_that_differ(header)

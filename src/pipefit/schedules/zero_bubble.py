@@ -26,7 +26,8 @@ def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
         (stage,) = task.stages_of(rank)
         mbs = task.microbatches_of(stage, rank)
         warmup = min(depth * num_warmup(task.header, stage), len(mbs))
-        late = min(most - depth * num_warmup(task.header, stage), len(mbs))
+        # A stage with fewer replicas than the first has more micro-batches in flight than it: nothing is put off.
+        late = min(max(most - depth * num_warmup(task.header, stage), 0), len(mbs))
         order = [fwd(stage, mb) for mb in mbs[:warmup]]
         for done, mb in enumerate(mbs):
             order += [fwd(stage, ahead) for ahead in mbs[warmup + done : warmup + done + 1]]
