@@ -20,15 +20,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, optimization_of, restore_optimizer, trained_of
+from pipefit.checkpoint.optim import Read, by_parameter, optimization_of, optimizer_tensors, restore_optimizer
 from pipefit.checkpoint.state import Trained, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
 from pipefit.spec.sealed import FileEntry
-from pipefit.spill.disk import DiskTier
-from pipefit.spill.split_tier import SplitTier
 from pipefit.spill.tier_file import Commit
 
 __all__ = ["MOST_BYTES", "RankState", "commit_step", "rank_state", "resume_records"]
@@ -73,13 +71,12 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
     """
     spillings = [(worker, worker.spilling) for worker in pipeline.workers if worker.spilling is not None]
     for worker, spilling in spillings:
-        if not (now and spilling.commit_every) and not spilling.is_commit_due(pipeline.num_updates):
+        is_due = (now and spilling.commit_every) or spilling.is_commit_due(pipeline.num_updates)
+        if spilling.disk is None or not is_due:
             spilling.check_writes()
-        elif spilling.is_durable:
+        else:
             spilling.settle()
             spilling.commit(pipeline.num_updates, *_state_of(pipeline, worker, extra))
-        else:
-            spilling.commit(pipeline.num_updates, {})
     if pipeline.plan.placement.num_ranks > 1:
         for _, spilling in spillings:
             spilling.settle()
@@ -111,13 +108,13 @@ def _written(worker: Worker, tensors: Mapping[str, Tensor]) -> FileEntry:
         TierError: the disk refused.
         PipefitError: a tensor is of a type that the file cannot hold.
     """
-    assert worker.spilling is not None and isinstance(worker.spilling.tier, DiskTier | SplitTier)
-    path = worker.spilling.tier.spare()
+    assert worker.spilling is not None and worker.spilling.disk is not None
+    path = worker.spilling.disk.spare()
     try:
         path.unlink(missing_ok=True)
         return write_tensors(path, tensors, {})
     except OSError as problem:
-        raise TierError(f"{path}: {problem.strerror}; {worker.spilling.tier.status()}") from None
+        raise TierError(f"{path}: {problem.strerror}; {worker.spilling.disk.status()}") from None
 
 
 def _numbers(pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None) -> RankState:
@@ -144,20 +141,10 @@ def _resident(worker: Worker) -> Iterator[tuple[str, Tensor]]:
         passed |= store.stand_ins
     for stage in worker.stages:
         weights = ((name, tensor) for name, _, tensor in weights_of(worker, stage))
-        for name, tensor in (*weights, *_states(worker, stage)):
+        for name, tensor in (*weights, *optimizer_tensors(worker, stage, all_ties=True)):
             if tensor.data_ptr() not in passed:
                 passed.add(tensor.data_ptr())
                 yield f"{stage}/{name}", tensor
-
-
-def _states(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
-    """The states of a stage's optimizer, those of all tied weights too."""
-    optimizer = worker.optimizers.get(stage)
-    if optimizer is not None:
-        for name, master, _ in trained_of(worker, stage):
-            for key, value in optimizer.state.get(master, {}).items():
-                if isinstance(value, Tensor):
-                    yield f"{OPTIM}{name}/{key}", value
 
 
 def rank_state(commit: Commit) -> RankState:
@@ -202,8 +189,8 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         with contextlib.ExitStack() as files:
             tensors: dict[str, Read] = {}
             if commit.tensors is not None:
-                assert isinstance(worker.spilling.tier, DiskTier | SplitTier)
-                path = worker.spilling.tier.spare().parent / commit.tensors.name
+                assert worker.spilling.disk is not None
+                path = worker.spilling.disk.spare().parent / commit.tensors.name
                 try:
                     file = files.enter_context(safe_open(path, framework="pt"))
                 except (SafetensorError, OSError) as problem:

@@ -64,13 +64,19 @@ def trained_of(worker: Worker, stage: int) -> list[tuple[str, nn.Parameter, Owne
     return [(_saved_name(own), master, own) for own, master in pairs if id(master) in stepped]
 
 
-def optimizer_tensors(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, tensor) of what a stage's optimizer keeps; a tied weight's only where its first name lives."""
+def optimizer_tensors(worker: Worker, stage: int, all_ties: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(name in the file, tensor) of the states of a stage's optimizer.
+
+    Args:
+        worker: the rank.
+        stage: of the rank.
+        all_ties: whether those of every tied weight are given; else a tied weight's only where its first name lives.
+    """
     optimizer = worker.optimizers.get(stage)
     if optimizer is None:
         return
     for saved, master, owned in trained_of(worker, stage):
-        if saved == owned.name:
+        if all_ties or saved == owned.name:
             for key, value in optimizer.state.get(master, {}).items():
                 if isinstance(value, Tensor):
                     yield f"{OPTIM}{saved}/{key}", value

@@ -110,7 +110,7 @@ def _measured(
         for version in range(repeats):
             turns.append(_turn(tier, keys, slots, version))
         check = _check_bytes_per_s(slots[0], repeats) if folder is not None and place.type == "cpu" else 0.0
-        commit_s = _commit_s(tier, repeats) if folder is not None else 0.0
+        commit_s = _commit_s(tier, repeats) if isinstance(tier, DiskTier) else 0.0
     finally:
         tier.close()
         lanes.close()
@@ -133,7 +133,7 @@ def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version
     return read.ended_s - read.started_s, write.ended_s - write.started_s, both_s
 
 
-def _commit_s(tier: TierStore, repeats: int) -> float:
+def _commit_s(tier: DiskTier, repeats: int) -> float:
     commits = [tier.commit(step, {}) for step in range(repeats)]
     for commit in commits:
         commit.wait()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipefit.errors import TierError
-from pipefit.spec.sealed import FileEntry
 from pipefit.spill.arena import aligned, pin, unpin
 from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.tiers import WEIGHTS, WGRAD, Key
@@ -125,16 +123,6 @@ class HostTier:
     def holds(self, key: Key) -> int | None:
         """See `TierStore`."""
         return self._requested.get(key)
-
-    def commit(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        after: Sequence[Copy] = (),
-        tensors: FileEntry | bytes | None = None,
-    ) -> Copy:
-        """Does nothing: memory does not outlive the process."""
-        return self._lanes.write.submit(lambda: None, 0, after)
 
     def close(self) -> None:
         """Releases the buffers."""

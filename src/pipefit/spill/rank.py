@@ -111,10 +111,10 @@ class Spilling:
         Raises:
             TierError: they are not whole.
         """
-        assert isinstance(self.tier, DiskTier | SplitTier) and self.resumed is not None
+        assert self.disk is not None and self.resumed is not None
         if step < self.resumed.step:
-            self.resumed = self.tier.recover(step)
-        self.tier.resume_from(self.resumed)
+            self.resumed = self.disk.recover(step)
+        self.disk.resume_from(self.resumed)
         self.committed_step = self.resumed.step
         for stage, store in self.stores.items():
             store.hold(self.resumed.version(stage))
@@ -133,9 +133,9 @@ class Spilling:
         self.settle()
 
     @property
-    def is_durable(self) -> bool:
-        """Whether commits outlive the process."""
-        return isinstance(self.tier, DiskTier | SplitTier)
+    def disk(self) -> DiskTier | SplitTier | None:
+        """The tier, if its commits outlive the process."""
+        return self.tier if isinstance(self.tier, DiskTier | SplitTier) else None
 
     def is_commit_due(self, step: int) -> bool:
         """Whether a step is to be committed."""
@@ -161,7 +161,8 @@ class Spilling:
             state: JSON data: what else is needed to resume from there.
             tensors: a safetensors file with more of that, or the bytes of one.
         """
-        self.committed = self.tier.commit(step, state, self.writes, tensors)
+        assert self.disk is not None
+        self.committed = self.disk.commit(step, state, self.writes, tensors)
         self.committed_step = step
         self.writes = []
 
@@ -182,7 +183,7 @@ class Spilling:
             discard: whether the records are removed; else a disk keeps its file.
         """
         self.lanes.close()
-        if discard and isinstance(self.tier, DiskTier | SplitTier):
-            self.tier.discard()
+        if discard and self.disk is not None:
+            self.disk.discard()
         else:
             self.tier.close()

@@ -10,6 +10,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from pipefit.ir.spill import GRAIN_BYTES
 from pipefit.spec.sealed import FileEntry
 from pipefit.spill.lanes import Copy
 
-__all__ = ["ALIGNMENT", "OPTIM", "WEIGHTS", "WGRAD", "Key", "TierStore"]
+__all__ = ["ALIGNMENT", "OPTIM", "WEIGHTS", "WGRAD", "DurableTier", "Key", "TierStore"]
 
 ALIGNMENT = GRAIN_BYTES
 """Bytes to which records, slots and positions in files are aligned."""
@@ -78,6 +79,13 @@ class TierStore(Protocol):
     def holds(self, key: Key) -> int | None:
         """The version that was written last (or is being written); None: none yet."""
 
+    def close(self) -> None:
+        """Releases the memory; a disk keeps its file."""
+
+
+class DurableTier(TierStore, Protocol):
+    """Keeps records that outlive the process, once they are committed."""
+
     def commit(
         self,
         step: int,
@@ -94,5 +102,11 @@ class TierStore(Protocol):
             tensors: a safetensors file that belongs to the step too, or the bytes of one.
         """
 
-    def close(self) -> None:
-        """Releases what it holds; a disk keeps its file."""
+    def spare(self) -> Path:
+        """The path for a safetensors file of the next commit; the last commit does not name it."""
+
+    def status(self) -> str:
+        """A message's end: what is left to resume from."""
+
+    def discard(self) -> None:
+        """Closes the tier and removes its files: the run has ended well, and has left a checkpoint."""
