@@ -29,7 +29,7 @@ from pipefit.compare.accuracy import own_core
 from pipefit.cost import RuntimeCosts
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.traffic import traffic
+from pipefit.pipeline.run_report import traffic
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
@@ -39,6 +39,7 @@ from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
 from pipefit.simulate import simulate
 from pipefit.spec import Profile, Topology
+from pipefit.spec.options import Parallelism
 from pipefit.stage.split import named_layers
 from pipefit.units import format_bytes, format_seconds
 
@@ -153,7 +154,11 @@ class _Contest:
             given["stages"] = _cut(self.profile, given["replicas"])
         plan = by_hand(len(named_layers(bundle.layers)), **given)
         return Pipeline(
-            bundle.layers, loss=bundle.loss, optimizer=make_optimizer("adamw", 1e-3), plan=plan, device="cpu"
+            bundle.layers,
+            loss=bundle.loss,
+            optimizer=make_optimizer("adamw", 1e-3),
+            plan=plan,
+            parallelism=Parallelism(device="cpu"),
         )
 
     def run(self, pipes: dict[str, Pipeline], batches: Sequence[Any]) -> dict[str, list[float]]:
@@ -189,7 +194,7 @@ class _Contest:
         )
         steps = self.config.steps
         predicted_s = simulate(pipe.program, cost, repeats=steps).makespan_s / steps
-        moved = traffic(self.session, pipe.history.moved_bytes)
+        moved = traffic(self.session, pipe.loop.history.moved_bytes)
         reduced = max(
             (cost.weight_bytes[s] for s, ranks in enumerate(pipe.plan.placement.ranks) if len(ranks) > 1), default=0.0
         )

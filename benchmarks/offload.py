@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from pipefit.errors import InfeasibleError, PipefitError, TierError
 from pipefit.models import ModelBundle, build
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.spill_options import Spilled
 from pipefit.profiling import Copies, measure_copies
+from pipefit.spec.options import Parallelism, Spilled
 from pipefit.units import format_bytes, format_seconds, parse_quantity
 
 __all__ = ["TOKENS", "WAYS", "OffloadConfig", "OffloadRow", "offload", "rates"]
@@ -327,7 +327,7 @@ def _pipeline(config: OffloadConfig, tokens: int, bundle: ModelBundle | None = N
         optimizer=_adam,
         microbatches=max(tokens // max(config.part, config.context), 1),
         precision="bf16",
-        device=config.device,
+        parallelism=Parallelism(device=config.device),
         **more,
     )
 

@@ -30,8 +30,8 @@ from pipefit.ir.op import Op
 from pipefit.ir.residency import kept_fetches
 from pipefit.models import ModelBundle, build
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.spill_options import Spilled
 from pipefit.profiling import measure_tier
+from pipefit.spec.options import Parallelism, Spilled
 from pipefit.spec.topology import Tier
 from pipefit.spill.tiers import Key
 from pipefit.units import format_bytes, parse_quantity
@@ -356,14 +356,14 @@ def _batches(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from batches
 
 
-def _pipeline(bundle: ModelBundle, tokens: int, spill: Spilled | None, **more: Any) -> Pipeline:
+def _pipeline(bundle: ModelBundle, tokens: int, spill: Spilled | None, chunks: int = 1, **more: Any) -> Pipeline:
     return Pipeline(
         bundle.layers,
         loss=bundle.loss,
         optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-6),
         microbatches=max(tokens // _PART_TOKENS, 1),
         spill=spill,
-        device="cpu",
+        parallelism=Parallelism(chunks=chunks, device="cpu"),
         **more,
     )
 

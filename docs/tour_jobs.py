@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipefit import Pipeline
+from pipefit import Parallelism, Pipeline
 from pipefit.models import build
 
 SIZES = {"layers": 6, "hidden": 96, "heads": 4, "context": 64}
@@ -48,7 +48,9 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 def _pipeline(case: dict[str, Any]) -> Train:
     torch.manual_seed(0)
     bundle = build("gpt", **SIZES)
-    pipe = Pipeline(bundle.layers, loss=bundle.loss, optimizer=_sgd, **case)
+    case, spread = dict(case), Parallelism(chunks=case.get("chunks", 1))
+    case.pop("chunks", None)
+    pipe = Pipeline(bundle.layers, loss=bundle.loss, optimizer=_sgd, parallelism=spread, **case)
     batch = bundle.example(BATCH, 1)
     steps = 1 if pipe.schedule.is_synchronous else 4  # without a flush steps overlap, and only a segment has a time
     return lambda: (steps, pipe.fit([batch] * steps)[-1])

@@ -27,6 +27,7 @@ from pipefit.runtime.session import Session
 from pipefit.schedules import program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Profile, Topology
+from pipefit.spec.options import Parallelism
 
 __all__ = ["Contestant", "Subject", "contestant", "sgd", "turn"]
 
@@ -92,7 +93,11 @@ def contestant(choice: Choice, subject: Subject, topology: Topology, size: int, 
         )
     plan = plan_for(choice, topology.num_devices, subject.scaled.microbatch)
     pipe = Pipeline(
-        copy.deepcopy(subject.bundle.layers), loss=subject.bundle.loss, optimizer=sgd, plan=plan, device="cpu"
+        copy.deepcopy(subject.bundle.layers),
+        loss=subject.bundle.loss,
+        optimizer=sgd,
+        plan=plan,
+        parallelism=Parallelism(device="cpu"),
     )
     batches = [subject.batch(plan.num_microbatches)] * (size // plan.num_microbatches)
     steps = len(batches) * rounds

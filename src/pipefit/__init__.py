@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from pipefit.errors import PipefitError
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
     from pipefit.pipeline.pipeline import Pipeline
-    from pipefit.pipeline.planned import plan
-    from pipefit.pipeline.spill_options import Spilled
+    from pipefit.pipeline.plan_model import plan
     from pipefit.schedules import Shape, schedule
     from pipefit.spec import Partition, Placement, Plan, Profile, Topology
+    from pipefit.spec.options import Parallelism, Precision, Spilled, Updates
     from pipefit.study.api import Study
     from pipefit.study.trial import Trial
     from pipefit.timeline import Timeline
@@ -26,37 +26,42 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Instruction": "ir",
+    "Parallelism": "spec.options",
     "Partition": "spec",
     "Pipeline": "pipeline.pipeline",
     "PipefitError": "errors",
     "Placement": "spec",
     "Plan": "spec",
+    "Precision": "spec.options",
     "Profile": "spec",
     "Program": "ir",
     "Report": "verify",
     "Shape": "schedules",
-    "Spilled": "pipeline.spill_options",
+    "Spilled": "spec.options",
     "Study": "study.api",
     "Timeline": "timeline",
     "Topology": "spec",
     "Trial": "study.trial",
+    "Updates": "spec.options",
     "bwd": "ir",
     "bwd_input": "ir",
     "bwd_weight": "ir",
     "draw": "draw",
     "fwd": "ir",
-    "plan": "pipeline.planned",
+    "plan": "pipeline.plan_model",
     "schedule": "schedules",
     "study": "study",
 }
 
 __all__ = [
     "Instruction",
+    "Parallelism",
     "Partition",
     "PipefitError",
     "Pipeline",
     "Placement",
     "Plan",
+    "Precision",
     "Profile",
     "Program",
     "Report",
@@ -66,6 +71,7 @@ __all__ = [
     "Timeline",
     "Topology",
     "Trial",
+    "Updates",
     "__version__",
     "bwd",
     "bwd_input",

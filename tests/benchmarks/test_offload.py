@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 from benchmarks import offload as bench
 from pipefit.errors import ModelError, PipefitError
-from pipefit.pipeline import capped
-from pipefit.pipeline.spill_options import Spilled
+from pipefit.pipeline import memory_cap
+from pipefit.pipeline.workload import Workload
 from pipefit.profiling import Copies
 from pipefit.profiling.layers import as_chain
 from pipefit.profiling.survey import survey
+from pipefit.runtime.session import current
+from pipefit.spec.options import Request, Spilled
 from pipefit.stage.split import named_layers
 
 _NOTES_BYTES = 100 << 10
@@ -46,11 +48,15 @@ def test_all_ways_train_the_same_model_and_the_peer_is_torchs_own(here):
 
 def test_a_plan_for_autocast_knows_what_it_keeps_and_how_fast_the_device_is_in_its_type(monkeypatch):
     """A GPU multiplies bfloat16 some ten times as fast as float32; activations are halved, weights cast and kept."""
-    seen, measure = [], capped.measure_device
-    monkeypatch.setattr(capped, "measure_device", lambda *a, **more: seen.append(more["dtype"]) or measure(*a, **more))
+    seen, measure = [], memory_cap.measure_device
+    monkeypatch.setattr(
+        memory_cap, "measure_device", lambda *a, **more: seen.append(more["dtype"]) or measure(*a, **more)
+    )
     bundle, (x, y) = bench._gpt(TINY, "cpu"), next(bench._batches(TINY, 1024))
     for half in (None, torch.bfloat16):
-        found = capped.plan_of(named_layers(bundle.layers), Spilled("1 GiB"), bench._adam, (x, y), 1, half=half)
+        layers, cpu = named_layers(bundle.layers), torch.device("cpu")
+        work = Workload(layers, bundle.loss, bench._adam, cpu, (x, y), half=half)
+        found = memory_cap.plan_under_cap(Request(microbatches=1, spill=Spilled("1 GiB")), work, current())
         with torch.autocast("cpu", half, enabled=half is not None):
             kept, _ = survey(as_chain(bundle.layers), x)
         # Some KiB more, by the allocator's leave: what autograd notes beside the tensors. Halving is at least 120 KiB.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
+from tests.pipelines import grouped
 from torch import nn
 
 from pipefit import Pipeline
@@ -64,7 +65,7 @@ def tied():
 
 def pipeline(make=model, **options):
     settings = {"loss": nn.CrossEntropyLoss(), "optimizer": momentum, "stages": 2, "microbatches": 4, **options}
-    return Pipeline(make(), **settings)
+    return Pipeline(make(), **grouped(**settings))
 
 
 def batches(count=6, make=model):

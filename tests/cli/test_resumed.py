@@ -11,7 +11,7 @@ import pytest
 from tests.processes import ended
 
 from pipefit.cli import main
-from pipefit.run import training as run
+from pipefit.run import whole_run as run
 from pipefit.spill.tier_file import TierFile
 
 WORDS = (
@@ -42,11 +42,11 @@ def dies_in_a_write(num_commits, arguments):
 def dies_at_its_end(arguments):
     """Trains; it dies when all steps are done, while it leaves what it has to leave."""
 
-    def dying(pipe, *_):
+    def dying(config, pipe, *_):
         pipe.settle()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    run._leave = dying
+    run._result = dying
     main(arguments)
 
 
@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(tmp_path, capsys
     killed(words(tier, data, more=["-o", str(out)]))
     assert main(words(tier, data)) == 2
     told = capsys.readouterr().err
-    assert f"{tier} holds step 4 of a run that was cut off: go on with --resume {tier}" in told
+    assert f"{tier} holds step 4 of a run that was cut off: resume with --resume {tier}" in told
     assert main(words(tier, data, more=["--resume", str(tier), "--lr", "0.1", "--seed", "1"])) == 2
     told = capsys.readouterr().err
     assert "--lr was 0.002, is 0.1; --seed was 0, is 1; ask for the same" in told and "Traceback" not in told

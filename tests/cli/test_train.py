@@ -86,11 +86,15 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest(tmp_path, capsys):
     assert "the smallest cap that works is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--tensor 2", "--stages 2,3", "--recompute", "--replicas 2"])
+@pytest.mark.parametrize("words", ["--tensor 2", "--stages 2,3", "--recompute", "--replicas 2,1"])
 def test_a_cap_makes_its_own_plan_and_refuses_to_be_told_another(words, capsys):
     given = ["--model", "gpt", "--option", "layers=3,hidden=32,context=16", "--device-memory", "6 MiB", *words.split()]
     assert main(["train", *given, "--data", "synthetic", "--steps", "2"]) == 2
-    assert f"leave out {words.split()[0]}, or --device-memory" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    cure = (
+        "give one number of replicas" if "replicas" in words else f"leave out {words.split()[0][2:]}, or device_memory"
+    )
+    assert cure in err
 
 
 @pytest.mark.parametrize("cap", [["--device-memory", "6 MiB"], []], ids=["capped", "by stages"])
@@ -110,7 +114,7 @@ def test_a_disk_that_is_no_folder_is_refused_in_one_message(cap, capsys):
     ],
 )
 def test_words_on_spilling_that_mean_nothing_are_refused_before_anything_is_measured(words, told, capsys, monkeypatch):
-    monkeypatch.setattr("pipefit.run.training.agreed_profile", None)
+    monkeypatch.setattr("pipefit.pipeline.request.agreed_profile", None)
     assert main(["train", "--model", "mlp", "--ranks", "1", *words.split()]) == 2
     assert told in capsys.readouterr().err
 

@@ -1,7 +1,6 @@
 """The pure side of `pipefit train`: options from a file, and what people see of a run."""
 
 import io
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +8,11 @@ from tests.verbs import refused
 
 from pipefit.cli import main, train
 from pipefit.cli.answer import Answer
-from pipefit.cli.train import _remove_if_alone
+from pipefit.cli.train import _remove_if_only_logs
 from pipefit.cli.watch import Watcher, plan_table, report
-from pipefit.run.config import RunConfig
+from pipefit.run.config import RunConfig, with_defaults
 from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile
+from pipefit.spec.options import as_flat
 from pipefit.timeline.compare import Row
 
 
@@ -27,13 +27,13 @@ def settings(monkeypatch):
 
     monkeypatch.setattr(train, "_run", remember)
     monkeypatch.setattr(train, "_data", lambda settings, result: {})
-    monkeypatch.setattr(train, "_told", lambda result: "")
+    monkeypatch.setattr(train, "_shown", lambda result: "")
     return seen
 
 
 def test_without_options_a_run_is_the_default_run(settings):
     assert main(["train"]) == 0
-    assert settings == [(RunConfig(), "distributed", None)]
+    assert settings == [(with_defaults(RunConfig()), "distributed", None)]
 
 
 def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tmp_path):
@@ -41,29 +41,28 @@ def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tm
     path = tmp_path / "plan.json"
     Plan(Partition.from_counts(stages, 4), Placement(ranks), "1f1b", 4).save(path)
     assert main(["train", "--plan", str(path)]) == main(["train", "--plan", str(path), "--ranks", "2"]) == 0
-    assert [config.ranks for config, *_ in settings] == [3, 2]
+    assert [config.request.parallelism.ranks for config, *_ in settings] == [3, 2]
 
 
 def test_every_setting_of_a_run_has_an_option(settings):
     words = (
-        "model=mlp options=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
+        "model=mlp option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
         "recompute plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 clip=0 seed=6 output=runs/x resume=runs/y "
         "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
-        "commit_every=3 keep=all activations"
+        "commit_every=3 keep=all activations schedule_option=warmup=2"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
     # A setting that is not here has no option yet.
-    assert set(arguments) == {field.name for field in fields(RunConfig)}
-    names = {"options": "option"}
+    usual = as_flat(RunConfig())
+    assert set(arguments) == set(usual)
     typed = ["train"]
     for name, value in arguments.items():
-        typed += [f"--{names.get(name, name).replace('_', '-')}", *([value] if value else [])]
+        typed += [f"--{name.replace('_', '-')}", *([value] if value else [])]
     assert main(typed) == 0
-    config = settings[0][0]
-    same = [field.name for field in fields(RunConfig) if getattr(config, field.name) == field.default]
-    assert same == []
-    assert (config.data, config.replicas, config.lr) == (("a.txt",), (2, 1), 0.5)
+    config = as_flat(settings[0][0])
+    assert [name for name in usual if config[name] == usual[name]] == []
+    assert (config["data"], config["replicas"], config["lr"]) == (["a.txt"], (2, 1), 0.5)
 
 
 def test_a_file_gives_options_and_what_is_typed_wins(settings, tmp_path):
@@ -73,8 +72,8 @@ def test_a_file_gives_options_and_what_is_typed_wins(settings, tmp_path):
         "checkpoint_every = 4\nrecompute = true\nlr = 0.25\n"
     )
     assert main(["train", "--config", str(path), "--steps", "10"]) == 0
-    config = settings[0][0]
-    assert (config.model, config.steps, config.data, config.stages) == ("mlp", 10, ("a.txt", "b.txt"), (3, 5))
+    config = SimpleNamespace(**as_flat(settings[0][0]))
+    assert (config.model, config.steps, config.data, config.stages) == ("mlp", 10, ["a.txt", "b.txt"], (3, 5))
     assert (config.checkpoint_every, config.recompute, config.lr) == (4, True, 0.25)
 
 
@@ -207,6 +206,6 @@ def test_a_run_that_was_refused_leaves_no_folder_and_one_that_began_keeps_it(tmp
         (logs / "rank-0.log").write_text("")
         for other in others:
             (tmp_path / name / other).write_text("{}")
-        _remove_if_alone(logs)
+        _remove_if_only_logs(logs)
     assert [path.name for path in tmp_path.iterdir()] == ["began"]
     assert (tmp_path / "began" / "logs" / "rank-0.log").is_file()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.pipelines import grouped
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -119,7 +120,7 @@ def facts_of_two(place: str) -> dict[str, Any]:
 
 def pipeline(layers: nn.Sequential, **options: Any) -> Pipeline:
     settings: dict[str, Any] = {"loss": mean_cross_entropy, "optimizer": adam, "microbatches": 2, "clip_norm": 0.5}
-    return Pipeline(layers, **(settings | options))
+    return Pipeline(layers, **grouped(**settings | options))
 
 
 def adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pipelines import grouped
 from tests.testing.equality_models import MODELS, make
 from torch import Tensor, nn
 
 from pipefit import Pipeline
 from pipefit.errors import PlanError
+from pipefit.spec.options import Parallelism
 from pipefit.testing.task import mean_cross_entropy
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -39,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def pipeline(model: nn.Module, shape: str = "1f1b, 2 × 2", optimizer: str = "momentum", **more: Any) -> Pipeline:
     options = {"loss": mean_cross_entropy, "optimizer": OPTIMIZERS[optimizer], **SHAPES[shape], **more}
-    return Pipeline(model, **options)
+    return Pipeline(model, **grouped(**options))
 
 
 def train(name: str, steps: int = 4, **options: Any) -> tuple[list[float], dict[str, Tensor], Pipeline]:
@@ -98,7 +100,7 @@ def test_states_take_one_part_of_the_memory(copies: int) -> None:
             schedule="data-parallel",
             stages=copies,
             microbatches=copies,
-            shard_optimizer=sharded,
+            parallelism=Parallelism(shard_optimizer=sharded),
         )
         pipe.fit([(torch.randn(8, 48), torch.randn(8, 48))])
         return state_bytes(pipe)
@@ -113,16 +115,23 @@ def test_optimizers_that_look_at_whole_weights_are_refused() -> None:
     with pytest.raises(PlanError, match="Adafactor is not known to"):
         Pipeline(
             make("plain")[0],
-            loss=mean_cross_entropy,
-            optimizer=torch.optim.Adafactor,
-            shard_optimizer=True,
-            **SHAPES["data-parallel"],
+            **grouped(
+                loss=mean_cross_entropy,
+                optimizer=torch.optim.Adafactor,
+                shard_optimizer=True,
+                **SHAPES["data-parallel"],
+            ),
         )
 
 
 def test_one_rank_has_nothing_to_divide() -> None:
     with pytest.raises(PlanError, match=r"every stage is on one rank only \(d = 1\)"):
-        Pipeline(make("plain")[0], loss=mean_cross_entropy, optimizer=OPTIMIZERS["sgd"], shard_optimizer=True)
+        Pipeline(
+            make("plain")[0],
+            loss=mean_cross_entropy,
+            optimizer=OPTIMIZERS["sgd"],
+            parallelism=Parallelism(shard_optimizer=True),
+        )
 
 
 CHANGES = {

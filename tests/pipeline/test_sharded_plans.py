@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 import torch
+from tests.pipelines import grouped
 from torch import nn
 
 from pipefit import Pipeline
@@ -73,8 +74,8 @@ def test_who_asks_for_it_gets_it_with_any_plan() -> None:
     made = found(1e9, sharded=False)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.Adam, "plan": made}
-    assert not Pipeline(model, **settings).program.header.sharded
-    assert Pipeline(model, shard_optimizer=True, **settings).program.header.sharded
+    assert not Pipeline(model, **grouped(**settings)).program.header.sharded
+    assert Pipeline(model, **grouped(shard_optimizer=True, **settings)).program.header.sharded
 
 
 def held(worker: Worker) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.pipelines import grouped
 from torch import Tensor, nn
 
 from pipefit import Pipeline
@@ -50,7 +51,7 @@ def pipeline(**options: Any) -> Pipeline:
         "microbatches": 2,
         **options,
     }
-    return Pipeline(settings.pop("model", None) or model(), **settings)
+    return Pipeline(settings.pop("model", None) or model(), **grouped(**settings))
 
 
 def train_where_one_rank_makes_no_groups() -> None:

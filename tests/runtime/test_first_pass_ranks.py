@@ -9,6 +9,7 @@ from torch import nn
 from pipefit import Pipeline
 from pipefit.ir.op import Op
 from pipefit.runtime.launch import launch
+from pipefit.spec.options import Parallelism
 
 pytestmark = pytest.mark.dist
 
@@ -24,7 +25,7 @@ def train_at_once(schedule: str) -> list[float]:
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
         schedule=schedule,
         microbatches=24,
-        chunks=chunks,
+        parallelism=Parallelism(chunks=chunks),
     )
     return pipe.fit([(torch.ones(24, 4), torch.zeros(24, 4))] * 3)
 
@@ -59,7 +60,7 @@ def longest_send_s() -> float:
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
         schedule="breadth-first",
         microbatches=16,
-        chunks=2,
+        parallelism=Parallelism(chunks=2),
     )
     pipe.fit([(torch.ones(16, 4), torch.zeros(16, 4))] * 2)
     timeline = pipe.timeline(last=1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pipelines import grouped
 from torch import Tensor, nn
 
 from pipefit import Pipeline
@@ -118,9 +119,7 @@ def _dawdling(shape: dict[str, Any], seed: int) -> tuple[Pipeline, int]:
     layers = [module for k in range(8) for module in (nn.Linear(4, 4), Dawdling(seed + 100 * k))]
     pipe = Pipeline(
         nn.Sequential(*layers),
-        loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
-        **shape,
+        **grouped(loss=nn.functional.mse_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01), **shape),
     )
     return pipe, 2 * shape["microbatches"]
 

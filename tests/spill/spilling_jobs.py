@@ -5,13 +5,14 @@ import signal
 from pathlib import Path
 
 import torch
+from tests.pipelines import grouped
 
 from pipefit import Pipeline
 from pipefit.cli.ranks import train_rank
 from pipefit.models import build
-from pipefit.pipeline.spill_options import Spilled
 from pipefit.run.config import RunConfig
 from pipefit.runtime.session import current
+from pipefit.spec.options import Spilled
 from pipefit.spill.tier_file import Commit, TierFile
 
 STEPS = 4
@@ -32,9 +33,16 @@ def train(spill: dict | None, settings: dict, plan: str = "") -> tuple[list[floa
     torch.manual_seed(0)
     bundle = build("gpt", layers=8, hidden=128, heads=4, context=64, vocab=64, tied=False, dropout=0.1)
     pipe = Pipeline(
-        bundle.layers, loss=bundle.loss, optimizer=adamw, seed=3, example=bundle.example(8, 0),
-        spill=None if spill is None else Spilled(**spill), **{"microbatches": 4, **settings},
-    )  # fmt: skip
+        bundle.layers,
+        **grouped(
+            loss=bundle.loss,
+            optimizer=adamw,
+            seed=3,
+            example=bundle.example(8, 0),
+            spill=None if spill is None else Spilled(**spill),
+            **{"microbatches": 4, **settings},
+        ),
+    )
     losses = [pipe.step(*bundle.example(8, number)) for number in range(STEPS)]
     assert pipe.held_bytes is not None
     held, claimed = pipe.held_bytes, pipe.plan.prediction.peak_bytes[pipe.rank] if pipe.plan.prediction else 0.0

@@ -5,13 +5,14 @@ import re
 
 import pytest
 import torch
+from tests.pipelines import grouped
 from torch import nn
 
 from pipefit import Pipeline
 from pipefit.errors import InfeasibleError, PipefitError, PlanError
 from pipefit.ir.op import Op
 from pipefit.models import build
-from pipefit.pipeline.spill_options import Spilled
+from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.testing import check
 
 
@@ -63,16 +64,26 @@ def data(steps=4):
 
 def resident(optimizer=momentum, clip=None, model=None):
     return Pipeline(
-        model or network(), loss=nn.functional.cross_entropy, optimizer=optimizer, stages=1, microbatches=3,
-        clip_norm=clip, scheduler=halving, seed=3,
-    )  # fmt: skip
+        model or network(),
+        loss=nn.functional.cross_entropy,
+        optimizer=optimizer,
+        stages=1,
+        microbatches=3,
+        updates=Updates(clip_norm=clip, scheduler=halving, seed=3),
+    )
 
 
 def spilled(optimizer=momentum, clip=None, model=None, counts=(3, 2, 1, 1), **how):
     return Pipeline(
-        model or network(), loss=nn.functional.cross_entropy, optimizer=optimizer, stages=list(counts),
-        chunks=len(counts), microbatches=3, clip_norm=clip, scheduler=halving, seed=3, spill=Spilled(**how),
-    )  # fmt: skip
+        model or network(),
+        loss=nn.functional.cross_entropy,
+        optimizer=optimizer,
+        stages=list(counts),
+        microbatches=3,
+        spill=Spilled(**how),
+        parallelism=Parallelism(chunks=len(counts)),
+        updates=Updates(clip_norm=clip, scheduler=halving, seed=3),
+    )
 
 
 def same(a, b):
@@ -114,9 +125,16 @@ def test_stages_that_keep_their_activations_replay_nothing_and_train_alike(optim
 def test_a_backward_finds_its_weights_in_whatever_slot_they_are(ranks):
     def pipeline(spill):
         return Pipeline(
-            network(), loss=nn.functional.cross_entropy, optimizer=adamw, schedule="interleaved",
-            stages=[3, 1, 1, 2] if ranks == 1 else [3, 2, 1, 1], chunks=4 // ranks, microbatches=2, seed=3, spill=spill,
-        )  # fmt: skip
+            network(),
+            loss=nn.functional.cross_entropy,
+            optimizer=adamw,
+            schedule="interleaved",
+            stages=[3, 1, 1, 2] if ranks == 1 else [3, 2, 1, 1],
+            microbatches=2,
+            spill=spill,
+            parallelism=Parallelism(chunks=4 // ranks),
+            updates=Updates(seed=3),
+        )
 
     one, other = pipeline(None), pipeline(Spilled(keep="all", slots=2 if ranks == 1 else 1))
     if ranks == 1:
@@ -167,7 +185,13 @@ def test_weights_that_two_shards_share_stay_on_the_device_and_train_alike():
     x, y = bundle.example(6, 0)
     one = Pipeline(copy.deepcopy(bundle.layers), loss=bundle.loss, optimizer=adamw, stages=1, microbatches=3)
     other = Pipeline(
-        bundle.layers, loss=bundle.loss, optimizer=adamw, stages=4, chunks=4, microbatches=3, spill=Spilled()
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=adamw,
+        stages=4,
+        microbatches=3,
+        spill=Spilled(),
+        parallelism=Parallelism(chunks=4),
     )
     for _ in range(3):
         assert one.step(x, y) == pytest.approx(other.step(x, y), rel=1e-6)
@@ -229,7 +253,9 @@ def test_a_model_of_the_meta_device_gets_the_same_weights_wherever_they_lie(tmp_
     def pipeline(**more):
         with torch.device("meta"):
             bundle = build("gpt", layers=3, hidden=16, heads=2, context=8, vocab=32, tied=False)
-        return Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=2, seed=5, **more), bundle
+        return Pipeline(
+            bundle.layers, **grouped(loss=bundle.loss, optimizer=adamw, microbatches=2, seed=5, **more)
+        ), bundle
 
     one, bundle = pipeline(stages=1)
     other, _ = pipeline(stages=5, chunks=5, spill=Spilled(disk=tmp_path / "tier"))
@@ -293,7 +319,7 @@ def test_activations_of_several_tensors_come_back_as_they_were():
         torch.manual_seed(1)
         layers = [nn.Linear(8, 16), Twisted(), Joined(), nn.Linear(4, 4), nn.Linear(4, 4)]
         return Pipeline(
-            nn.Sequential(*layers), loss=nn.functional.cross_entropy, optimizer=adamw, microbatches=3, **how
+            nn.Sequential(*layers), **grouped(loss=nn.functional.cross_entropy, optimizer=adamw, microbatches=3, **how)
         )
 
     one = made(stages=1)
@@ -307,9 +333,17 @@ def test_activations_of_several_tensors_come_back_as_they_were():
 def test_ranks_of_a_pipeline_park_what_they_are_sent():
     def made(**how):
         return Pipeline(
-            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=[2, 1, 1, 1, 1, 1], chunks=3,
-            microbatches=3, schedule="breadth-first", **how,
-        )  # fmt: skip
+            network(),
+            **grouped(
+                loss=nn.functional.cross_entropy,
+                optimizer=adamw,
+                stages=[2, 1, 1, 1, 1, 1],
+                chunks=3,
+                microbatches=3,
+                schedule="breadth-first",
+                **how,
+            ),
+        )
 
     one, other = made(), made(spill=Spilled(activations=True, slots=1))
     assert all(any(i.op is Op.EVICT and i.kind == "act" for i in rank) for rank in other.program.ranks)
@@ -362,9 +396,14 @@ def test_a_tiny_model_takes_no_more_than_its_plan_claims(name, options, optimize
     torch.manual_seed(0)
     bundle = build(name, **options)
     pipe = Pipeline(
-        bundle.layers, loss=bundle.loss, optimizer=optimizer, microbatches=4, clip_norm=1.0,
-        example=bundle.example(8, 0), spill=Spilled(cap, keep=keep),
-    )  # fmt: skip
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=optimizer,
+        microbatches=4,
+        example=bundle.example(8, 0),
+        spill=Spilled(cap, keep=keep),
+        updates=Updates(clip_norm=1.0),
+    )
     for number in range(2):
         pipe.step(*bundle.example(8, number))
     assert pipe.plan.spill is not None and pipe.held_bytes is not None
@@ -401,9 +440,16 @@ def test_copies_are_in_the_measured_timeline():
 def test_a_pipeline_whose_stages_are_spilled_trains_as_one_that_holds_them(schedule, chunks):
     def pipeline(spill):
         return Pipeline(
-            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=2 * chunks, chunks=chunks,
-            microbatches=4, schedule=schedule, clip_norm=0.5, seed=3, spill=spill,
-        )  # fmt: skip
+            network(),
+            loss=nn.functional.cross_entropy,
+            optimizer=adamw,
+            stages=2 * chunks,
+            microbatches=4,
+            schedule=schedule,
+            spill=spill,
+            parallelism=Parallelism(chunks=chunks),
+            updates=Updates(clip_norm=0.5, seed=3),
+        )
 
     one, other = pipeline(None), pipeline(Spilled(slots=1, place=None))
     for x, y in data():
@@ -424,10 +470,17 @@ def test_the_check_of_equality_takes_the_spilled_schedule():
 def test_half_precision_spills_with_its_weights_in_full(precision):
     def pipeline(stages, spill):
         return Pipeline(
-            network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=stages, chunks=stages, microbatches=3,
-            precision=precision, seed=3, spill=spill,
-            schedule="spilled" if spill else "breadth-first", recompute=True,
-        )  # fmt: skip
+            network(),
+            loss=nn.functional.cross_entropy,
+            optimizer=adamw,
+            stages=stages,
+            microbatches=3,
+            precision=precision,
+            spill=spill,
+            schedule="spilled" if spill else "breadth-first",
+            parallelism=Parallelism(chunks=stages, recompute=True),
+            updates=Updates(seed=3),
+        )
 
     one, other = pipeline(4, None), pipeline(4, Spilled())
     for x, y in data():
@@ -469,8 +522,8 @@ def test_under_a_cap_stages_keep_their_activations_as_far_as_they_fit_and_train_
     generator = torch.Generator().manual_seed(2)
     batches = [torch.randn(48, 96, generator=generator) for _ in range(3)]
     more = {"loss": nn.functional.mse_loss, "optimizer": adamw, "microbatches": 3, "seed": 3}
-    one = Pipeline(model(), stages=1, **more)
-    other = Pipeline(model(), example=(batches[0], batches[0]), spill=Spilled(cap), **more)
+    one = Pipeline(model(), **grouped(stages=1, **more))
+    other = Pipeline(model(), **grouped(example=(batches[0], batches[0]), spill=Spilled(cap), **more))
     assert other.plan.spill.keeps
     for x in batches:
         assert one.step(x, x) == other.step(x, x)

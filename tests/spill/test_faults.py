@@ -12,9 +12,9 @@ from torch import nn
 
 from pipefit import Pipeline
 from pipefit.errors import PipefitError, TierError
-from pipefit.pipeline.spill_options import Spilled
 from pipefit.run.config import RunConfig
-from pipefit.run.spilled_run import going_on
+from pipefit.run.tier_records import with_tier
+from pipefit.spec.options import Parallelism, Spilled, from_flat
 from pipefit.spill import tier_file as tierfile
 from pipefit.spill.arena import aligned
 from pipefit.spill.disk import DiskTier
@@ -211,7 +211,7 @@ def test_two_runs_cannot_use_one_file(tmp_path):
 def test_a_run_that_still_lasts_is_not_taken_for_one_that_was_cut_off(resumes, tmp_path):
     tier = written(tmp_path)
     with pytest.raises(TierError, match="another run uses it"):
-        going_on(RunConfig(disk=str(tmp_path), resume=str(tmp_path) if resumes else ""), 0)
+        with_tier(from_flat(RunConfig, {"disk": str(tmp_path), "resume": str(tmp_path) if resumes else ""}), 0)
     tier.close()
 
 
@@ -231,9 +231,14 @@ def _pipeline(folder, **how):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     return Pipeline(
-        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.Adam(p, 0.01), stages=[1, 1, 1], chunks=3,
-        microbatches=2, spill=Spilled(disk=folder, **how),
-    )  # fmt: skip
+        model,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.Adam(p, 0.01),
+        stages=[1, 1, 1],
+        microbatches=2,
+        spill=Spilled(disk=folder, **how),
+        parallelism=Parallelism(chunks=3),
+    )
 
 
 # A part in the host's memory is copied to the disk at commits; activations are written to it during a step.
@@ -287,9 +292,14 @@ def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     with pytest.raises(PipefitError, match="cannot be spilled"):
         Pipeline(
-            model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.LBFGS(p), stages=2, chunks=2,
-            microbatches=2, spill=Spilled(disk=tmp_path),
-        )  # fmt: skip
+            model,
+            loss=nn.functional.mse_loss,
+            optimizer=lambda p: torch.optim.LBFGS(p),
+            stages=2,
+            microbatches=2,
+            spill=Spilled(disk=tmp_path),
+            parallelism=Parallelism(chunks=2),
+        )
 
 
 # ---- several processes one after another -----------------------------------------------------------------------------

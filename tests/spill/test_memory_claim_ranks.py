@@ -7,8 +7,9 @@ import pytest
 from pipefit.cli.ranks import train_rank
 from pipefit.cli.watch import report
 from pipefit.run.config import RunConfig
-from pipefit.run.training import RunResult
+from pipefit.run.whole_run import RunResult
 from pipefit.runtime.launch import launch
+from pipefit.spec.options import from_flat
 
 pytestmark = pytest.mark.dist
 
@@ -20,7 +21,18 @@ _CONVNET = {"model": "convnet", "options": "", "batch": 64}
 
 
 def trained(schedule: str, **settings: object) -> RunResult:
-    config = RunConfig(data=("synthetic",), ranks=2, schedule=schedule, microbatches=4, steps=2, sample=0, **settings)
+    config = from_flat(
+        RunConfig,
+        {
+            "data": ("synthetic",),
+            "ranks": 2,
+            "schedule": schedule,
+            "microbatches": 4,
+            "steps": 2,
+            "sample": 0,
+            **settings,
+        },
+    )
     result: RunResult = launch(train_rank, 2, config, True, threads=1, quiet=True)[0]
     return result
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.pipelines import grouped
 from torch import nn
 
 from pipefit import Pipeline, Spilled
@@ -13,6 +14,7 @@ from pipefit.ir import Op
 from pipefit.ir.residency import kept_fetches
 from pipefit.profiling import measure_tier
 from pipefit.profiling import tier_rates as tiers
+from pipefit.spec.options import Parallelism, Updates
 from pipefit.spill import optimizer_states as states
 from pipefit.spill.arena import Slot, aligned
 from pipefit.spill.lanes import Copy, Lanes
@@ -116,22 +118,27 @@ def test_ties_of_a_model_without_memory_are_refused():
         last.weight = first.weight
     with pytest.raises(ModelError, match="untie them"):
         Pipeline(
-            [first, last], loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, 0.1), stages=2, chunks=2,
+            [first, last],
+            loss=nn.functional.mse_loss,
+            optimizer=lambda p: torch.optim.SGD(p, 0.1),
+            stages=2,
             spill=Spilled(),
-        )  # fmt: skip
+            parallelism=Parallelism(chunks=2),
+        )
 
 
 def test_a_plan_that_spills_to_disk_asks_for_a_folder():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     x = torch.zeros(8, 64)
     more = {"loss": nn.functional.mse_loss, "optimizer": lambda p: torch.optim.Adam(p), "microbatches": 2}
-    host = Pipeline(model, example=(x, x), spill=Spilled("300 KiB"), **more)
+    host = Pipeline(model, **grouped(example=(x, x), spill=Spilled("300 KiB"), **more))
     plan = host.plan
     told = plan.spill.__class__(tier="disk", device_bytes=plan.spill.device_bytes)
     host.close()
     with pytest.raises(PlanError, match="say where, by --disk FOLDER"):
         Pipeline(
-            nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), plan=plan.__class__(**_fields(plan, told)), **more
+            nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))),
+            **grouped(plan=plan.__class__(**_fields(plan, told)), **more),
         )
 
 
@@ -176,10 +183,14 @@ def test_the_run_reads_what_the_limit_and_the_simulation_say_it_reads(tmp_path, 
 
     monkeypatch.setattr(SpilledStore, "fetch", spy)
     pipe = Pipeline(
-        nn.Sequential(*(nn.Linear(8, 8) for _ in range(stages))), loss=nn.functional.mse_loss,
-        optimizer=lambda p: torch.optim.Adam(p, 0.1), stages=stages, chunks=stages, clip_norm=clip,
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(stages))),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.Adam(p, 0.1),
+        stages=stages,
         spill=Spilled(disk=tmp_path, slots=slots),
-    )  # fmt: skip
+        parallelism=Parallelism(chunks=stages),
+        updates=Updates(clip_norm=clip),
+    )
     fetches = [(index, i) for index, i in enumerate(pipe.program.ranks[0]) if i.op is Op.FETCH]
     for step in range(3):
         copied.clear()
@@ -201,9 +212,13 @@ def test_weights_that_are_still_in_their_slots_are_not_read_again_and_not_steppe
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(stages)))
     pipe = Pipeline(
-        model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.Adam(p, 0.1), stages=stages, chunks=stages,
+        model,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.Adam(p, 0.1),
+        stages=stages,
         spill=Spilled(disk=tmp_path, slots=2, optim_slots=0),
-    )  # fmt: skip
+        parallelism=Parallelism(chunks=stages),
+    )
     spilling = pipe.workers[0].spilling
     read, load = [], spilling.tier.read
     spilling.tier.read = lambda key, *more: read.append(str(key)) or load(key, *more)
@@ -251,11 +266,9 @@ def test_an_optimizer_whose_count_of_steps_stays_beside_the_records_trains_alike
         layers = [nn.Linear(8, 8) for _ in range(4)]
         pipe = Pipeline(
             layers,
-            loss=nn.functional.mse_loss,
-            optimizer=lambda p: make(p, 0.01),
-            microbatches=2,
-            clip_norm=0.5,
-            **more,
+            **grouped(
+                loss=nn.functional.mse_loss, optimizer=lambda p: make(p, 0.01), microbatches=2, clip_norm=0.5, **more
+            ),
         )
         losses = [pipe.step(x, y) for _ in range(4)]
         weights = pipe.state_dict()

@@ -6,12 +6,13 @@ import re
 import msgspec
 import pytest
 import torch
+from tests.pipelines import grouped
 
 from pipefit import Pipeline, Plan
 from pipefit.cli import main
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.models import build
-from pipefit.pipeline.spill_options import Spilled
+from pipefit.spec.options import Spilled, Updates
 
 BATCH, MICROBATCHES = 8, 4
 
@@ -30,9 +31,19 @@ def capped(cap="100 KiB", ranks=2, tied=False, clip=None, **more):
     example = bundle.example(BATCH, 0)
     where = {key: more.pop(key) for key in ("disk", "host_memory", "step_on") if key in more}
     pipe = Pipeline(
-        bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=MICROBATCHES, example=example, ranks=ranks,
-        clip_norm=clip, seed=3, spill=Spilled(cap, **where), **more,
-    )  # fmt: skip
+        bundle.layers,
+        **grouped(
+            loss=bundle.loss,
+            optimizer=adamw,
+            microbatches=MICROBATCHES,
+            example=example,
+            ranks=ranks,
+            clip_norm=clip,
+            seed=3,
+            spill=Spilled(cap, **where),
+            **more,
+        ),
+    )
     return pipe, bundle
 
 
@@ -56,7 +67,9 @@ def test_ranks_under_a_cap_train_as_one_process_that_holds_everything(ranks, whe
     assert plan.spill and plan.schedule == "breadth-first" and plan.placement.num_ranks == ranks and plan.num_chunks > 1
     assert max(plan.prediction.peak_bytes) == plan.spill.peak_bytes <= 500 * 1024
     bundle = model()
-    one = Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=MICROBATCHES, stages=1, seed=3)
+    one = Pipeline(
+        bundle.layers, loss=bundle.loss, optimizer=adamw, microbatches=MICROBATCHES, stages=1, updates=Updates(seed=3)
+    )
     same(one, pipe, bundle)
     pipe.close()
 
@@ -67,7 +80,7 @@ def test_clipping_and_shared_weights_over_ranks_under_a_cap_are_those_of_the_sam
     assert pipe.plan.spill is not None
     bundle = model(tied)
     plan = msgspec.structs.replace(pipe.plan, spill=None)
-    one = Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, plan=plan, clip_norm=0.5, seed=3)
+    one = Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, plan=plan, updates=Updates(clip_norm=0.5, seed=3))
     same(one, pipe, bundle)
     pipe.close()
 
@@ -78,7 +91,7 @@ def test_copies_under_a_cap_train_as_the_same_copies_without(ranks):
     assert pipe.plan.spill and pipe.plan.data == 2 and pipe.plan.placement.num_ranks == ranks
     bundle = model()
     plan = msgspec.structs.replace(pipe.plan, spill=None)
-    one = Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, plan=plan, seed=3)
+    one = Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, plan=plan, updates=Updates(seed=3))
     same(one, pipe, bundle)
     pipe.close()
 
@@ -90,7 +103,7 @@ def test_a_schedule_that_is_asked_for_is_taken(schedule, chunks):
     assert (pipe.plan.schedule, pipe.plan.num_chunks) == (schedule, chunks)
     bundle = model()
     plan = msgspec.structs.replace(pipe.plan, spill=None)
-    one = Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, plan=plan, seed=3)
+    one = Pipeline(bundle.layers, loss=bundle.loss, optimizer=adamw, plan=plan, updates=Updates(seed=3))
     same(one, pipe, bundle)
     pipe.close()
 

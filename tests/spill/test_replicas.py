@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from tests.pipelines import grouped
 from torch import nn
 
 from pipefit import Pipeline
 from pipefit.errors import PlanError, ScheduleError
-from pipefit.pipeline.spill_options import Spilled
+from pipefit.spec.options import Spilled, Updates
 
 
 def adamw(parameters):
@@ -46,9 +47,16 @@ def data(steps=4):
 def pipeline(spill=None, replicas=(2,), chunks=2, schedule="breadth-first", clip=None, **more):
     settings = {"stages": chunks * max(len(replicas), 1), "chunks": chunks, "replicas": replicas, "microbatches": 6}
     return Pipeline(
-        network(), loss=nn.functional.cross_entropy, schedule=schedule, seed=3, clip_norm=clip, spill=spill,
-        **{"optimizer": adamw, **settings, **more},
-    )  # fmt: skip
+        network(),
+        **grouped(
+            loss=nn.functional.cross_entropy,
+            schedule=schedule,
+            seed=3,
+            clip_norm=clip,
+            spill=spill,
+            **{"optimizer": adamw, **settings, **more},
+        ),
+    )
 
 
 def same(a, b):
@@ -79,7 +87,7 @@ def test_other_schedules_too(schedule, chunks, stages):
 
 def test_they_train_as_one_process_that_holds_everything():
     loss = nn.functional.cross_entropy
-    one = Pipeline(network(), loss=loss, optimizer=momentum, stages=1, microbatches=6, seed=3)
+    one = Pipeline(network(), loss=loss, optimizer=momentum, stages=1, microbatches=6, updates=Updates(seed=3))
     other = pipeline(Spilled(), optimizer=momentum)
     for x, y in data():
         assert one.step(x, y) == pytest.approx(other.step(x, y), rel=1e-6)

@@ -15,8 +15,8 @@ from pipefit import Pipeline
 from pipefit.checkpoint import committed
 from pipefit.errors import ModelError, PipefitError, TierError
 from pipefit.models import build
-from pipefit.pipeline import committing
-from pipefit.pipeline.spill_options import Spilled
+from pipefit.pipeline import assembly
+from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.spill import tier_file as tierfile
 from pipefit.spill.records import HEADER_BYTES
 
@@ -54,10 +54,15 @@ def batch(step):
 
 def pipeline(folder=None, optimizer=adamw, width=16, clip=0.5, counts=(3, 2, 1), seed=3, microbatches=3, **how):
     return Pipeline(
-        network(width), loss=nn.functional.cross_entropy, optimizer=optimizer, stages=list(counts), chunks=len(counts),
-        microbatches=microbatches, clip_norm=clip, scheduler=halving, seed=seed,
+        network(width),
+        loss=nn.functional.cross_entropy,
+        optimizer=optimizer,
+        stages=list(counts),
+        microbatches=microbatches,
         spill=Spilled(disk=folder, **how),
-    )  # fmt: skip
+        parallelism=Parallelism(chunks=len(counts)),
+        updates=Updates(clip_norm=clip, scheduler=halving, seed=seed),
+    )
 
 
 def trained(pipe, until=STEPS):
@@ -135,7 +140,7 @@ def test_ten_steps_lie_between_commits_where_these_copy_the_hosts_memory_or_much
     assert every("disk") == every("states", optim_slots=0) == 1
     assert every("split", host_memory=HALF) == 10
     assert every("told", host_memory=HALF, commit_every=4) == 4
-    monkeypatch.setattr(committing, "MOST_BYTES", 1000)
+    monkeypatch.setattr(assembly, "MOST_BYTES", 1000)
     assert every("disk") == 1
     assert every("states", optim_slots=0) == 10
 
@@ -187,9 +192,14 @@ def test_a_model_that_draws_its_layers_goes_on_with_what_it_had(tmp_path):
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
         return Pipeline(
-            model, loss=nn.functional.cross_entropy, optimizer=adamw, stages=[1, 1, 1], chunks=3, microbatches=3,
+            model,
+            loss=nn.functional.cross_entropy,
+            optimizer=adamw,
+            stages=[1, 1, 1],
+            microbatches=3,
             spill=Spilled(**how),
-        )  # fmt: skip
+            parallelism=Parallelism(chunks=3),
+        )
 
     one = built()
     losses = trained(one)
@@ -206,9 +216,16 @@ def test_a_scaled_loss_and_weights_that_stages_share_go_on(tmp_path):
         torch.manual_seed(0)
         bundle = build("gpt", layers=2, hidden=16, heads=2, context=8, vocab=32, dropout=0.1)
         return Pipeline(
-            bundle.layers, loss=bundle.loss, optimizer=adamw, stages=4, chunks=4, microbatches=2, precision="fp16",
-            scheduler=halving, spill=Spilled(**how),
-        ), bundle  # fmt: skip
+            bundle.layers,
+            loss=bundle.loss,
+            optimizer=adamw,
+            stages=4,
+            microbatches=2,
+            precision="fp16",
+            spill=Spilled(**how),
+            parallelism=Parallelism(chunks=4),
+            updates=Updates(scheduler=halving),
+        ), bundle
 
     one, bundle = built()
     batches = [bundle.example(4, seed) for seed in range(5)]
@@ -225,9 +242,15 @@ def test_a_scaled_loss_and_weights_that_stages_share_go_on(tmp_path):
 
 def ranks_of_two(folder=None, **how):
     return Pipeline(
-        network(), loss=nn.functional.cross_entropy, optimizer=adamw, stages=[2, 2, 1, 1], chunks=2, microbatches=4,
-        schedule="breadth-first", spill=Spilled(disk=folder, **how),
-    )  # fmt: skip
+        network(),
+        loss=nn.functional.cross_entropy,
+        optimizer=adamw,
+        stages=[2, 2, 1, 1],
+        microbatches=4,
+        schedule="breadth-first",
+        spill=Spilled(disk=folder, **how),
+        parallelism=Parallelism(chunks=2),
+    )
 
 
 def test_ranks_go_on_from_the_last_step_that_all_have_committed(tmp_path, monkeypatch):
@@ -277,7 +300,7 @@ def test_a_loaded_checkpoint_is_committed_before_its_first_step(tmp_path):
     pipe.load(tmp_path / "saved")
     pipe.close()
     pipe = pipeline(tmp_path / "other", resume=True)
-    assert pipe.num_updates == 3 and pipe.noted == {"data": 7}
+    assert pipe.num_updates == 3 and pipe.resumed_notes == {"data": 7}
     assert trained(pipe) == losses[3:]
     pipe.close()
 
@@ -289,7 +312,7 @@ def test_notes_come_back(tmp_path):
     pipe.close()
     assert Spilled(disk=tmp_path / "tier").committed == 3
     pipe = pipeline(tmp_path / "tier", resume=2)
-    assert pipe.noted == {"position": 4} and pipe.num_updates == 2
+    assert pipe.resumed_notes == {"position": 4} and pipe.num_updates == 2
     pipe.close()
 
 

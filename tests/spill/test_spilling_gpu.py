@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.pipelines import grouped
 from torch import nn
 
 from benchmarks import offload as bench
 from pipefit import Pipeline, Spilled
 from pipefit.models import build
+from pipefit.spec.options import Parallelism
 from pipefit.spill.arena import aligned
 from pipefit.spill.disk import DiskTier
 from pipefit.spill.host import HostTier
@@ -44,10 +46,21 @@ def network():
 def trained(optimizer, steps=4, clip=None, counts=(1,) * 6, **more):
     """Losses and weights; the cuts are the same with and without spilling."""
     pipe = Pipeline(
-        network(), loss=nn.functional.mse_loss, optimizer=optimizer, stages=list(counts), chunks=len(counts),
-        schedule="spilled" if "spill" in more else "breadth-first", recompute="spill" not in more, microbatches=3,
-        clip_norm=clip, device=DEVICE, seed=3, **more,
-    )  # fmt: skip
+        network(),
+        **grouped(
+            loss=nn.functional.mse_loss,
+            optimizer=optimizer,
+            stages=list(counts),
+            chunks=len(counts),
+            schedule="spilled" if "spill" in more else "breadth-first",
+            recompute="spill" not in more,
+            microbatches=3,
+            clip_norm=clip,
+            device=DEVICE,
+            seed=3,
+            **more,
+        ),
+    )
     generator = torch.Generator().manual_seed(2)
     losses = [pipe.step(*torch.randn(2, 96, 256, generator=generator)) for _ in range(steps)]
     weights = {name: value.cpu() for name, value in pipe.state_dict().items()}
@@ -112,9 +125,14 @@ def test_a_plan_for_a_cap_keeps_it():
     moment = 3 * max(p.nbytes for p in bundle.layers.parameters())
     x, y = bundle.example(4, 0)
     pipe = Pipeline(
-        bundle.layers, loss=bundle.loss, optimizer=fused_adam, microbatches=4, example=(x, y),
-        spill=Spilled(cap, step_on="device"), device=DEVICE,
-    )  # fmt: skip
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=fused_adam,
+        microbatches=4,
+        example=(x, y),
+        spill=Spilled(cap, step_on="device"),
+        parallelism=Parallelism(device=DEVICE),
+    )
     assert pipe.plan.spill is not None
     forget_peak()
     assert all(pipe.step(x, y) > 0 for _ in range(3))
@@ -137,11 +155,11 @@ def test_a_checkpoint_of_a_spilled_run_goes_on_resident_and_counts_its_steps(tmp
     counts = [1] * 6
     more = {"loss": nn.functional.mse_loss, "stages": counts, "chunks": 6, "microbatches": 3, "device": DEVICE}
     x, y = torch.randn(2, 96, 256)
-    one = Pipeline(network(), optimizer=adam, spill=Spilled(), schedule="spilled", **more)
+    one = Pipeline(network(), **grouped(optimizer=adam, spill=Spilled(), schedule="spilled", **more))
     for _ in range(3):
         one.step(x, y)
     one.save(tmp_path / "saved")
-    other = Pipeline(network(), optimizer=adam, schedule="breadth-first", recompute=True, **more)
+    other = Pipeline(network(), **grouped(optimizer=adam, schedule="breadth-first", recompute=True, **more))
     other.load(tmp_path / "saved")
     assert [one.step(x, y) for _ in range(2)] == [other.step(x, y) for _ in range(2)]
     one.close()

@@ -16,6 +16,7 @@ from pipefit.cli.ranks import train_rank
 from pipefit.errors import InfeasibleError
 from pipefit.run.config import RunConfig
 from pipefit.runtime.launch import LaunchError, launch
+from pipefit.spec.options import from_flat
 
 pytestmark = pytest.mark.dist
 
@@ -50,8 +51,18 @@ def weights(run: Path) -> dict[str, Tensor]:
 def test_processes_under_a_cap_of_which_one_was_killed_go_on_to_the_very_same_end(tmp_path: Path) -> None:
     tier, end, whole = (str(tmp_path / name) for name in ("tier", "end", "whole"))
     options = "layers=4,hidden=32,context=16,tied=false,dropout=0.1"
-    usual = RunConfig(
-        options=options, data=("synthetic",), ranks=2, schedule="auto", batch=8, steps=5, warmup=1, sample=0
+    usual = from_flat(
+        RunConfig,
+        {
+            "option": options,
+            "data": ("synthetic",),
+            "ranks": 2,
+            "schedule": "auto",
+            "batch": 8,
+            "steps": 5,
+            "warmup": 1,
+            "sample": 0,
+        },
     )
     config = replace(usual, device_memory="600 KiB", disk=tier, output=end)
     with pytest.raises(LaunchError, match=r"rank 1 .*SIGKILL"):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from tests.pipelines import grouped
 from tests.spill.test_equality import (
     adagrad,
     adamw,
@@ -23,7 +24,7 @@ from pipefit import Pipeline
 from pipefit.cli import main
 from pipefit.errors import PlanError
 from pipefit.models import build
-from pipefit.pipeline.spill_options import Spilled
+from pipefit.spec.options import Parallelism, Spilled
 
 PLACES = ["device", "host", (0, 3), (1, 2)]
 
@@ -116,9 +117,19 @@ def test_steps_with_a_scaled_loss_are_passed_by_and_taken_alike(precision):
 
     def run(place):
         pipe = Pipeline(
-            network(), loss=nn.functional.cross_entropy, optimizer=adamw, microbatches=3, seed=3, precision="bf16",
-            stages=[3, 2, 1, 1], chunks=4, spill=Spilled(step_on=place), **precision,
-        )  # fmt: skip
+            network(),
+            **grouped(
+                loss=nn.functional.cross_entropy,
+                optimizer=adamw,
+                microbatches=3,
+                seed=3,
+                precision="bf16",
+                stages=[3, 2, 1, 1],
+                chunks=4,
+                spill=Spilled(step_on=place),
+                **precision,
+            ),
+        )
         losses = [pipe.step(1000 * x, y) for x, y in data()]
         weights, scale = pipe.state_dict(), pipe.loss_scale.scale
         pipe.close()
@@ -147,8 +158,8 @@ def test_a_plan_that_steps_on_the_host_is_followed(tmp_path):
     bundle = build("gpt", layers=4, hidden=32, heads=2, context=8, vocab=32, tied=False)
     x, y = bundle.example(4, 0)
     how = {"loss": bundle.loss, "optimizer": adamw, "microbatches": 2}
-    one = Pipeline(copy.deepcopy(bundle.layers), stages=1, **how)
-    other = Pipeline(bundle.layers, example=(x, y), spill=Spilled("700 KiB", step_on="host"), **how)
+    one = Pipeline(copy.deepcopy(bundle.layers), **grouped(stages=1, **how))
+    other = Pipeline(bundle.layers, **grouped(example=(x, y), spill=Spilled("700 KiB", step_on="host"), **how))
     told = other.plan.spill
     assert told.on_host == tuple(range(len(other.plan.partition.stages))) and not told.optim_slots
     assert other.program.header.spill.on_host == told.on_host
@@ -165,9 +176,14 @@ def test_stages_that_share_a_weight_step_on_the_device_and_the_rest_on_the_host(
     losses = []
     for place in ("device", "host"):
         pipe = Pipeline(
-            copy.deepcopy(bundle.layers), loss=bundle.loss, optimizer=adamw, stages=4, chunks=4, microbatches=3,
+            copy.deepcopy(bundle.layers),
+            loss=bundle.loss,
+            optimizer=adamw,
+            stages=4,
+            microbatches=3,
             spill=Spilled(step_on=place),
-        )  # fmt: skip
+            parallelism=Parallelism(chunks=4),
+        )
         losses.append([pipe.step(x, y) for _ in range(3)])
         on_host = pipe.program.header.spill.on_host
         pipe.close()
@@ -180,7 +196,7 @@ def test_a_model_of_the_meta_device_is_drawn_into_records_that_step_on_the_host(
     pipes = []
     for more in ({"stages": 1}, {"stages": 5, "chunks": 5, "spill": Spilled(step_on="host")}):
         layers = copy.deepcopy(bundle.layers)
-        pipes.append(Pipeline(layers, loss=bundle.loss, optimizer=adamw, microbatches=2, seed=5, **more))
+        pipes.append(Pipeline(layers, **grouped(loss=bundle.loss, optimizer=adamw, microbatches=2, seed=5, **more)))
     x, y = bundle.example(4, 0)
     for _ in range(2):
         assert pipes[0].step(x, y) == pipes[1].step(x, y)

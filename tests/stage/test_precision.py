@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pipelines import grouped
 from tests.testing.equality_models import make
 from torch import Tensor, nn
 
@@ -84,7 +85,7 @@ def pipeline(model: nn.Module, **options: Any) -> Pipeline:
         "microbatches": 4,
         **options,
     }
-    return Pipeline(model, **settings)
+    return Pipeline(model, **grouped(**settings))
 
 
 def close(pipe: Pipeline, one: One, tolerance: float) -> None:

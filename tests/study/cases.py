@@ -1,6 +1,7 @@
 """Trials for tests of studies, and what they give when an ordinary pipeline runs them alone."""
 
 import torch
+from tests.pipelines import grouped
 
 import pipefit as pf
 from pipefit.study.execute.cursor import read_losses
@@ -24,13 +25,15 @@ def alone(trial: Trial) -> tuple[list[float], dict[str, torch.Tensor]]:
 def by_pipeline(trial, recipe, **how):
     pipe = pf.Pipeline(
         torch.nn.Sequential(*(layer.module for layer in recipe.layers)),
-        loss=recipe.training.loss,
-        optimizer=recipe.training.optimizer,
-        scheduler=recipe.training.scheduler,
-        clip_norm=recipe.training.clip_norm,
-        microbatches=trial.microbatches,
-        seed=trial.seed,
-        **how,
+        **grouped(
+            loss=recipe.training.loss,
+            optimizer=recipe.training.optimizer,
+            scheduler=recipe.training.scheduler,
+            clip_norm=recipe.training.clip_norm,
+            microbatches=trial.microbatches,
+            seed=trial.seed,
+            **how,
+        ),
     )
     losses = [pipe.step(*recipe.batch_at(step)) for step in range(trial.steps)]
     return losses, list(pipe.state_dict().values())

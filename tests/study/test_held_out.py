@@ -23,9 +23,13 @@ def by_pipeline(trial):
     """What `Pipeline.evaluate` gives after the steps that are due."""
     recipe = recipe_of(trial)
     pipe = pf.Pipeline(
-        nn.Sequential(*(layer.module for layer in recipe.layers)), loss=recipe.training.loss, stages=1,
-        optimizer=recipe.training.optimizer, microbatches=trial.microbatches, seed=trial.seed,
-    )  # fmt: skip
+        nn.Sequential(*(layer.module for layer in recipe.layers)),
+        loss=recipe.training.loss,
+        stages=1,
+        optimizer=recipe.training.optimizer,
+        microbatches=trial.microbatches,
+        updates=pf.Updates(seed=trial.seed),
+    )
     found = []
     for step in range(trial.steps):
         pipe.step(*recipe.batch_at(step))

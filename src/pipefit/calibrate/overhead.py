@@ -19,6 +19,7 @@ from pipefit.runtime.collectives import from_first
 from pipefit.runtime.session import Session
 from pipefit.simulate import simulate
 from pipefit.spec import Profile, Topology
+from pipefit.spec.options import Parallelism
 from pipefit.timeline import Timeline
 
 __all__ = ["arrival_s", "runtime_costs"]
@@ -60,7 +61,7 @@ def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
         schedule="1f1b",
         microbatches=_MICROBATCHES,
         stages=[1] * len(layers),
-        device="cpu",
+        parallelism=Parallelism(device="cpu"),
     )
     # Shapes are agreed on, and process groups meet, in the first passes.
     for _ in range(3):

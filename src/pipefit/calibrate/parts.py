@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from pipefit.parallel import Mesh, Region, make_mesh
 from pipefit.parallel.rehearsal import Exchange, Rehearsal
-from pipefit.pipeline.divided import Divided
+from pipefit.pipeline.tensor_parallel import TensorParallel
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import per_core
@@ -91,11 +91,11 @@ def profile_of_parts(
 
 
 @contextmanager
-def _rehearsed(layers: Sequence[NamedLayer], region: Region) -> Iterator[tuple[Divided, Rehearsal]]:
+def _rehearsed(layers: Sequence[NamedLayer], region: Region) -> Iterator[tuple[TensorParallel, Rehearsal]]:
     """The layers divided as in the region, among processes that are not there."""
     wholes = [(p, p.data) for layer in layers for p in layer.module.parameters()]
     rehearsal = Rehearsal(region.group, region.size, 0, region.sequence)
-    divided = Divided.on(layers, Mesh(region.size, 0, rehearsal))
+    divided = TensorParallel.on(layers, Mesh(region.size, 0, rehearsal))
     try:
         yield divided, rehearsal
     finally:

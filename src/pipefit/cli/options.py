@@ -1,15 +1,21 @@
-"""Options that several verbs share, with their help, and the checks that name the option in their message."""
+"""Options of verbs: those of `pipefit.spec.options`, those that several verbs share, and checks that name them."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from inspect import Parameter as Argument
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 from cyclopts import CoercionError, Parameter, Token, convert
 
 from pipefit.errors import PipefitError, nearest
+from pipefit.spec.options import flag_of, from_flat, groups_of, key_of
 
 __all__ = [
     "PICTURES",
@@ -28,6 +34,7 @@ __all__ = [
     "count",
     "exact",
     "flag",
+    "flat",
     "help_of",
     "numbers",
     "pairs",
@@ -75,6 +82,97 @@ def help_of(text: str, *names: str) -> Parameter:
 def flag(text: str, *names: str) -> Parameter:
     """The same for a flag, which has no opposite."""
     return Parameter(name=names or None, help=text, negative=(), show_default=False)
+
+
+def flat(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Turns groups of options into options: a verb's argument that is a dataclass becomes a flag for each field.
+
+    Help comes from the dataclass's docstring, names and types from its fields; see `pipefit.spec.options.setting`.
+
+    Args:
+        without: names of fields, or of groups of them, that the verb does not offer.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(command, include_extras=True)
+        groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+        groups.pop("return")  # the verb's answer is a dataclass too
+
+        def verb(**given: Any) -> Any:
+            for name, check in checks.items():
+                if name in given:
+                    check(given[name])
+            own = {name: value for name, value in given.items() if name in plain}
+            return command(**own, **{name: from_flat(group, given) for name, group in groups.items()})
+
+        arguments: list[Argument] = []
+        checks: dict[str, Callable[[Any], Any]] = {}
+        plain = set()
+        for argument in inspect.signature(command).parameters.values():
+            if argument.name not in groups:
+                arguments.append(argument.replace(annotation=hints[argument.name]))
+                plain.add(argument.name)
+                continue
+            for one, value, kind, text in _visible(groups[argument.name](), without):
+                arguments.append(_argument(one, value, kind, text))
+                if one.metadata.get("least") == 1:
+                    checks[key_of(one)] = partial(count, flag_of(one))
+        verb.__doc__, verb.__module__, verb.__name__ = command.__doc__, command.__module__, command.__name__
+        verb.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+        return verb
+
+    return decorate
+
+
+def _visible(group: Any, without: Collection[str]) -> Iterator[tuple[Any, Any, Any, str]]:
+    """The fields of a group and of those in it that the command line offers: field, default, type, help."""
+    helps, hints, groups = _helps(type(group)), get_type_hints(type(group)), groups_of(type(group))
+    for one in fields(group):
+        value = getattr(group, one.name)
+        if one.name in without or one.metadata.get("hidden"):
+            continue
+        if one.name in groups:
+            yield from _visible(groups[one.name]() if value is None else value, without)
+        else:
+            yield one, value, one.metadata.get("typed") or hints[one.name], helps[one.name]
+
+
+def _argument(one: Any, value: Any, kind: Any, text: str) -> Argument:
+    """The option of a field with its default and help."""
+    typed, extra = _TYPED.get(kind, (kind, {}))
+    shown = isinstance(value, int | float | str) and not isinstance(value, bool) and value != ""
+    names = one.metadata.get("flags") or None
+    parameter = Parameter(name=names, help=text, negative=(), show_default=shown, **extra)
+    return Argument(key_of(one), Argument.KEYWORD_ONLY, default=value, annotation=Annotated[typed, parameter])
+
+
+def _joined(kind: Any, tokens: Sequence[Token]) -> str:
+    return ",".join(token.value for token in tokens)
+
+
+def _listed(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
+    return whole_numbers(_name(tokens), tokens[0].value)
+
+
+def _paired(kind: Any, tokens: Sequence[Token]) -> dict[str, int]:
+    return pairs(_name(tokens), [token.value for token in tokens])
+
+
+_TYPED: dict[Any, tuple[Any, dict[str, Any]]] = {
+    "words": (list[str], {"converter": _joined}),
+    "numbers": (tuple[int, ...], {"converter": _listed, "n_tokens": 1, "metavar": "N,N"}),
+    "pairs": (list[str], {"converter": _paired}),
+    "texts": (list[str], {"consume_multiple": True}),
+}
+"""Types of options that are typed otherwise than Python's."""
+
+
+def _helps(kind: type[Any]) -> dict[str, str]:
+    """The lines under "Attributes" of a dataclass, by field, with a capital, up to what is for Python."""
+    found = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", found, re.MULTILINE)
+    texts = {name: " ".join(words.split()).partition(" In Python ")[0] for name, words in entries}
+    return {name: text[0].upper() + text[1:] for name, text in texts.items()}
 
 
 Json = Annotated[bool, flag("One JSON object on stdout, and nothing else there.", "--json")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipefit.run.config import RunConfig
-    from pipefit.run.training import RunResult
+    from pipefit.run.result import RunResult
 
 __all__ = ["run_rank", "train_rank"]
 
@@ -26,7 +26,7 @@ def run_rank(script: str, arguments: Sequence[str]) -> None:
 def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     """Trains as this rank; rank 0 shows it to people unless it should be quiet."""
     from pipefit.cli.watch import Quiet, Watcher
-    from pipefit.run.training import run
+    from pipefit.run.whole_run import run
     from pipefit.runtime.session import current
 
     watched = current().rank == 0 and not quiet

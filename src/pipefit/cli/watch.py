@@ -17,10 +17,10 @@ class Quiet:
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
         """The plan stands."""
 
-    def rated(self, rated: Any) -> None:
-        """What the model needs and the devices can."""
+    def counted(self, flop: Any) -> None:
+        """The FLOP of model and devices are known."""
 
-    def stepped(self, step: int, loss: float, seconds: float, live: Any = None) -> None:
+    def stepped(self, step: int, loss: float, seconds: float, figures: Any = None) -> None:
         """A step's loss is known."""
 
 
@@ -36,7 +36,7 @@ class Watcher:
     def __init__(self, num_steps: int, batch: int, stream: TextIO | None = None) -> None:
         self._num_steps, self._batch, self._stream = num_steps, batch, stream or sys.stdout
         self._tokens, self._last_s, self._width, self._first = 0, 0.0, 0, 0
-        self._rated: Any = None
+        self._flop: Any = None
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
         """Prints the plan as a table of stages."""
@@ -50,13 +50,13 @@ class Watcher:
 
             self._print("\n".join(spill_lines(plan)))
 
-    def rated(self, rated: Any) -> None:
-        """Takes what MFU is reckoned from, and names its convention."""
-        self._rated = rated
-        if rated is not None:
-            self._print(f"MFU: {rated.convention}")
+    def counted(self, flop: Any) -> None:
+        """Takes the FLOP that MFU follows from, and names their convention."""
+        self._flop = flop
+        if flop is not None:
+            self._print(f"MFU: {flop.convention}")
 
-    def stepped(self, step: int, loss: float, seconds: float, live: Any = None) -> None:
+    def stepped(self, step: int, loss: float, seconds: float, figures: Any = None) -> None:
         """Moves the line on, at most ten times a second; steps count from 1, or from where an earlier run ended."""
         self._first = self._first or step
         moving = self._stream.isatty()
@@ -69,8 +69,8 @@ class Watcher:
         rate = done * self._batch / seconds if seconds else 0.0
         parts = [f"step {step}/{self._num_steps}", f"loss {loss:.4f}", f"{rate:.1f} samples/s"]
         parts += [f"{format_count(rate * self._tokens)} tokens/s"] if self._tokens else []
-        parts += _live(live)
-        parts += [f"MFU {self._rated.mfu(rate):.0%}"] if self._rated is not None else []
+        parts += _of_ranks(figures)
+        parts += [f"MFU {self._flop.mfu(rate):.0%}"] if self._flop is not None else []
         parts += [] if last else [f"{format_seconds(seconds / done * (self._num_steps - step))} left"]
         line = "  ".join(parts)
         if moving:
@@ -89,12 +89,12 @@ class Watcher:
             self._stream.flush()
 
 
-def _live(live: Any) -> list[str]:
+def _of_ranks(figures: Any) -> list[str]:
     """The bubble of the last step, and the memory of each process."""
-    if live is None:
+    if figures is None:
         return []
-    memory = [format_bytes(size) for size in live.memory_bytes if size]
-    return [f"bubble {sum(live.bubble) / len(live.bubble):.0%}", "memory " + " + ".join(memory)]
+    memory = [format_bytes(size) for size in figures.memory_bytes if size]
+    return [f"bubble {sum(figures.bubble) / len(figures.bubble):.0%}", "memory " + " + ".join(memory)]
 
 
 def plan_table(plan: Any, profile: Any) -> str:

@@ -28,7 +28,6 @@ from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
-from pipefit.run.config import RunConfig
 from pipefit.run.optimizers import make_optimizer
 from pipefit.run.sources import source_of
 from pipefit.runtime.microbatches import largest_part
@@ -130,11 +129,10 @@ def make_task(config: CompareConfig, session: Session) -> Task:
 
 def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batch]]:
     """The name of the data and their batches; random ones where nothing is asked for and the usual data do not fit."""
-    run = RunConfig(model=config.model, data=config.data, batch=config.batch, seed=config.seed)
     count = max(min(config.steps * (config.repeats + 2), _MOST_BATCHES), _LEAST_BATCHES)
     example = bundle.example(1, 0)
     try:
-        source = source_of(run, bundle)
+        source = source_of(bundle, config.data, config.batch, config.seed)
         batches = list(islice(source.endless(), count))
         fits = _shapes(batches[0]) == _shapes(example)
     except DataError:
@@ -146,7 +144,7 @@ def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batc
             f"{', '.join(config.data)}: one sample is {_shapes(batches[0])}, {bundle.name} takes {_shapes(example)}"
         )
     if not fits:
-        source = source_of(RunConfig(model=config.model, data=("synthetic",), batch=config.batch, seed=0), bundle)
+        source = source_of(bundle, ("synthetic",), config.batch, 0)
         batches = list(islice(source.endless(), count))
     return source.name, batches
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
+from pipefit.spec.options import Parallelism
 
 __all__ = ["LeanRow", "lean", "lean_rank"]
 
@@ -101,9 +102,8 @@ def _contestant(name: str, num: int, rank: int) -> tuple[int, Runs]:
         optimizer=_sgd,
         schedule=name,
         microbatches=num,
-        chunks=chunks,
         stages=[1] * stages,
-        device="cpu",
+        parallelism=Parallelism(chunks=chunks, device="cpu"),
     )
     return stages, lambda steps: _fit(pipe, x, y, steps)
 

@@ -10,6 +10,7 @@ from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
+from pipefit.spec.options import Parallelism, Updates
 from pipefit.stage.split import named_layers
 from pipefit.timeline import Timeline
 
@@ -48,7 +49,12 @@ class ScheduledPipeline:
     def __init__(self, subject: Subject, plan: Plan, seed: int = 0) -> None:
         self.plan = plan
         self.pipe = Pipeline(
-            subject.make(), loss=subject.loss, optimizer=subject.optimizer, plan=plan, seed=seed, device="cpu"
+            subject.make(),
+            loss=subject.loss,
+            optimizer=subject.optimizer,
+            plan=plan,
+            parallelism=Parallelism(device="cpu"),
+            updates=Updates(seed=seed),
         )
 
     def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:

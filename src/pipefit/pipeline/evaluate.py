@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
 from pipefit.ir.program import Header
-from pipefit.pipeline.divided import Divided
 from pipefit.pipeline.losses import PendingLosses
+from pipefit.pipeline.tensor_parallel import TensorParallel
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.schedules.forward import forward_only
@@ -23,7 +23,7 @@ __all__ = ["evaluate"]
 def evaluate(
     engine: Engine,
     header: Header,
-    divided: Divided,
+    tensor: TensorParallel,
     batches: Iterable[Any],
     metric: Callable[[Any, Any], float] | None,
     weigh: Weigh | None,
@@ -33,7 +33,7 @@ def evaluate(
     Args:
         engine: the ranks.
         header: of the training's program: its stages, and the micro-batches of a full batch.
-        divided: the layers, which know the loss of a divided output.
+        tensor: the layers, which know the metric of a sharded output.
         batches: of (input, target).
         metric: from output and target to a number.
         weigh: how much a micro-batch counts in its batch.
@@ -42,10 +42,10 @@ def evaluate(
         DataError: there are no batches.
     """
     total = loss = measured = 0.0
-    measure = divided.metric(metric)
+    measure = tensor.metric(metric)
     for batch in batches:
         x, y = pair_of(batch)
-        divided.check(x)
+        tensor.check(x)
         count = len(y) if isinstance(y, Tensor) else len(pytree.tree_leaves(y)[0])
         num = min(header.num_microbatches, count)
         feed = feed_of([(x, y)], num, 0, "eval", weigh)

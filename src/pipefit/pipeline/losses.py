@@ -58,6 +58,6 @@ def finite(loss: float, update: int) -> float:
     if not math.isfinite(loss):
         raise NonFiniteLossError(
             f"the loss of update {update} is {loss}; lower the learning rate, clip the gradients (clip_norm), "
-            "or look for bad data; the weights may hold it already, so go on from an earlier checkpoint"
+            "or look for bad data; the weights may hold it already, so resume from an earlier checkpoint"
         )
     return loss

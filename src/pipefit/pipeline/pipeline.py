@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,82 +17,62 @@ from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
 from pipefit.parallel import Region
-from pipefit.pipeline.agreement import Agreement
-from pipefit.pipeline.assemble import assemble
-from pipefit.pipeline.capped import one_number, plan_of
-from pipefit.pipeline.divided import Divided
+from pipefit.pipeline.assembly import assemble, release
+from pipefit.pipeline.batches import DataComparison
 from pipefit.pipeline.evaluate import evaluate
-from pipefit.pipeline.gather import full_state
-from pipefit.pipeline.history import PassHistory
-from pipefit.pipeline.live import Live, own_figures
-from pipefit.pipeline.losses import PendingLosses, finite
-from pipefit.pipeline.peak_memory import HeldMemory, held_memory_bytes, peak_memory_bytes
-from pipefit.pipeline.planned import Planned
-from pipefit.pipeline.resumed import same_plan, told_apart
-from pipefit.pipeline.setup import check_ranks, default_device, wanted_ranks
-from pipefit.pipeline.sharding import release_flat, with_sharding
-from pipefit.pipeline.spill_options import Spilled, spilled_shape
-from pipefit.pipeline.stream import stream_feed
-from pipefit.pipeline.time_report import PipelineReport
-from pipefit.pipeline.traffic import traffic
-from pipefit.planner import by_hand
-from pipefit.profiling.agreed import profile_of
-from pipefit.runtime.engine import PassResult
-from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
+from pipefit.pipeline.full_state import full_state
+from pipefit.pipeline.losses import finite
+from pipefit.pipeline.peak_memory import held_memory_bytes, peak_memory_bytes
+from pipefit.pipeline.plan_model import Planned
+from pipefit.pipeline.request import decide, default_device
+from pipefit.pipeline.resume import place_of
+from pipefit.pipeline.run_report import PipelineReport, traffic
+from pipefit.pipeline.spilled_shape import spilled_shape
+from pipefit.pipeline.tensor_parallel import TensorParallel
+from pipefit.pipeline.training_loop import OnStep, TrainingLoop, number_of
+from pipefit.pipeline.workload import Workload
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
+from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.ties import tied_groups
-from pipefit.stage.training import MakeOptimizer, MakeScheduler, Training
+from pipefit.stage.training import MakeOptimizer, Training
 from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
 __all__ = ["Pipeline"]
 
-OnStep = Callable[[int, float], None]
-
 
 class Pipeline:
     """Trains a model over a pipeline of ranks.
 
-    Started alone, all ranks run in this process. Started by `pipefit run`, `pipefit train --ranks` or `torchrun`, each
-    process is one rank, and every one of them makes this object and calls its methods alike.
+    Started as a plain script, all ranks run in this process. Started by `pipefit run`, `pipefit train --ranks` or
+    `torchrun`, each process is one rank, and every one of them makes this object and calls its methods alike.
 
     Args:
-        model: an `nn.Sequential` or a list of layers, each taking what the one before gives (tensors, alone or in
-            tuples, lists and dicts).
+        model: an `nn.Sequential` or a list of layers, each taking what the one before gives (tensors, also in tuples,
+            lists and dicts).
         loss: from the model's output and the target to their mean loss over the samples given.
         optimizer: from a list of parameters to an optimizer; called for each stage.
         stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
-        schedule: its name; see `pipefit schedules`. None: "1f1b", and what suits them where stages spill.
+        schedule: its name; see `pipefit schedules`. "auto": the best one (needs `example`). None: "1f1b", and what
+            suits them where stages spill.
         microbatches: per weight update.
-        chunks: stages per rank, for the looped schedules.
-        ranks: of a run in one process; None: as the stages and replicas ask for, and one under a cap on memory.
-        replicas: copies of each stage, or one number for all.
-        recompute: keep only stage inputs and replay forwards before backwards.
-        tensor: processes that share each rank by tensor parallelism; for models whose layers have a tensor rule (gpt).
-        sequence_parallel: they also divide the sequence where all of them would compute the same.
-        scatter_gather: without that, each sends its part of a message between ranks, and the receiver gathers.
-        plan: a plan, what `pipefit.plan` gave, or a path; then stages, schedule, microbatches, chunks, replicas,
+        plan: a plan, the result of `pipefit.plan`, or a path; then stages, schedule, microbatches, chunks, replicas,
             recompute and the tensor width are its.
-        scheduler: from an optimizer to its learning-rate schedule, which steps with it.
-        shard_optimizer: divide the optimizer's states over the replicas of each stage, also of those of a plan.
-        precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32.
-        loss_scale: first scale of the loss, which then follows the gradients; None: 65536 for fp16, else no scaling.
-        clip_norm: largest global norm of an update's gradients, over all stages.
-        weigh: how much a micro-batch counts in its batch's mean, from its target; None: its number of samples. Give the
-            number of tokens that count when the loss averages over them.
-        example: (input, target) of one batch, for profiling.
-        seed: of the random numbers inside the model (dropout): they depend on neither ranks, stages nor schedule.
-        device: where ranks compute; None: the process's GPU when there is one, else the CPU.
-        options: integers particular to the schedule, such as {"warmup": 2}.
-        spill: stages live on the host or on disk; with a cap on the device's memory and `example` it cuts them itself.
+        example: (input, target) of one batch, to measure with.
+        parallelism: how the model is spread over processes: ranks, chunks, replicas, tensor width and the like.
+        precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32;
+            or a `Precision`, with the first scale of the loss.
+        updates: learning-rate schedule, clipping, weights of micro-batches, seed.
+        spill: stages live on the host or on disk; with a cap on the device's memory and `example` it makes the stages
+            itself.
 
     Raises:
-        PipefitError: what was given does not fit together; the message says what to do.
+        PipefitError: the arguments do not fit together; the message says what to do.
     """
 
     def __init__(
@@ -104,106 +84,59 @@ class Pipeline:
         stages: int | Sequence[int] | str | None = None,
         schedule: str | None = None,
         microbatches: int = 4,
-        chunks: int = 1,
-        ranks: int | None = None,
-        replicas: int | Sequence[int] = (),
-        recompute: bool = False,
-        tensor: int = 1,
-        sequence_parallel: bool = False,
-        scatter_gather: bool = True,
-        shard_optimizer: bool = False,
-        precision: str = "fp32",
-        loss_scale: float | None = None,
-        plan: Plan | Planned | str | None = None,
-        scheduler: MakeScheduler | None = None,
-        clip_norm: float | None = None,
-        weigh: Weigh | None = None,
+        plan: Plan | Planned | str | Path | None = None,
         example: tuple[Any, Any] | None = None,
-        seed: int = 0,
-        device: torch.device | str | None = None,
-        options: dict[str, int] | None = None,
+        parallelism: Parallelism = Parallelism(),
+        precision: Precision | str = "fp32",
+        updates: Updates = Updates(),
         spill: Spilled | None = None,
     ) -> None:
         self._session = current()
         self.model = model
-        self.layers: list[NamedLayer] = named_layers(model)
-        self.device = torch.device(device) if device is not None else default_device()
-        self._weigh = weigh
         self.spill = spill
-        half = half_of(precision)
-        copies = (replicas,) if isinstance(replicas, int) else tuple(replicas)
-        plan = plan or same_plan(spill, stages == "auto", self._session)
-        if spill is not None and plan is None:
-            if spill.cap_bytes is not None:
-                plan, _, _ = plan_of(
-                    self.layers,
-                    spill,
-                    optimizer,
-                    example,
-                    microbatches,
-                    loss,
-                    clip_norm is not None,
-                    self.device,
-                    num_ranks=ranks or one_number(copies),
-                    copies=one_number(copies),
-                    schedule=schedule,
-                    num_chunks=chunks if chunks > 1 else 0,
-                    half=half,
-                )
-            elif schedule is None and ranks in (None, 1) and not self._session.is_distributed:
-                schedule = "spilled"
-        if plan is None:
-            self.plan = by_hand(
-                len(self.layers),
-                num_ranks=wanted_ranks(self._session, stages, chunks, copies, tensor, ranks),
-                schedule=schedule or "1f1b",
-                num_microbatches=microbatches,
-                num_chunks=chunks,
-                stages=None if stages is None or isinstance(stages, int | str) else list(stages),
-                replicas=copies,
-                recompute=recompute,
-                tensor=tensor,
-                sequence_parallel=sequence_parallel,
-                scatter_gather=scatter_gather,
-                sharded_optimizer=shard_optimizer,
-                options=options,
-                profile=profile_of(self.layers, example, microbatches, self._session, loss)
-                if stages == "auto"
-                else None,
-                model=type(model).__name__,
-            )
-        else:
-            self.plan = plan.plan if isinstance(plan, Planned) else plan if isinstance(plan, Plan) else Plan.load(plan)
-        check_ranks(self._session, self.plan)
-        self.plan = with_sharding(self.plan, shard_optimizer)
+        self.layers: list[NamedLayer] = named_layers(model)
+        self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)
+        clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
+        half = half_of(precision.dtype)
+        request = Request(schedule, microbatches, stages, plan, parallelism, spill)
+        name = type(model).__name__
+        work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name)
+        self.plan = decide(request, work, self._session).plan
         self.schedule = find(self.plan.schedule)
-        self._divided = Divided.of(self.layers, self.plan, self._session, self.device)
-        loss = self._divided.loss(loss)
+        self._tensor = TensorParallel.of(self.layers, self.plan, self._session, self.device)
         self._training = Training(
-            loss, optimizer, scheduler, clip_norm, seed, half=half, loss_scale=first_scale(half, loss_scale)
+            self._tensor.loss(loss),
+            optimizer,
+            updates.scheduler,
+            clip_norm,
+            updates.seed,
+            half=half,
+            loss_scale=first_scale(half, precision.loss_scale),
         )
-        self.spill = told_apart(spill, self.layers, self.plan, self._training, self._session)
+        place = None if spill is None else place_of(spill, self.layers, self.plan, self._training, self._session)
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
-        # Replicas of a stage that share out whole mini-batches need one each, so a round of them is the least to run.
-        in_turn = self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL)
-        self.program = self._program(math.lcm(*map(len, self.plan.placement.ranks)) if in_turn else 1)
+        # Replicas of a stage that take whole mini-batches need one each, so a round of them is the least to run.
+        alternate = self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL)
+        self.program = self._program(math.lcm(*map(len, self.plan.placement.ranks)) if alternate else 1)
         self._engine = assemble(
-            self.program, self.plan, self._divided, self._training, self._session, self.device, self.spill, model
+            self.program, self.plan, self._tensor, self._training, self._session, self.device, model, spill, place
         )
-        self.num_updates = 0
-        self._next_ordinal = 0
-        # What a step on a disk tier is committed with beside the training itself, such as the position in the data.
+        self._weigh = updates.weigh
+        self.loop = TrainingLoop(
+            self._engine,
+            self._tensor,
+            self.schedule,
+            self.plan.num_microbatches,
+            self._program,
+            self._weigh,
+            lambda: commit_step(self, self.notes),
+        )
+        self._comparison = DataComparison(self._session)
+        # JSON data of the caller that a step on a disk tier is committed with, such as the position in the data, and
+        # what the step had that this run resumed from.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
-        self.noted = resume_records(self) if spill is not None and spill.resume is not False else {}
-        self.history = PassHistory()
-        self.held_bytes: float | None = None
-        # Whether every step also tells all ranks of each other's bubble and memory, and the last it told.
-        self.tells_live = False
-        self.live: Live | None = None
-        self._agreement = Agreement(self._session)
-
-    # ---- making it -------------------------------------------------------------------------------------------------
+        self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
 
     def _program(self, num_steps: int) -> Program:
         """The program of some steps, proven before it is used."""
@@ -216,7 +149,7 @@ class Pipeline:
             self._programs[key] = program
         return self._programs[key]
 
-    # ---- training --------------------------------------------------------------------------------------------------
+    # ---- where it stands -------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -231,12 +164,41 @@ class Pipeline:
     @property
     def region(self) -> Region | None:
         """The processes that share this one's rank by tensor parallelism; None without it."""
-        return self._divided.mesh.region
+        return self._tensor.mesh.region
 
     @property
     def loss_scale(self) -> LossScale | None:
         """The scale of the loss and how many updates were skipped, the same on every rank; None: it is not scaled."""
         return self.workers[0].scale
+
+    @property
+    def num_updates(self) -> int:
+        """Weight updates since training began."""
+        return self.loop.num_updates
+
+    @num_updates.setter
+    def num_updates(self, value: int) -> None:
+        self.loop.num_updates = value
+
+    @property
+    def _next_ordinal(self) -> int:
+        return self.loop.next_ordinal
+
+    @_next_ordinal.setter
+    def _next_ordinal(self, value: int) -> None:
+        self.loop.next_ordinal = value
+
+    @property
+    def held_bytes(self) -> float | None:
+        """The most bytes of tensors that this process held in one pass; None: not measured yet."""
+        return self.loop.held_bytes
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was asked to stop (SIGTERM), as all ranks know since the same step: save and leave."""
+        return self._session.stop.agreed
+
+    # ---- training --------------------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any) -> float:
         """Trains on one batch and gives its mean loss, the same number on every rank.
@@ -247,7 +209,7 @@ class Pipeline:
 
         Raises:
             ScheduleError: the schedule is asynchronous: it has no step to wait for; use `fit`.
-            DataError: the batch cannot be cut into micro-batches.
+            DataError: the batch cannot be split into micro-batches.
             NonFiniteLossError: the loss is not a number.
         """
         if not self.schedule.is_synchronous:
@@ -255,42 +217,8 @@ class Pipeline:
                 f"{self.schedule.name} is asynchronous: its updates overlap, so there is no single step to run; use "
                 "fit(batches), which drains at its end"
             )
-        self._agreement.batch((x, y))
-        return finite(self._start_step(x, y).wait()[0], self.num_updates)
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether the run was asked to stop (SIGTERM), as all ranks know since the same step: save and leave."""
-        return self._session.stop.agreed
-
-    def _start_step(self, x: Any, y: Any) -> PendingLosses:
-        self._divided.check(x)
-        feed = feed_of([(x, y)], self.plan.num_microbatches, self._next_ordinal, "train", self._weigh)
-        result = self._run(self.program, feed)
-        self._advance(1)
-        told = own_figures(self._session, result) if self.tells_live else ()
-        return PendingLosses(self._engine, result, self.plan.num_microbatches, 1, *told)
-
-    def _run(self, program: Program, feed: Any) -> PassResult:
-        for worker in self.workers:
-            worker.train(True)
-        watch = self._memory_watch()
-        result = self._engine.run(program, feed, look=watch.look if watch else None)
-        if watch is not None:
-            self.held_bytes = watch.held_bytes
-        self.history.add(program, result)
-        return result
-
-    def _memory_watch(self) -> HeldMemory | None:
-        """Looks at the memory in one pass: the second of a synchronous schedule, when the optimizers have states."""
-        workers = self.workers
-        due = self.held_bytes is None and (self.num_updates > 0 or not self.schedule.is_synchronous)
-        return HeldMemory.watching(workers[0]) if due and len(workers) == 1 else None
-
-    def _advance(self, num_steps: int) -> None:
-        self.num_updates += num_steps
-        self._next_ordinal += num_steps * self.plan.num_microbatches
-        commit_step(self, self.notes)
+        self._comparison.batch((x, y))
+        return finite(self.loop.start_step(x, y).wait()[0], self.num_updates)
 
     def fit(self, batches: Iterable[Any], steps: int | None = None, on_step: OnStep | None = None) -> list[float]:
         """Trains on batches of (input, target), each one step's worth, and gives the loss of every step.
@@ -314,56 +242,15 @@ class Pipeline:
             raise DataError(f"steps: expected at least 1, got {steps}")
         if self.stop_requested:
             raise SystemExit(128 + signal.SIGTERM)
-        run = self._fit_synchronous if self.schedule.is_synchronous else self._fit_segment
-        losses = run(self._agreement.batches(batches, steps), batches, steps, on_step or (lambda step, loss: None))
+        on_step = on_step or (lambda step, loss: None)
+        iterator = self._comparison.batches(batches, steps)
+        losses: list[float] = []
+        if self.schedule.is_synchronous:
+            losses = self.loop.run_steps(iterator, steps, on_step, lambda: self.stop_requested)
+        elif steps := number_of(batches, self.schedule.name) if steps is None else steps:
+            losses = self.loop.run_segment(iterator, steps, on_step)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
-        return losses
-
-    def _fit_synchronous(
-        self, iterator: Iterator[Any], batches: Iterable[Any], steps: int | None, on_step: OnStep
-    ) -> list[float]:
-        losses: list[float] = []
-        first = self.num_updates
-        pending: PendingLosses | None = None
-
-        def settle() -> None:
-            if pending is not None:
-                losses.append(finite(pending.wait()[0], first + len(losses) + 1))
-                if self.tells_live:
-                    self.live = Live.of(pending.extra[:-1])
-                on_step(len(losses), losses[-1])
-
-        while steps is None or self.num_updates - first < steps:
-            if self.stop_requested or (batch := next(iterator, None)) is None:
-                break
-            started = self._start_step(*pair_of(batch))
-            settle()
-            pending = started
-        settle()
-        if steps is not None and 0 < len(losses) < steps and not self.stop_requested:
-            raise DataError(f"the data ended after {len(losses)} of {steps} steps; give more, or fewer steps")
-        return losses
-
-    def _fit_segment(
-        self, iterator: Iterator[Any], batches: Iterable[Any], steps: int | None, on_step: OnStep
-    ) -> list[float]:
-        if steps is None:
-            try:
-                steps = len(batches)
-            except TypeError:
-                raise DataError(
-                    f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)"
-                ) from None
-            if not steps:
-                return []
-        feed = stream_feed(map(pair_of, iterator), steps, self.plan.num_microbatches, self._next_ordinal, self._weigh)
-        first = self.num_updates
-        result = self._run(self._program(steps), feed)
-        self._advance(steps)
-        losses = list(PendingLosses(self._engine, result, self.plan.num_microbatches, steps).wait())
-        for step, loss in enumerate(losses, 1):
-            on_step(step, finite(loss, first + step))
         return losses
 
     def evaluate(
@@ -375,10 +262,10 @@ class Pipeline:
             batches: of (input, target).
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is given.
         """
-        loss, measured = evaluate(self._engine, self.program.header, self._divided, batches, metric, self._weigh)
+        loss, measured = evaluate(self._engine, self.program.header, self._tensor, batches, metric, self._weigh)
         return loss if metric is None else (loss, measured)
 
-    # ---- what came of it -------------------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """All weights and buffers under the user's own names, on the CPU. Every rank of a run must ask together."""
@@ -390,7 +277,7 @@ class Pipeline:
         Raises:
             ModelError: a name is missing or has another shape.
         """
-        state = {name: self._divided.mesh.part(name, value) for name, value in state.items()}
+        state = {name: self._tensor.mesh.part(name, value) for name, value in state.items()}
         for worker in self.workers:
             for index, stage in worker.stages.items():
                 with worker.presence(index, change=True):
@@ -416,7 +303,7 @@ class Pipeline:
         return save(self, path, extra=extra, keep=keep)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> Checkpoint:
-        """Goes on from a checkpoint, which any number of ranks, stages and any schedule may have saved.
+        """Resumes from a checkpoint, which any number of ranks, stages and any schedule may have saved.
 
         Args:
             path: directory of a run, whose newest whole checkpoint is taken, or of one checkpoint.
@@ -434,11 +321,11 @@ class Pipeline:
 
     def timeline(self, last: int = 3) -> Timeline:
         """The last passes as they were measured, of all ranks. Every rank of a run must ask together."""
-        return self.history.timeline(self._engine, last)
+        return self.loop.history.timeline(self._engine, last)
 
     def report(self, last: int = 8) -> PipelineReport:
         """Where the time of the last passes went: print it. Every rank of a run must ask together."""
-        moved = traffic(self._session, self.history.moved_bytes)
+        moved = traffic(self._session, self.loop.history.moved_bytes)
         held = held_memory_bytes(self._session, self.held_bytes)
         return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session), moved, held)
 
@@ -460,10 +347,5 @@ class Pipeline:
 
     def close(self) -> None:
         """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
-        for worker in self.workers:
-            if worker.spilling:
-                worker.spilling.close()
-            for stage in worker.stages.values():
-                stage.release()
-            release_flat(worker)
-        self._divided.release()
+        release(self.workers)
+        self._tensor.release()

@@ -1,8 +1,8 @@
-"""Data of a run by name: batches to train on, batches to judge by."""
+"""Data of a run by name: batches to train on, batches to evaluate on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,6 @@ from torch import Tensor
 from pipefit.data import ArrayBatches, TextBatches, digits, split_corpus, synthetic, text, unigram_entropy
 from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle
-from pipefit.run.config import RunConfig
 
 __all__ = ["Source", "example_of", "source_of"]
 
@@ -56,7 +55,7 @@ class Source:
         return dict(self.batches.state_dict()) if hasattr(self.batches, "state_dict") else {}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Goes on where a checkpoint stood."""
+        """Resumes where a checkpoint stood."""
         if state and hasattr(self.batches, "load_state_dict"):
             self.batches.load_state_dict(state)
 
@@ -80,34 +79,40 @@ class _Counted:
             self._position += 1
 
 
-def example_of(config: RunConfig, bundle: ModelBundle, source: Source) -> tuple[Any, Any]:
-    """A batch like those that come: random ones of the model's, or, where it has none, of the data.
+def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, Any]:
+    """A batch like those that come, of `batch` samples: random ones of the model's, or, where it has none, of the data.
 
     Raises:
         ModelError: neither has one.
     """
     try:
-        return bundle.example(config.batch, 0)
+        return bundle.example(batch, 0)
     except ModelError:
         if source.example is None:
             raise
         return source.example
 
 
-def source_of(config: RunConfig, bundle: ModelBundle) -> Source:
-    """The data that the configuration names, or that the model is made for.
+def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int) -> Source:
+    """The data of a run.
+
+    Args:
+        bundle: the model.
+        data: "text", "digits" or "synthetic", or text files; (): what the model is made for.
+        batch: samples per step.
+        seed: of the order of the data.
 
     Raises:
         DataError: unknown, missing, empty, or not what the model takes.
     """
-    wanted = config.data or ((bundle.data,) if bundle.data else ("synthetic",))
+    wanted = tuple(data) or ((bundle.data,) if bundle.data else ("synthetic",))
     if wanted == ("digits",):
-        images = digits(seed=config.seed)
-        batches = ArrayBatches(images.train_x, images.train_y, config.batch, seed=config.seed)
-        first = images.train_x[: config.batch], images.train_y[: config.batch]
+        images = digits(seed=seed)
+        batches = ArrayBatches(images.train_x, images.train_y, batch, seed=seed)
+        first = images.train_x[:batch], images.train_y[:batch]
         return Source("digits", batches, ((images.test_x, images.test_y),), counts_hits=True, example=first)
     if wanted == ("synthetic",):
-        return Source("synthetic", _Counted(synthetic(bundle.example, config.batch, seed=config.seed)))
+        return Source("synthetic", _Counted(synthetic(bundle.example, batch, seed=seed)))
     paths = None if wanted == ("text",) else [Path(path) for path in wanted]
     x, _ = bundle.example(1, 0)
     if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
@@ -116,12 +121,12 @@ def source_of(config: RunConfig, bundle: ModelBundle) -> Source:
         )
     context = x.shape[1]
     train, held = split_corpus(text(paths))
-    batches = TextBatches(train, config.batch, context, seed=config.seed)
-    judged = TextBatches(held, config.batch, context, seed=1, num_batches=4)
+    batches = TextBatches(train, batch, context, seed=seed)
+    held_out = TextBatches(held, batch, context, seed=1, num_batches=4)
     return Source(
         "text" if paths is None else ", ".join(map(str, paths)),
         batches,
-        tuple(judged),
+        tuple(held_out),
         ("unigram entropy", unigram_entropy(train)),
         tokens_per_sample=context,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find
+from pipefit.spec.options import Parallelism, Precision, Updates
 from pipefit.testing.task import Outcome, Task
 
 __all__ = ["make_pipeline", "run_pipeline"]
@@ -26,20 +27,18 @@ def make_pipeline(task: Task) -> Pipeline:
         stages=task.num_ranks if one_stage else task.counts,
         schedule=task.schedule,
         microbatches=task.num_microbatches,
-        chunks=task.num_chunks,
-        replicas=task.replicas,
-        recompute=task.recompute,
-        tensor=task.tensor,
-        sequence_parallel=task.sequence_parallel,
-        scatter_gather=task.scatter_gather,
-        scheduler=task.scheduler,
-        clip_norm=task.clip_norm,
-        weigh=task.weigh,
-        seed=task.seed,
-        device=task.device,
-        options=task.options,
-        precision=task.precision,
-        loss_scale=task.loss_scale,
+        precision=Precision(task.precision, task.loss_scale),
+        parallelism=Parallelism(
+            chunks=task.num_chunks,
+            replicas=task.replicas,
+            recompute=task.recompute,
+            tensor=task.tensor,
+            sequence_parallel=task.sequence_parallel,
+            device=task.device,
+            options=task.options,
+            whole_messages=not task.scatter_gather,
+        ),
+        updates=Updates(scheduler=task.scheduler, clip_norm=task.clip_norm, weigh=task.weigh, seed=task.seed),
     )
 
 

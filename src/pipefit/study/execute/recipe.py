@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import DataError, PipefitError
-from pipefit.pipeline.capped import state_per_weight
+from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.run.bundle import bundle_of
-from pipefit.run.config import RunConfig
 from pipefit.run.optimizers import make_optimizer, warmed_cosine
 from pipefit.run.sources import source_of
 from pipefit.stage.materialise import InitialiseLayer, is_meta
@@ -98,7 +97,7 @@ def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Call
             raise DataError("synthetic data has no held-out part: leave out evaluate, or take other data")
         return lambda step: bundle.example(trial.batch, trial.seed + step % 4), tuple
     with torch.device("cpu"):
-        source = source_of(RunConfig(data=wanted, batch=trial.batch, seed=trial.seed), bundle)
+        source = source_of(bundle, wanted, trial.batch, trial.seed)
     if not hasattr(source.batches, "batch_at"):
         raise DataError(f"{source.name}: a study needs data whose batches can be asked for by number")
     at: Callable[[int], Batch] = source.batches.batch_at

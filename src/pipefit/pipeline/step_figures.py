@@ -1,4 +1,4 @@
-"""What a running training tells of itself: bubble and memory of every rank, and how well the devices are used."""
+"""Figures of a training while it runs: bubble and memory of every rank after each step, and FLOP for MFU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["Live", "Rated", "own_figures", "rated"]
+__all__ = ["ModelFlop", "StepFigures", "count_flop", "own_figures"]
 
 
-class Live(NamedTuple):
-    """The last pass, by rank; by process where each is one.
+class StepFigures(NamedTuple):
+    """The bubble and memory of the last pass, by rank; by process where each is one.
 
     Attributes:
         bubble: share of the pass without forward or backward.
@@ -32,14 +32,14 @@ class Live(NamedTuple):
     memory_bytes: tuple[float, ...]
 
     @classmethod
-    def of(cls, figures: Sequence[float]) -> Live:
-        """From the sums of what every process told by `own_figures`."""
+    def of(cls, figures: Sequence[float]) -> StepFigures:
+        """From the sums of the figures that every process gave by `own_figures`."""
         half = len(figures) // 2
         return cls(tuple(figures[:half]), tuple(figures[half:]))
 
 
 def own_figures(session: Session, result: PassResult) -> list[float]:
-    """What this process adds to `Live`, zeros where others stand."""
+    """The part of this process in `StepFigures`, zeros at the places of the others."""
     bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in result.executions]
     if not session.is_distributed:
         return [*bubbles, *([_memory_bytes()] + [0.0] * (len(bubbles) - 1))]
@@ -61,13 +61,13 @@ def _memory_bytes() -> float:
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
-class Rated(NamedTuple):
-    """What MFU is reckoned from: model FLOP, forward and backward once, over what the devices can.
+class ModelFlop(NamedTuple):
+    """The basis of MFU: FLOP of the model, forward and backward once, over the FLOP per second of the devices.
 
     Attributes:
         flop_per_sample: of forward and backward of the model, a replay not counted.
         flops: FLOP per second that all ranks together reach.
-        convention: how the two were found, in words.
+        convention: the way both were found, in words.
     """
 
     flop_per_sample: float
@@ -79,15 +79,15 @@ class Rated(NamedTuple):
         return samples_per_s * self.flop_per_sample / self.flops
 
 
-def rated(
+def count_flop(
     layers: Sequence[NamedLayer],
     example: tuple[Any, Any],
     loss: Callable[[Any, Any], Tensor],
     num_ranks: int,
     known: Device | None = None,
     device: str = "",
-) -> Rated | None:
-    """Counts the model's FLOP on tensors without data, and takes the device's from its data sheet or measures them.
+) -> ModelFlop | None:
+    """Counts the model's FLOP on tensors without data; those of the device come from its data sheet or are measured.
 
     Args:
         layers: of the whole model.
@@ -115,4 +115,4 @@ def rated(
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         flops, how = measure_device(place, threads=None, repeats=3).flops, "those that a large matrix product reaches"
     convention = f"model FLOP, forward and backward once, over {how}, {flops / 1e9:.0f} GFLOP/s per rank"
-    return Rated(total / count.microbatch_size, flops * num_ranks, convention)
+    return ModelFlop(total / count.microbatch_size, flops * num_ranks, convention)

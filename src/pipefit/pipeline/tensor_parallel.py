@@ -1,4 +1,4 @@
-"""A pipeline's tensor parallelism: where the process stands, and what the loss, metrics and data then are."""
+"""The tensor parallelism of a pipeline: its sharded layers, and the loss, metrics and data that go with them."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from pipefit.runtime.session import Session
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["Divided"]
+__all__ = ["TensorParallel"]
 
 
 @dataclass(frozen=True)
-class Divided:
-    """The layers of a model over the processes of each rank.
+class TensorParallel:
+    """The layers of a model, sharded over the processes of each rank.
 
     Attributes:
         mesh: of the run.
         layers: of the whole model.
-        shares_output: each process has its part of the output's last dimension.
+        shards_output: each process has its part of the output's last dimension.
     """
 
     mesh: Mesh
     layers: Sequence[NamedLayer]
-    shares_output: bool
+    shards_output: bool
 
     @classmethod
-    def of(cls, layers: Sequence[NamedLayer], plan: Plan, session: Session, device: torch.device) -> Divided:
-        """Divides the layers, in place, as a plan says.
+    def of(cls, layers: Sequence[NamedLayer], plan: Plan, session: Session, device: torch.device) -> TensorParallel:
+        """Shards the layers, in place, as a plan says.
 
         Raises:
-            PipefitError: the processes do not go with the plan, or the model cannot be divided so.
+            PipefitError: the processes do not go with the plan, or the model cannot be sharded so.
         """
         num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
         return cls.on(layers, make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, device, sequence))
 
     @classmethod
-    def on(cls, layers: Sequence[NamedLayer], mesh: Mesh) -> Divided:
-        """Divides the layers, in place, over a mesh.
+    def on(cls, layers: Sequence[NamedLayer], mesh: Mesh) -> TensorParallel:
+        """Shards the layers, in place, over a mesh.
 
         Raises:
-            ModelError: the model cannot be divided so.
+            ModelError: the model cannot be sharded so.
         """
         last = rule_of(layers[-1].module)
         divide([(layer.prefix, layer.module) for layer in layers], mesh)
         return cls(mesh, layers, mesh.region is not None and last is not None and last.gives_shares)
 
     def loss(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-        """The loss of the divided output."""
+        """The loss of the sharded output."""
         region = self.mesh.region
-        return shared_loss(loss, region) if self.shares_output and region is not None else loss
+        return shared_loss(loss, region) if self.shards_output and region is not None else loss
 
     def metric(self, metric: Callable[[Any, Any], float] | None) -> Callable[[Any, Any], float] | None:
-        """A metric of the whole output, from the divided one."""
+        """A metric of the whole output, from the sharded one."""
         region = self.mesh.region
-        if metric is None or region is None or not self.shares_output:
+        if metric is None or region is None or not self.shards_output:
             return metric
         return lambda output, target: metric(region.join(output), target)
 
     def check(self, x: Any) -> None:
-        """Sequence parallelism divides the second dimension of the input.
+        """Refuses an input whose second dimension sequence parallelism cannot split.
 
         Raises:
-            DataError: it cannot be divided.
+            DataError: it is one.
         """
         if self.mesh.region is None or not self.mesh.region.sequence:
             return

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipefit import Pipeline
 from pipefit.cli.watch import Watcher
-from pipefit.pipeline.live import Live, Rated, rated
+from pipefit.pipeline.step_figures import ModelFlop, StepFigures, count_flop
 from pipefit.spec.topology import Device
 from pipefit.stage.split import named_layers
 
@@ -18,7 +18,7 @@ from pipefit.stage.split import named_layers
 def test_mfu_counts_each_product_of_forward_and_backward_once() -> None:
     layers = named_layers(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
     x, y = torch.randn(6, 8), torch.randn(6, 4)
-    found = rated(layers, (x, y), nn.functional.mse_loss, num_ranks=2, known=Device(flops=1e3))
+    found = count_flop(layers, (x, y), nn.functional.mse_loss, num_ranks=2, known=Device(flops=1e3))
     assert found is not None
     # A multiply-add is two; the first layer has no gradient of its input, the second all three products.
     products = 2 * 8 * 16 * 2 + 2 * 16 * 4 * 3
@@ -37,19 +37,19 @@ def test_every_step_tells_the_bubble_of_every_rank_when_it_is_asked_to() -> None
     )
     batch = torch.randn(4, 4), torch.randn(4, 4)
     pipe.fit([batch])
-    assert pipe.live is None
-    pipe.tells_live = True
+    assert pipe.loop.figures is None
+    pipe.loop.shares_figures = True
     pipe.fit([batch])
-    assert pipe.live is not None
-    assert len(pipe.live.bubble) == 2
-    assert all(0 < bubble < 1 for bubble in pipe.live.bubble)
-    assert pipe.live.memory_bytes[0] > 1e6
+    assert pipe.loop.figures is not None
+    assert len(pipe.loop.figures.bubble) == 2
+    assert all(0 < bubble < 1 for bubble in pipe.loop.figures.bubble)
+    assert pipe.loop.figures.memory_bytes[0] > 1e6
 
 
 def test_the_progress_line_names_bubble_memory_and_mfu() -> None:
     stream = io.StringIO()
     watcher = Watcher(num_steps=1, batch=4, stream=stream)
-    watcher.rated(Rated(10.0, 200.0, "model FLOP over the data sheet's"))
-    watcher.stepped(1, 2.0, 1.0, Live((0.25, 0.35), (2.0**20, 2.0**21)))
+    watcher.counted(ModelFlop(10.0, 200.0, "model FLOP over the data sheet's"))
+    watcher.stepped(1, 2.0, 1.0, StepFigures((0.25, 0.35), (2.0**20, 2.0**21)))
     assert "MFU: model FLOP over the data sheet's" in stream.getvalue()
     assert "bubble 30%  memory 1 MiB + 2 MiB  MFU 20%" in stream.getvalue()

@@ -1,20 +1,41 @@
-"""Where the time of a run went, in words and pictures."""
+"""The time of a run by operation, in words and pictures, and the bytes that its processes moved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pipefit.ir.op import COMPUTE_OPS, Op
-from pipefit.pipeline.traffic import Traffic
+from pipefit.runtime.collectives import gather_rows
+from pipefit.runtime.session import Session
 from pipefit.spec import Plan
 from pipefit.timeline import Timeline
 from pipefit.units import format_bytes, format_seconds
 
-__all__ = ["PipelineReport"]
+__all__ = ["PipelineReport", "Traffic", "traffic"]
 
-_TOLD = {op.value for op in (*COMPUTE_OPS, Op.LOSS, Op.STEP, Op.HOST_STEP, Op.FETCH, Op.EVICT)}
+_SHOWN = {op.value for op in (*COMPUTE_OPS, Op.LOSS, Op.STEP, Op.HOST_STEP, Op.FETCH, Op.EVICT)}
+
+
+class Traffic(NamedTuple):
+    """Bytes of the last step, of each process.
+
+    Attributes:
+        sent_bytes: activations and gradients to other ranks.
+        inside_bytes: to the processes that share its rank, as a ring sends them: sums inside tensor-parallel layers,
+            and gathers of messages that came in pieces.
+    """
+
+    sent_bytes: list[float]
+    inside_bytes: list[float]
+
+
+def traffic(session: Session, own: tuple[float, float]) -> Traffic:
+    """Returns the figures of all processes, from those of this one. Every process must call it."""
+    rows = gather_rows(session, own)
+    return Traffic([row[0] for row in rows], [row[1] for row in rows])
 
 
 @dataclass(frozen=True)
@@ -23,7 +44,7 @@ class PipelineReport:
 
     Attributes:
         timeline: what ran when.
-        plan: what was meant to run.
+        plan: of the run.
         peak_memory_bytes: the most each process has held: of its GPU, or resident.
         held_bytes: the most of tensors that each process held at a time in one pass; (): not measured.
         traffic: bytes that each process has moved in the last pass.
@@ -48,7 +69,7 @@ class PipelineReport:
             f"{'what':<14}{'median':>10}{'total':>10}{'count':>8}",
         ]
         for (op, stage), times in sorted(measured.by_kind().items(), key=lambda item: (item[0][1], item[0][0])):
-            if op in _TOLD:
+            if op in _SHOWN:
                 name = f"{op} s{stage}" if stage >= 0 else op
                 lines.append(
                     f"{name:<14}{format_seconds(times.median_s):>10}{format_seconds(times.total_s):>10}{times.num_times:>8}"

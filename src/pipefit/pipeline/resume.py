@@ -1,13 +1,12 @@
-"""Going on from the records of a disk tier: what must be the same as in the run that was cut off, and which step."""
+"""Resuming from the records of a disk tier: what must be the same as in the run that was cut off, and which step."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -18,31 +17,28 @@ from pipefit.errors import PlanError, TierError
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
-from pipefit.spill.rank import Spilling, tier_name
+from pipefit.spec.options import Spilled
+from pipefit.spill.rank import Spilling, SpillPlace, tier_name
 from pipefit.spill.tier_file import Commit, read_commits, read_table
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer, Training
-
-if TYPE_CHECKING:
-    from pipefit.pipeline.spill_options import Spilled
 
 __all__ = [
     "agree_on_step",
     "check_same",
     "committed_step",
     "identity",
+    "place_of",
     "recorded_plan",
-    "same_plan",
-    "told_apart",
+    "resumed_folder",
 ]
 
-_TOLD = 3
+_MOST_NAMED = 3
 _OF_A_PLAN = ("prediction", "candidates", "plan_seconds", "method", "model")
-_MISSING = "nothing"
 
 
 def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is, as far as it decides the numbers and where they lie, as JSON data.
+    """The identity of a run as JSON data: all that decides its numbers and where they lie.
 
     Args:
         layers: of the whole model.
@@ -50,7 +46,6 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
         training: its loss, clipping and the like.
         about: what the caller has to add.
     """
-    told = msgspec.to_builtins(plan)
     facts = {
         "run": dict(about),
         "model": {
@@ -59,8 +54,8 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
             for name, value in layer.module.state_dict(prefix=f"{layer.prefix}.").items()
             if hasattr(value, "dtype")
         },
-        "plan": {key: value for key, value in told.items() if key not in _OF_A_PLAN},
-        "optimizer": _told_of(training.optimizer),
+        "plan": {key: value for key, value in msgspec.to_builtins(plan).items() if key not in _OF_A_PLAN},
+        "optimizer": _facts_of(training.optimizer),
         "training": {
             "seed": training.seed,
             "clip_norm": training.clip_norm,
@@ -71,46 +66,35 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
     return dict(json.loads(json.dumps(facts)))
 
 
-def same_plan(spill: Spilled | None, is_balanced: bool, session: Session) -> Plan | None:
-    """The plan of the run that another goes on from, where it followed from measurements; None: it is told, or new.
-
-    Args:
-        spill: what is asked for.
-        is_balanced: whether the stages were to be balanced by a profile.
-        session: the ranks.
-    """
-    if spill is None or spill.resume is False or not (is_balanced or spill.cap_bytes is not None):
-        return None
-    return recorded_plan(_resumable(spill), session.rank)
-
-
-def told_apart(
-    spill: Spilled | None, layers: Sequence[NamedLayer], plan: Plan, training: Training, session: Session
-) -> Spilled | None:
-    """The same, with what tells the run apart; what it goes on from, if it does, must be the same run.
+def resumed_folder(spill: Spilled) -> Path:
+    """The folder of the records that a run resumes from.
 
     Raises:
-        TierError: it is another.
+        PlanError: it has none.
     """
-    if spill is None:
-        return None
+    if spill.folder is None:
+        raise PlanError("spill=Spilled(resume=True) needs the disk= that the records are on")
+    return spill.folder
+
+
+def place_of(
+    spill: Spilled, layers: Sequence[NamedLayer], plan: Plan, training: Training, session: Session
+) -> SpillPlace:
+    """The place of spilled stages, with what identifies the run; the records that it resumes from must be its own.
+
+    Raises:
+        TierError: they are of another run.
+    """
     about = identity(layers, plan, training, spill.about)
     if spill.resume is not False:
-        folder = _resumable(spill)
+        folder = resumed_folder(spill)
         recorded_plan(folder, session.rank)
         check_same(folder, session.rank, about)
-    return replace(spill, place=replace(spill.where, about=about, resume=spill.resume))
+    return SpillPlace(spill.folder, spill.host_bytes, about=about, resume=spill.resume, commits=spill.commit_every != 0)
 
 
-def _resumable(spill: Spilled) -> Path:
-    folder = spill.where.folder
-    if folder is None:
-        raise PlanError("spill=Spilled(resume=True) needs the disk= that the records are on")
-    return folder
-
-
-def _told_of(make: MakeOptimizer) -> dict[str, Any]:
-    """What an optimizer says of itself, beside the parameters it gets; nothing where it needs particular ones."""
+def _facts_of(make: MakeOptimizer) -> dict[str, Any]:
+    """The kind and settings of an optimizer; nothing where it needs particular parameters."""
     try:
         made = make([nn.Parameter(torch.zeros(1))])
     except Exception:
@@ -120,7 +104,7 @@ def _told_of(make: MakeOptimizer) -> dict[str, Any]:
 
 
 def check_same(folder: Path, rank: int, facts: Mapping[str, Any], parts: Sequence[str] = ()) -> None:
-    """Whether the records of a folder are those of a run.
+    """Refuses the records of a folder if they are not those of a run.
 
     Args:
         folder: of the tier.
@@ -135,24 +119,25 @@ def check_same(folder: Path, rank: int, facts: Mapping[str, Any], parts: Sequenc
     wanted = parts or tuple(facts)
     found = list(_differences({part: before.get(part, {}) for part in wanted}, {p: facts[p] for p in wanted}))
     if found:
-        more = f", and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+        more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         raise TierError(
-            f"{folder} holds the records of another run: {'; '.join(found[:_TOLD])}{more}; ask for the same as there, "
-            "or resume from a checkpoint"
+            f"{folder} holds the records of another run: {'; '.join(found[:_MOST_NAMED])}{more}; "
+            "ask for the same as there, or resume from a checkpoint"
         )
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """What is not the same in two trees of JSON data, each in words."""
+    """Differences between two trees of JSON data, each in words."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key in {**before, **now}:
-            # What a run itself says of it has a name that stands for itself, like --lr.
+            # An option of a run has a name that needs no other, like --lr.
             inner = key if not name or name == "run" else f"{name} {key}"
-            yield from _differences(before.get(key, _MISSING), now.get(key, _MISSING), inner)
+            yield from _differences(before.get(key), now.get(key), inner)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _are_tables(before):
         for index, (one, other) in enumerate(zip(before, now, strict=True)):
             yield from _differences(one, other, f"{name} {index}")
-    elif before != now:
+    # An option that is not given is the same as one that was not known then.
+    elif before != now and (before or now):
         yield f"{name} was {_short(before)}, is {_short(now)}"
 
 
@@ -161,7 +146,7 @@ def _are_tables(value: list[Any]) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = value if isinstance(value, str) and value else json.dumps(value)
+    text = "nothing" if value is None else value if isinstance(value, str) and value else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
 
@@ -169,7 +154,7 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
     """The plan of the run whose records a folder holds.
 
     Raises:
-        TierError: there are none, or none that can be gone on from.
+        TierError: there are none, or none that can be resumed from.
     """
     commits = read_commits(folder, tier_name(rank))
     if not commits:
@@ -183,7 +168,7 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
 
 
 def committed_step(folder: str | Path, rank: int = 0) -> int | None:
-    """The last step that a run which has not ended committed in a folder, and that can be gone on from.
+    """The last step that a run which has not ended committed in a folder, and that can be resumed from.
 
     Raises:
         TierError: there is something that cannot be read.

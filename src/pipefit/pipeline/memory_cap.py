@@ -1,0 +1,207 @@
+"""The plan under a cap on the device's memory: what is measured for it, and how ranks agree on it."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipefit.errors import PlanError
+from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
+from pipefit.pipeline.workload import Workload
+from pipefit.planner.spilling import NOT_FROM_DISK, plan_spilling
+from pipefit.profiling import analytic_profile, measure_device, measure_tier, with_measured_kinds
+from pipefit.profiling.agreed import merged
+from pipefit.profiling.links import links_of
+from pipefit.runtime.collectives import agree, attempt, exchange, from_first
+from pipefit.runtime.microbatches import largest_part
+from pipefit.runtime.session import Session
+from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.options import AUTO, Request, Spilled
+from pipefit.spec.topology import Device, Tier
+from pipefit.stage.ties import tied_layers
+from pipefit.stage.training import MakeOptimizer
+
+__all__ = ["machine_tier", "measure_host_step", "plan_under_cap"]
+
+
+def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[Plan, Profile, Topology]:
+    """The plan for a cap on the device's memory: stages, slots, and what it should cost; see `planner.plan_spilling`.
+
+    Layers may be on the meta device: one of each kind is run, on all ranks at the same time, as devices and tiers are
+    measured too. The first rank plans for all.
+
+    Raises:
+        PlanError: there is no example, from which the sizes of activations follow, or the request divides the model.
+        InfeasibleError: the cap is too small; the message gives the smallest that works.
+    """
+    spill = request.spill
+    assert spill is not None and spill.cap_bytes is not None
+    example = work.batch("a cap on the device's memory")
+    copies = _equal_copies(request)
+    num_ranks = session.num_ranks if session.is_distributed else request.parallelism.ranks or copies
+    links = links_of(session, num_ranks)
+    if session.is_distributed:
+        dist.barrier()
+    device = _slowest(session, measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32))
+    tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))
+    topology = msgspec.structs.replace(links, tiers=(tier,), device=device)
+    state = state_per_weight(work.layers, work.optimizer)
+    measure = partial(_measured_profile, request, work, example, device, state)
+    profile = _agreed(session, measure)
+    search = partial(
+        plan_spilling,
+        profile,
+        topology,
+        device_bytes=spill.cap_bytes,
+        num_microbatches=request.microbatches,
+        tier=tier.name,
+        host_bytes=spill.host_bytes if tier.name == "host" else None,
+        state_per_weight=state,
+        clip=work.clips,
+        ties=tied_layers(work.layers),
+        step_on=_step_on(spill, tier),
+        activations=spill.activations or None,
+        num_ranks=num_ranks,
+        copies=copies,
+        schedule=None if request.schedule == AUTO else request.schedule,
+        num_chunks=request.parallelism.chunks if request.parallelism.chunks > 1 else 0,
+        keep=_may_keep(spill),
+        sizes=sizes_of(work.layers, work.optimizer, copies),
+    )
+    found = msgspec.convert(from_first(session, lambda: msgspec.to_builtins(search())), Plan)
+    return found, profile, topology
+
+
+def _measured_profile(
+    request: Request, work: Workload, example: tuple[Any, Any], device: Device, state: float
+) -> Profile:
+    """The layers as this rank measures them; of layers built alike one is run."""
+    assert request.spill is not None
+    chain = nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in work.layers))
+    x, y = example
+    size = largest_part(x, request.microbatches)
+    # Tensors without data are the CPU's: under autocast it counts what is kept in half, and weights that are cast.
+    with torch.autocast("cpu", work.half, enabled=work.half is not None):
+        computed = analytic_profile(chain, x, device, work.loss, y, microbatch_size=size, model="the model")
+    return with_measured_kinds(
+        computed,
+        chain,
+        x,
+        work.device,
+        loss=work.loss,
+        target=y,
+        optimizer=work.optimizer,
+        state_per_weight=state,
+        room_bytes=request.spill.cap_bytes or 0.0,
+        half=work.half,
+    )
+
+
+def _agreed(session: Session, measure: Callable[[], Profile]) -> Profile:
+    """The mean over all ranks; they measure at the same time, to slow each other down as they will in the run."""
+    if not session.is_distributed:
+        return merged([measure()])
+    dist.barrier()
+    found = agree(session, attempt(lambda: msgspec.to_builtins(measure())))
+    return merged([msgspec.convert(data, Profile) for data in found])
+
+
+def _equal_copies(request: Request) -> int:
+    """The copies of each stage, which are as many of all under a cap.
+
+    Raises:
+        PlanError: they differ, or the request divides the model itself.
+    """
+    usual, spread = Request(), request.parallelism
+    divides = {name: getattr(request, name) != getattr(usual, name) for name in ("stages", "plan")}
+    for name in ("recompute", "tensor", "sequence_parallel", "shard_optimizer"):
+        divides[name] = getattr(spread, name) != getattr(usual.parallelism, name)
+    given = [name for name, is_given in divides.items() if is_given]
+    if given:
+        raise PlanError(
+            f"a cap on the device's memory makes its own plan: leave out {' and '.join(given)}, or device_memory; "
+            "without it, disk and host_memory spill the stages of any pipeline"
+        )
+    if len(set(spread.copies)) > 1:
+        raise PlanError(
+            "a cap on the device's memory splits the model itself: give one number of replicas, got "
+            f"{list(spread.copies)}"
+        )
+    return spread.copies[0] if spread.copies else 1
+
+
+def machine_tier(spill: Spilled, work: Workload, session: Session, num_sharing: int) -> Tier:
+    """The tier of a machine with its rates, from what each of the ranks that share it gets when all measure now.
+
+    A commit that is not made at each step is not counted.
+    """
+    host = spill.host_bytes
+    tier = measure_tier(spill.folder, work.device, capacity_bytes=host if spill.folder is None else None)
+    each_step = spill.commit_every == 1 or (spill.commit_every is None and host is None)
+    tier = tier if each_step else msgspec.structs.replace(tier, commit_s=0.0)
+    if tier.name == "host":
+        tier = msgspec.structs.replace(tier, step_bytes_per_s=measure_host_step(work.optimizer))
+    return _shared(session, tier, num_sharing)
+
+
+def _slowest(session: Session, mine: Device) -> Device:
+    """The device of all ranks, as slow as the slowest: the same everywhere, for one pipeline."""
+    found = [msgspec.convert(data, Device) for data in exchange(session, msgspec.to_builtins(mine))]
+    return min(found, key=lambda device: device.flops)
+
+
+def _shared(session: Session, mine: Tier, num_sharing: int) -> Tier:
+    """The tier of a machine, from what each of the ranks that share it got when all of them measured."""
+    if not session.is_distributed:
+        return mine
+    figures = "capacity_bytes", "read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s", "check_bytes_per_s"
+    found = exchange(session, [getattr(mine, name) for name in figures])
+    capacity, read, write, step, check = (min(column) for column in zip(*found, strict=True))
+    return Tier(
+        mine.name,
+        capacity,
+        read * num_sharing,
+        write * num_sharing,
+        step_bytes_per_s=step * num_sharing,
+        one_channel=any(exchange(session, mine.one_channel)),
+        check_bytes_per_s=check,
+        commit_s=max(exchange(session, mine.commit_s)),
+    )
+
+
+def _step_on(spill: Spilled, tier: Tier) -> str:
+    if not isinstance(spill.step_on, str):
+        raise PlanError("step_on: stages are known once the model is split; under a cap give device, host or auto")
+    if spill.step_on == "host" and tier.name != "host":
+        raise PlanError(NOT_FROM_DISK)
+    return spill.step_on
+
+
+def _may_keep(spill: Spilled) -> bool:
+    if spill.keep not in ("auto", "none"):
+        raise PlanError(
+            f"keep: under a cap as many stages keep their activations as there is room for; expected auto or none, got "
+            f"{spill.keep!r}"
+        )
+    return spill.keep == "auto"
+
+
+def measure_host_step(optimizer: MakeOptimizer, num_elements: int = 1 << 20) -> float:
+    """Bytes of weights per second that an optimizer steps in the host's memory: the best of a few steps."""
+    parameter = nn.Parameter(torch.ones(num_elements))
+    made = optimizer([parameter])
+    seconds = []
+    for _ in range(4):
+        parameter.grad = torch.ones_like(parameter)
+        started = time.perf_counter()
+        made.step()
+        seconds.append(time.perf_counter() - started)
+    return parameter.nbytes / min(seconds[1:])

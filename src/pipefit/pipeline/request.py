@@ -1,0 +1,205 @@
+"""From a request to a plan: the one place where stages, ranks and schedule are decided.
+
+A plan comes from (in this order) the request itself; the records of the run that is resumed; the search under a memory
+cap; the search over all schedules ("auto"); or what the user spells out, with stages balanced by a measured profile.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from pipefit.errors import PlanError
+from pipefit.parallel import widths_of
+from pipefit.pipeline.layer_sizes import state_per_weight
+from pipefit.pipeline.memory_cap import plan_under_cap
+from pipefit.pipeline.resume import recorded_plan, resumed_folder
+from pipefit.pipeline.workload import Workload
+from pipefit.planner import by_hand, ranks_of
+from pipefit.planner import plan as search
+from pipefit.profiling.agreed import agreed_profile
+from pipefit.profiling.links import links_of
+from pipefit.runtime.microbatches import largest_part
+from pipefit.runtime.session import Session
+from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.options import AUTO, Request
+
+__all__ = ["Decision", "decide", "default_device"]
+
+_COUNTS = (2, 4, 8, 16)
+"""Micro-batches per update that the schedule "auto" chooses from."""
+
+
+class Decision(NamedTuple):
+    """A plan with what it was made from.
+
+    Attributes:
+        plan: the answer.
+        profile: of the layers, where they were measured.
+        topology: of the machine, where it was measured.
+    """
+
+    plan: Plan
+    profile: Profile | None = None
+    topology: Topology | None = None
+
+
+def decide(request: Request, work: Workload, session: Session, measure: bool = False) -> Decision:
+    """The plan for a request; the same on every rank.
+
+    Args:
+        request: of the user.
+        work: the model and its training.
+        session: the ranks of the run.
+        measure: also measure the layers and the machine where the plan does not need that.
+
+    Raises:
+        PlanError: the request does not fit together, or not to the model or the ranks.
+        InfeasibleError: nothing fits into the memory.
+    """
+    spill = request.spill
+    is_capped = spill is not None and spill.cap_bytes is not None
+    plan = _given(request.plan)
+    if plan is None and spill is not None and spill.resume is not False:
+        if measure or is_capped or request.stages == AUTO:
+            plan = recorded_plan(resumed_folder(spill), session.rank)
+    made = Decision(plan)
+    if is_capped and (measure or plan is None):
+        made = Decision(*plan_under_cap(request, work, session))
+        made = made if plan is None else made._replace(plan=plan)
+    else:
+        if measure or (plan is None and AUTO in (request.stages, request.schedule)):
+            made = _measured(request, plan, work, session, is_run=measure)
+        if plan is None:
+            made = made._replace(plan=_new_plan(request, made, work, session))
+    made = made._replace(plan=_with_sharding(made.plan, request.parallelism.shard_optimizer))
+    _check_ranks(session, made.plan)
+    return made
+
+
+def _given(plan: Any) -> Plan | None:
+    """The plan of a request: itself, what holds it (`pipefit.plan` gave it), or its file."""
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    return Plan.load(plan) if isinstance(plan, str | Path) else plan.plan
+
+
+def _measured(request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool) -> Decision:
+    """The layers at the sizes of micro-batches to choose from, and the links."""
+    example = work.batch("stages or schedule auto: what measures the layers first")
+    x = example[0]
+    counts = [plan.num_microbatches if plan else request.microbatches]
+    if plan is None and request.schedule == AUTO:
+        counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]
+    sizes = list(dict.fromkeys(largest_part(x, count) for count in counts))
+    profile = agreed_profile(
+        work.layers, example, sizes, session, loss=work.loss, optimizer=work.optimizer, clips=work.clips
+    )
+    if not (is_run or request.schedule == AUTO):
+        return Decision(plan, profile)
+    num_processes = plan.num_processes if plan else request.parallelism.ranks or session.num_ranks
+    return Decision(plan, profile, links_of(session, num_processes))
+
+
+def _new_plan(request: Request, made: Decision, work: Workload, session: Session) -> Plan:
+    """A plan by search, or as the request spells it out."""
+    spread, profile = request.parallelism, made.profile
+    if request.schedule == AUTO:
+        assert profile is not None and made.topology is not None and work.example is not None
+        batch = largest_part(work.example[0], 1)
+        sizes = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
+        return search(
+            profile,
+            made.topology,
+            global_batch=batch,
+            microbatch_sizes=[size for size in sizes if not batch % size],
+            state_per_weight=state_per_weight(work.layers, work.optimizer),
+            executable=True,
+            tensors=widths_of([layer.module for layer in work.layers], session.num_ranks),
+            sharded=True if spread.shard_optimizer else None,
+        )
+    stages = request.stages
+    return by_hand(
+        len(work.layers),
+        num_ranks=_num_ranks(request, session),
+        schedule=request.schedule or _usual_schedule(request, session),
+        num_microbatches=request.microbatches,
+        num_chunks=spread.chunks,
+        stages=None if stages is None or isinstance(stages, int | str) else list(stages),
+        replicas=spread.copies,
+        recompute=spread.recompute,
+        tensor=spread.tensor,
+        sequence_parallel=spread.sequence_parallel,
+        scatter_gather=not spread.whole_messages,
+        sharded_optimizer=spread.shard_optimizer,
+        options=dict(spread.options),
+        profile=profile,
+        model=work.model,
+    )
+
+
+def _usual_schedule(request: Request, session: Session) -> str:
+    in_one_rank = request.parallelism.ranks in (None, 1) and not session.is_distributed
+    return "spilled" if request.spill is not None and in_one_rank else "1f1b"
+
+
+def _num_ranks(request: Request, session: Session) -> int:
+    """The processes, t to a rank, where their number is known; else as many as the stages and replicas ask for.
+
+    Raises:
+        PlanError: they do not go together.
+    """
+    spread, stages = request.parallelism, request.stages
+    if isinstance(stages, str) and stages != AUTO:
+        raise PlanError(f'stages: expected a number, a list of layer counts or "auto", got {stages!r}')
+    num_processes = session.num_ranks if session.is_distributed else spread.ranks
+    if num_processes is not None:
+        return ranks_of(num_processes, spread.tensor, spread.data_parallel)
+    if len(spread.copies) > 1:
+        return sum(spread.copies)
+    count = 2 * spread.chunks if stages is None or isinstance(stages, str) else stages
+    count = count if isinstance(count, int) else len(count)
+    if count < 1 or count % spread.chunks:
+        raise PlanError(f"{count} stages cannot be spread as {spread.chunks} chunks per rank")
+    return count // spread.chunks * (spread.copies[0] if spread.copies else 1)
+
+
+def _with_sharding(plan: Plan, shard_optimizer: bool) -> Plan:
+    """The plan with a sharded optimizer where the user or the plan itself asks for one.
+
+    Raises:
+        PlanError: no stage has a second replica, so there is nothing to shard it over.
+    """
+    sharded = shard_optimizer or plan.sharded_optimizer
+    if sharded and all(len(ranks) == 1 for ranks in plan.placement.ranks):
+        raise PlanError(
+            "a sharded optimizer is divided over the replicas of a stage, but every stage is on one rank only (d = 1); "
+            "replicate the stages (replicas=2, or schedule data-parallel), or do not shard the optimizer"
+        )
+    return msgspec.structs.replace(plan, sharded_optimizer=sharded)
+
+
+def _check_ranks(session: Session, plan: Plan) -> None:
+    """Refuses a plan for another number of processes than were started.
+
+    Raises:
+        PlanError: it is one.
+    """
+    wanted = plan.num_processes
+    if session.is_distributed and session.num_ranks != wanted:
+        each = f" of {plan.tensor} processes" if plan.tensor > 1 else ""
+        raise PlanError(
+            f"the plan is for {plan.placement.num_ranks} ranks{each}, but {session.num_ranks} processes were started; "
+            f"start {wanted}, or plan again"
+        )
+
+
+def default_device() -> torch.device:
+    """The process's GPU when there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    return torch.device("cpu")

@@ -1,0 +1,54 @@
+"""The training that a plan is made for: what can be measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import PlanError
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import MakeOptimizer
+
+__all__ = ["Workload"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its training, before it is split into stages.
+
+    Attributes:
+        layers: of the whole model; under a memory cap they may be on the meta device.
+        loss: from the model's output and the target to their mean loss.
+        optimizer: from the parameters of a stage to their optimizer.
+        device: where a rank computes.
+        example: (input, target) of one batch; None: nothing can be measured.
+        clips: gradients are clipped by their global norm.
+        half: the type that autocast computes in; None: no autocast.
+        model: its name.
+    """
+
+    layers: Sequence[NamedLayer]
+    loss: Callable[[Any, Any], Tensor]
+    optimizer: MakeOptimizer
+    device: torch.device
+    example: tuple[Any, Any] | None = None
+    clips: bool = False
+    half: torch.dtype | None = None
+    model: str = ""
+
+    def batch(self, why: str) -> tuple[Any, Any]:
+        """The example.
+
+        Args:
+            why: what needs it, for the message.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if self.example is None:
+            raise PlanError(f"{why} needs example=(input, target), one batch of data")
+        return self.example

@@ -1,0 +1,89 @@
+"""The result of a run: its figures, and the folder that holds everything it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipefit.ir import text as program_text
+from pipefit.pipeline.pipeline import Pipeline
+from pipefit.pipeline.run_report import Traffic
+from pipefit.run.config import RunConfig
+from pipefit.run.metrics import METRICS
+from pipefit.spec import Plan, Prediction, Profile
+from pipefit.spec.files import write_atomically, write_json
+from pipefit.spec.options import as_flat
+from pipefit.timeline import Timeline
+from pipefit.timeline.compare import Row
+
+__all__ = ["RunResult", "checkpoints_of", "write_folder"]
+
+
+@dataclass
+class RunResult:
+    """The figures of a run; the same on every rank but for paths and rows, which rank 0 has."""
+
+    losses: list[float]
+    seconds: float
+    samples_per_s: float
+    tokens_per_s: float
+    baseline: tuple[str, float] | None
+    held_out_loss: float | None
+    held_out_accuracy: float | None
+    predicted: Prediction | None
+    measured_period_s: float
+    bubble: float
+    utilisation: list[float]
+    peak_memory_bytes: list[float]
+    traffic: Traffic
+    held_bytes: list[float] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    text: str = ""
+    paths: dict[str, str] = field(default_factory=dict)
+
+
+def checkpoints_of(folder: str | Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return Path(folder) / "checkpoints"
+
+
+def write_folder(
+    config: RunConfig,
+    pipe: Pipeline,
+    plan: Plan,
+    profile: Profile,
+    measured: Timeline,
+    predicted: Timeline,
+    result: RunResult,
+) -> None:
+    """Writes plan, profile, program, timelines and pictures of a run, and the result with the paths of all of them."""
+    folder = Path(config.output)
+    plan.save(folder / "plan.json")
+    profile.save(folder / "profile.json")
+    program_text.save(pipe.program, folder / "program.pipe")
+    predicted.save_trace(folder / "predicted.trace.json")
+    measured.save_trace(folder / "measured.trace.json")
+    result.paths = _pictures(folder, measured, predicted)
+    result.paths |= {"checkpoint": str(checkpoints_of(folder)), "metrics": str(folder / METRICS)}
+    write_json(folder / "run.json", {"format": "pipefit.run/1", "config": as_flat(config), "result": _plain(result)})
+
+
+def _pictures(folder: Path, measured: Timeline, predicted: Timeline) -> dict[str, str]:
+    from pipefit.draw import save
+    from pipefit.draw.page import html
+
+    save(measured, folder / "measured.svg")
+    save(predicted, folder / "predicted.svg")
+    write_atomically(folder / "timeline.html", html({"measured": measured, "predicted": predicted}))
+    names = {"picture": "measured.svg", "page": "timeline.html", "trace": "measured.trace.json"}
+    return {name: str(folder / file) for name, file in names.items()}
+
+
+def _plain(result: RunResult) -> dict[str, Any]:
+    """The result as JSON data. The error of a row follows from its figures, and may be infinite, which JSON has not."""
+    data: dict[str, Any] = msgspec.to_builtins(asdict(result))
+    data["rows"] = [{key: value for key, value in row._asdict().items() if key != "error"} for row in result.rows]
+    return data

@@ -1,0 +1,75 @@
+"""The records that a run has left on a disk tier: one that resumes takes them up, one that begins anew keeps off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from pipefit.errors import PlanError, TierError
+from pipefit.pipeline.resume import check_same, committed_step
+from pipefit.planner.spilling import NOT_FROM_DISK
+from pipefit.run.config import RunConfig, facts_of
+from pipefit.spec.options import Spilled
+from pipefit.spill.rank import tier_name
+from pipefit.spill.tier_file import check_unused
+
+__all__ = ["with_tier"]
+
+_OF_SPILLED = ("commit_every", "activations", "step_on", "keep")
+"""Options that mean nothing where no stage is spilled."""
+
+
+def with_tier(config: RunConfig, rank: int) -> RunConfig:
+    """The configuration with the disk and the step that it resumes from, if it does.
+
+    Records that a run has left are not overwritten by one that begins anew.
+
+    Raises:
+        PlanError: an option of spilled stages means nothing here.
+        TierError: the records are of another run, cannot be resumed from where they are, or would be lost.
+    """
+    disk = config.spill.disk
+    if disk or config.resume:
+        check_unused(Path(config.resume or str(disk)), tier_name(rank))
+    resumes = bool(config.resume) and (Path(config.resume) / f"{tier_name(rank)}.json").exists()
+    if resumes:
+        folder = Path(config.resume)
+        if disk and Path(disk).resolve() != folder.resolve():
+            raise TierError(f"{folder}: a run resumes from what lies there in its place: give --disk {folder} too")
+        check_same(folder, rank, {"run": facts_of(config)})
+        config = _with_spill(config, replace(config.spill, disk=config.resume))
+    elif disk and not config.resume and (step := committed_step(disk, rank)) is not None:
+        raise TierError(
+            f"{disk} holds step {step} of a run that was cut off: resume with --resume {disk}, or remove the folder to "
+            "begin anew"
+        )
+    spill = _checked(config)
+    if spill is not None:
+        # It must still have a step to do, so that it can be measured: one cut off after its last does that again.
+        latest = config.steps - 1 if resumes else False
+        spill = replace(spill, resume=latest, about=facts_of(config))
+    return _with_spill(config, spill)
+
+
+def _with_spill(config: RunConfig, spill: Spilled | None) -> RunConfig:
+    return replace(config, request=replace(config.request, spill=spill))
+
+
+def _checked(config: RunConfig) -> Spilled | None:
+    """How stages spill; None: they do not.
+
+    Raises:
+        PlanError: an option of spilled stages means nothing here.
+    """
+    spill, usual = config.spill, Spilled()
+    given = [f"--{n.replace('_', '-')}" for n in _OF_SPILLED if getattr(spill, n) != getattr(usual, n)]
+    is_spilled = bool(spill.device_memory or spill.host_memory or spill.disk)
+    if given and not is_spilled and not config.request.plan:
+        raise PlanError(
+            f"{' and '.join(given)}: nothing is spilled; give --device-memory, --disk or --host-memory as well"
+        )
+    if spill.commit_every is not None and not spill.disk:
+        raise PlanError("--commit-every: only what lies on a disk outlasts the run; give --disk as well")
+    if spill.step_on == "host" and spill.disk:
+        raise PlanError(NOT_FROM_DISK)
+    return spill if is_spilled else None

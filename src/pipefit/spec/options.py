@@ -1,0 +1,295 @@
+"""Options of a training, each defined once: its name, type, default and help, for Python, TOML and the command line.
+
+Python takes the frozen dataclasses themselves. The command line (`pipefit.cli.options`) makes one flag of each field,
+with the help that stands under "Attributes" and the names given here; a TOML file takes the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, get_type_hints
+
+from pipefit.errors import PlanError
+from pipefit.units import parse_quantity
+
+__all__ = [
+    "AUTO",
+    "KEEP",
+    "STEP_ON",
+    "Parallelism",
+    "Precision",
+    "Request",
+    "Spilled",
+    "Updates",
+    "as_flat",
+    "flag_of",
+    "from_flat",
+    "groups_of",
+    "in_bytes",
+    "key_of",
+    "setting",
+]
+
+AUTO: Final = "auto"
+"""The choice of whoever leaves it to the planner."""
+
+STEP_ON: Final = ("auto", "device", "host")
+"""Where spilled stages may step."""
+
+KEEP: Final = ("auto", "all", "none")
+"""Which spilled stages may keep their activations."""
+
+Group = TypeVar("Group")
+
+
+def setting(default: Any, *flags: str, typed: Any = None, least: int | None = None, hidden: bool = False) -> Any:
+    """A field of a group of options.
+
+    Args:
+        default: its value where nobody gives one, or `dict` for an empty one.
+        flags: its names on the command line, the long one first; (): made from the field's name.
+        typed: its type on the command line, where that is not Python's: a type, or "numbers" (2,1), "words" (a=1,b=2;
+            may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several after one flag).
+        least: the smallest whole number that it may be.
+        hidden: for Python only.
+    """
+    facts = {"flags": flags, "typed": typed, "least": least, "hidden": hidden}
+    return field(default_factory=dict, metadata=facts) if default is dict else field(default=default, metadata=facts)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a model is spread over processes.
+
+    Attributes:
+        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, or 2.
+        chunks: stages on each rank, for the looped schedules.
+        replicas: copies of each stage, such as 2,1; one number stands for all.
+        data_parallel: copies of the whole pipeline.
+        tensor: processes that share each rank by tensor parallelism, for models with tensor rules (gpt).
+        sequence_parallel: the processes of a rank also split the sequence between them.
+        whole_messages: each process of a rank sends all of a message between ranks, not only its part.
+        shard_optimizer: shard the optimizer's states over the replicas of each stage.
+        recompute: replay each forward before its backward; only the inputs of stages are kept.
+        options: an option of the schedule as NAME=INTEGER; may be repeated.
+        device: where ranks compute, like cpu or cuda; default: the GPU of the process where it has one.
+    """
+
+    ranks: int | None = setting(None, "--ranks", "-n", least=1)
+    chunks: int = setting(1, "--chunks", "-v", least=1)
+    replicas: int | Sequence[int] = setting((), typed="numbers")
+    data_parallel: int = setting(1, "--data-parallel", "-d", least=1)
+    tensor: int = setting(1, "--tensor", "-t", least=1)
+    sequence_parallel: bool = False
+    whole_messages: bool = False
+    shard_optimizer: bool = False
+    recompute: bool = False
+    options: Mapping[str, int] = setting(dict, "--schedule-option", typed="pairs")
+    device: Any = setting(None, typed=str)
+
+    def __post_init__(self) -> None:
+        _check_least(self)
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Copies of each stage; one number: of every stage; (): one of each.
+
+        Raises:
+            PlanError: they are given in two ways.
+        """
+        each = (self.replicas,) if isinstance(self.replicas, int) else tuple(self.replicas)
+        if self.data_parallel == 1:
+            return each
+        if each:
+            raise PlanError("give replicas of each stage or data_parallel copies of the whole pipeline, not both")
+        return (self.data_parallel,)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision: layers compute in a smaller type, weights stay as they are.
+
+    Attributes:
+        dtype: type that layers compute in: fp32 (the model's own), or bf16 or fp16, under autocast.
+        loss_scale: first scale of the loss, which then follows the gradients; default: 65536 for fp16, else no scaling.
+    """
+
+    dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "--precision")
+    loss_scale: float | None = None
+
+    @classmethod
+    def of(cls, value: Precision | str) -> Precision:
+        """A precision from its name, or itself."""
+        return value if isinstance(value, Precision) else cls(value)  # type: ignore[arg-type]  # checked where it is used
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What belongs to weight updates besides the optimizer.
+
+    Attributes:
+        clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
+        seed: of dropout; in a run also of weights and the order of the data.
+        scheduler: from an optimizer to its learning-rate schedule, which steps with it.
+        weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. Give
+            the number of tokens that count when the loss averages over them.
+    """
+
+    clip_norm: float | None = setting(None, "--clip")
+    seed: int = 0
+    scheduler: Any = setting(None, hidden=True)
+    weigh: Any = setting(None, hidden=True)
+
+
+@dataclass(frozen=True)
+class Spilled:
+    """How stages spill to the host's memory or to disk: `Pipeline(…, spill=Spilled("1.5 GiB", disk="/scratch"))`.
+
+    Attributes:
+        device_memory: cap on the device's memory, like 1.5GiB: the rest of the model waits on the host or on disk.
+        host_memory: most that spilled stages may take of a machine's memory; default: no limit.
+        disk: folder in which spilled stages wait, without a limit on the host's memory all of them.
+        slots: stages whose weights and gradients are on the device at once: one computes, the others load.
+        optim_slots: stages whose optimizer states are on the device at once; 0: these stay there.
+        step_on: where spilled stages step; on the host the optimizer's states stay there. auto: the faster of both by
+            the plan for a cap, else the device. In Python also the stages that step on the host.
+        keep: spilled stages that keep their activations on the device, and replay nothing; auto: what a cap has room
+            for, else none. In Python also their numbers.
+        activations: inputs of spilled stages wait there too, until their replay; under a cap also where nothing fits
+            without.
+        prefetch: stages ahead that the next one is loaded; None: as soon as a slot is free; 0: when it is needed.
+        resume: resume from the last step that a run committed in `disk` before it was cut off. Model, plan and training
+            must be the same; `Pipeline.num_updates` is the step. A number: from that step or one before.
+        commit_every: steps between commits to disk, to resume from; 0: none; default: 1 if all is there, else 10.
+        about: JSON data that must also be the same to resume, each by the name that a message calls it.
+    """
+
+    device_memory: float | str | None = setting(None, typed=str)
+    host_memory: float | str | None = setting(None, typed=str)
+    disk: str | Path | None = setting(None, typed=str)
+    slots: int = setting(2, least=1, hidden=True)
+    optim_slots: int = setting(1, least=0, hidden=True)
+    step_on: str | Sequence[int] = setting(AUTO, typed=Literal["auto", "device", "host"])
+    keep: str | Sequence[int] = setting(AUTO, typed=Literal["auto", "all", "none"])
+    activations: bool = False
+    prefetch: int | None = setting(None, least=0, hidden=True)
+    resume: bool | int = setting(False, hidden=True)
+    commit_every: int | None = setting(None, least=0)
+    about: Mapping[str, Any] = setting(dict, hidden=True)
+
+    def __post_init__(self) -> None:
+        _check_least(self)
+        for name in ("device_memory", "host_memory"):
+            size = in_bytes(getattr(self, name), name)
+            if size is not None and not size > 0:
+                raise PlanError(f"{name}: expected more than 0 bytes, got {getattr(self, name)!r}")
+
+    @property
+    def cap_bytes(self) -> float | None:
+        """The cap on the device's memory."""
+        return in_bytes(self.device_memory, "device_memory")
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The limit on the host's memory."""
+        size = in_bytes(self.host_memory, "host_memory")
+        return None if size is None else int(size)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the disk tier."""
+        return None if self.disk is None else Path(self.disk)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The pipeline that a user asks for; `pipefit.pipeline.request` turns it into a plan.
+
+    Attributes:
+        schedule: its name, or auto; `pipefit schedules` lists them. Default: 1f1b, or auto under a cap.
+        microbatches: per weight update.
+        stages: layers of each stage, like 3,3; default: balanced by a profile. In Python also a number of stages, or
+            "auto".
+        plan: follow this plan: schedule, stages and micro-batches are then its own.
+        parallelism: how the model is spread over processes.
+        spill: how stages spill; None: they do not.
+    """
+
+    schedule: str | None = None
+    microbatches: int = setting(4, "--microbatches", "-m", least=1)
+    stages: int | Sequence[int] | str | None = setting(None, typed="numbers")
+    plan: Any = setting(None, typed=str)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    spill: Spilled | None = None
+
+    def __post_init__(self) -> None:
+        _check_least(self)
+
+
+def in_bytes(value: float | str | None, name: str) -> float | None:
+    """Bytes of a number, or of text like "1.5 GiB"; None stays None."""
+    return None if value is None else parse_quantity(value, "bytes", name)
+
+
+def flag_of(one: Any) -> str:
+    """The long name of a field on the command line, such as "--data-parallel"."""
+    flags = one.metadata.get("flags")
+    return str(flags[0]) if flags else f"--{one.name.replace('_', '-')}"
+
+
+def as_flat(group: Any) -> dict[str, Any]:
+    """All visible options of a group and of the groups in it, by their names with underscores."""
+    flat: dict[str, Any] = {}
+    kinds = groups_of(type(group))
+    for one in fields(group):
+        value = getattr(group, one.name)
+        if one.name in kinds:
+            flat |= as_flat(kinds[one.name]() if value is None else value)
+        elif not one.metadata.get("hidden"):
+            flat[key_of(one)] = value
+    return flat
+
+
+def from_flat(kind: type[Group], values: Mapping[str, Any], usual: Group | None = None) -> Group:
+    """The group whose options have these values; the inverse of `as_flat`.
+
+    Args:
+        kind: of the group.
+        values: by names as `as_flat` gives them; others are ignored.
+        usual: the group that gives what is not named; None: the defaults.
+    """
+    usual = kind() if usual is None else usual
+    made: dict[str, Any] = {}
+    groups = groups_of(kind)
+    for one in fields(kind):  # type: ignore[arg-type]
+        value = getattr(usual, one.name)
+        if one.name in groups:
+            found = from_flat(groups[one.name], values, value)
+            made[one.name] = None if value is None and found == groups[one.name]() else found
+        else:
+            made[one.name] = value if one.metadata.get("hidden") else values.get(key_of(one), value)
+    return kind(**made)
+
+
+def key_of(one: Any) -> str:
+    """The name of a field in a flat table, a TOML file and JSON, such as "data_parallel"."""
+    return flag_of(one).removeprefix("--").replace("-", "_")
+
+
+def groups_of(kind: type[Any]) -> dict[str, type[Any]]:
+    """The fields of a group that are groups themselves, also where they may be None."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        for part in (hint, *getattr(hint, "__args__", ())):
+            if isinstance(part, type) and is_dataclass(part):
+                found[name] = part
+    return found
+
+
+def _check_least(group: Any) -> None:
+    for one in fields(group):
+        least, value = one.metadata.get("least"), getattr(group, one.name)
+        if least is not None and value is not None and (type(value) is not int or value < least):
+            raise PlanError(f"{one.name}: expected a whole number of at least {least}, got {value!r}")
