@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
     from pipefit.pipeline.pipeline import Pipeline
     from pipefit.pipeline.plan_model import plan
+    from pipefit.pipeline.resume import committed_step
     from pipefit.schedules import Shape, schedule
     from pipefit.spec import Partition, Placement, Plan, Profile, Topology
     from pipefit.spec.options import Parallelism, Precision, Spilled, Updates
@@ -46,6 +47,7 @@ _HOMES = {
     "bwd": "ir",
     "bwd_input": "ir",
     "bwd_weight": "ir",
+    "committed_step": "pipeline.resume",
     "draw": "draw",
     "fwd": "ir",
     "plan": "pipeline.plan_model",
@@ -76,6 +78,7 @@ __all__ = [
     "bwd",
     "bwd_input",
     "bwd_weight",
+    "committed_step",
     "draw",
     "fwd",
     "plan",

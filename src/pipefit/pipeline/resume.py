@@ -15,7 +15,7 @@ from torch import nn
 from pipefit.checkpoint.committed import rank_state
 from pipefit.errors import PlanError, TierError
 from pipefit.runtime.collectives import agree, attempt, exchange
-from pipefit.runtime.session import Session
+from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import Spilling, SpillPlace, tier_name
@@ -167,13 +167,17 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
         raise TierError(f"{folder}: the plan there cannot be read: {problem}; resume from a checkpoint") from None
 
 
-def committed_step(folder: str | Path, rank: int = 0) -> int | None:
+def committed_step(folder: str | Path, rank: int | None = None) -> int | None:
     """The last step that a run which has not ended committed in a folder, and that can be resumed from.
+
+    Args:
+        folder: of the disk tier.
+        rank: whose records; None: those of this process's rank.
 
     Raises:
         TierError: there is something that cannot be read.
     """
-    found = read_commits(Path(folder), tier_name(rank))
+    found = read_commits(Path(folder), tier_name(current().rank if rank is None else rank))
     return found[0].step if found and not rank_state(found[0]).reason else None
 
 
