@@ -16,6 +16,7 @@ from pipefit.checkpoint import committed
 from pipefit.errors import ModelError, PipefitError, TierError
 from pipefit.models import build
 from pipefit.pipeline import assembly
+from pipefit.pipeline.resume import committed_step
 from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.spill import tier_file as tierfile
 from pipefit.spill.records import HEADER_BYTES
@@ -310,7 +311,7 @@ def test_notes_come_back(tmp_path):
     pipe.notes = lambda: {"position": pipe.num_updates * 2}
     trained(pipe, 3)
     pipe.close()
-    assert Spilled(disk=tmp_path / "tier").committed == 3
+    assert committed_step(tmp_path / "tier") == 3
     pipe = pipeline(tmp_path / "tier", resume=2)
     assert pipe.resumed_notes == {"position": 4} and pipe.num_updates == 2
     pipe.close()
@@ -361,7 +362,7 @@ def test_another_run_is_told_what_differs(tmp_path, changes, told):
 
 
 def test_where_nothing_was_committed_there_is_nothing_to_go_on_from(tmp_path):
-    assert Spilled(disk=tmp_path / "tier").committed is None
+    assert committed_step(tmp_path / "tier") is None
     with pytest.raises(TierError, match="no step was committed there; begin anew"):
         pipeline(tmp_path / "tier", resume=True)
     with pytest.raises(PipefitError, match="needs the disk="):
@@ -374,7 +375,7 @@ def test_a_run_without_commits_leaves_nothing_to_go_on_from(tmp_path):
         return (folder / "rank-0.tier").stat().st_size
 
     assert room(tmp_path / "tier", commit_every=0) + 2 * HALF <= room(tmp_path / "other")
-    assert Spilled(disk=tmp_path / "tier").committed is None
+    assert committed_step(tmp_path / "tier") is None
 
 
 def test_a_reason_that_a_step_cannot_be_gone_on_from_is_told(tmp_path, monkeypatch):
@@ -383,7 +384,7 @@ def test_a_reason_that_a_step_cannot_be_gone_on_from_is_told(tmp_path, monkeypat
 
     monkeypatch.setattr(committed, "optimization_of", reason)
     cut_off(tmp_path / "tier")
-    assert Spilled(disk=tmp_path / "tier").committed is None
+    assert committed_step(tmp_path / "tier") is None
     with pytest.raises(TierError, match=r"step 3 cannot be resumed from: its schedule .* resume from a checkpoint"):
         pipeline(tmp_path / "tier", resume=True)
 
