@@ -1,10 +1,13 @@
 """The golden programs, and the drawings made ahead: `python -m tests.golden` writes them anew after a change."""
 
+import gzip
+from itertools import product
 from pathlib import Path
 
 import pipefit.draw.shelf
-from pipefit.draw.drawing import draw, gallery
-from pipefit.draw.encode import Entry
+from pipefit.draw.choices import How, Wish, drawn, over_ranks
+from pipefit.draw.drawing import draw
+from pipefit.draw.encode import Entry, to_text
 from pipefit.draw.scene import scene_of
 from pipefit.draw.shelf import (
     CHUNKS,
@@ -15,7 +18,6 @@ from pipefit.draw.shelf import (
     SPILLED_MICROBATCHES,
     SPILLED_STAGES,
     STAGES,
-    pack,
 )
 from pipefit.ir import Spill
 from pipefit.ir.text import save
@@ -58,12 +60,19 @@ SHELVES = Path(pipefit.draw.shelf.__file__).parent
 def shelves_now() -> dict[str, bytes]:
     """The drawings made ahead, as they would be made today: files and what is in them."""
     pricing = draw("1f1b", 1, 1).pricing
-    made = gallery(pricing, stages=STAGES, microbatches=MICROBATCHES, chunks=CHUNKS)
-    one = {"schedules": ["spilled"], "stages": SPILLED_STAGES, "microbatches": SPILLED_MICROBATCHES}
-    spilled = gallery(pricing, **one, chunks=(1,), slots=SLOTS)
+    wishes = {
+        FILE: [Wish(name, *shape) for name in over_ranks() for shape in product(STAGES, MICROBATCHES, CHUNKS)],
+        SPILLED_FILE: [
+            Wish("spilled", stages, microbatches, 1, slots)
+            for stages, microbatches, slots in product(SPILLED_STAGES, SPILLED_MICROBATCHES, SLOTS)
+        ],
+    }
+    made = {file: filter(None, (drawn(wish, pricing, How()) for wish in listed)) for file, listed in wishes.items()}
     return {
-        file: pack(Entry(name, scene_of(timeline)) for name, timeline in found)
-        for file, found in ((FILE, made), (SPILLED_FILE, spilled))
+        file: gzip.compress(
+            "".join(to_text(Entry(name, scene_of(line))) + "\n" for name, line in found).encode(), mtime=0
+        )
+        for file, found in made.items()
     }
 
 

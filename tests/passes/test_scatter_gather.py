@@ -7,7 +7,6 @@ import pytest
 
 from pipefit.cost import CostModel, unit
 from pipefit.draw.drawing import drawing_of
-from pipefit.draw.scene import scene_of
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.ir import Op, Program, text
 from pipefit.passes import with_scatter_gather
@@ -130,5 +129,10 @@ def test_pieces_are_drawn_under_unit_costs_as_whole_messages_are() -> None:
     assert simulate(wide, unit(wide.header)).makespan_s == 6
     assert str(drawing_of(wide)) == str(drawing_of(narrow))
     cost = CostModel((1, 1), (1, 1), (0, 0), act_bytes=(8, 8), bandwidth_bytes_per_s=8, tensor=2)
-    bars = {bar.label: bar.end_s - bar.start_s for bar in scene_of(simulate(wide, cost)).thin}
-    assert (bars["recv s0 m0 act-piece <0"], bars["gather s0 m0 act"]) == (0.5, 0.5)
+    timeline = simulate(wide, cost)
+    events = {str(timeline.instruction(event)): event for event in timeline.events}
+    send, recv, gather = (
+        events[f"{name} s0 m0 {kind}"]
+        for name, kind in (("send", "act-piece >1"), ("recv", "act-piece <0"), ("gather", "act"))
+    )
+    assert recv.end_s - send.start_s == 0.5 and gather.end_s - recv.end_s == 0.5

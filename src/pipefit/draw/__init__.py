@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from pipefit.draw.chart import chart
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
-from pipefit.draw.png import png
 from pipefit.draw.save import SUFFIXES, save
 from pipefit.draw.svg import svg
 
 if TYPE_CHECKING:
     from pipefit.draw.drawing import Drawing
 
-__all__ = ["SUFFIXES", "chart", "draw", "grid", "html", "png", "save", "svg"]
+__all__ = ["SUFFIXES", "chart", "draw", "grid", "html", "save", "svg"]
 
 
 def draw(*args: Any, **options: Any) -> Drawing:

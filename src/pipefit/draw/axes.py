@@ -36,7 +36,7 @@ def label_number(value: float) -> str:
 
 
 def time_scale(span_s: float, unit: str) -> tuple[float, str]:
-    """What to multiply times with, and the unit to write behind them, for a picture as long as `span_s`.
+    """The factor of times and their unit, for a picture as long as `span_s`.
 
     >>> time_scale(0.25, "s"), time_scale(33.0, "")
     ((1000.0, 'ms'), (1.0, ''))

@@ -1,4 +1,4 @@
-"""The words of a picture: title, counts, and what a cell is."""
+"""The words of a picture: title, counts, tooltips."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def measures(scene: Scene) -> str:
 
 
 def describe(box: Box, scene: Scene) -> str:
-    """What, where and when, in one line: the tooltip of a cell."""
+    """The tooltip of a cell: instruction, place and times."""
     factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
     times = f"{label_number(box.start_s * factor)} to {label_number(box.end_s * factor)} {unit}".strip()
     what = f"{box.short} {FAMILIES[box.letter].name}, stage {box.stage}"

@@ -1,6 +1,6 @@
 """Plain charts for comparisons: lines or bars over one axis, as SVG.
 
-A hue alone is no name: it comes again after eight, and some readers see fewer. So each line also has a mark, and after
+A hue does not identify a line: there are eight, and some readers see fewer. So each line also has a mark, and after
 seven of them a dash, which no other line of the chart shares; its name at the right shows all three.
 """
 
@@ -39,7 +39,7 @@ _MARKS: tuple[tuple[tuple[float, float], ...], ...] = (
 )  # fmt: skip
 _DASHES = ("", "8 4", "2 4", "10 4 2 4")
 _RADIUS = 4.0
-_SAMPLE = 30  # pixels of a line's sample beside its name
+_SAMPLE = 30  # pixels of a line's sample next to its name
 _LEFT, _TOP, _BOTTOM, _MARGIN = 64, 64, 52, 24
 _MOST_LABELS, _MOST_MARKS = 16, 40  # beyond these, places get round numbers, and lines a mark only here and there
 
@@ -212,7 +212,7 @@ def _stripes(index: int, x: float, top: float, wide: float, bottom: float) -> li
 
 
 def _names(plot: _Plot, series: Series, kind: str) -> list[str]:
-    """Each name beside the end of its line, moved apart where lines end together; for bars from the top down."""
+    """Each name next to the end of its line, moved apart where lines end together; for bars from the top down."""
     ends = [
         _TOP + 6.0 + 20 * index if kind == "bar" else plot.y(max(points, key=lambda point: plot.x(point[0]))[1])
         for index, points in enumerate(series.values())

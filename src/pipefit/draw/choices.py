@@ -1,9 +1,9 @@
-"""What a page offers beside its drawing: the same schedule in other shapes, other schedules in its shape."""
+"""The other drawings of a page: the same schedule in other shapes, other schedules in its shape."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from pipefit.schedules import Schedule, Shape, find, names
 from pipefit.simulate import simulate
 from pipefit.timeline import Timeline
 
-__all__ = ["How", "Pricing", "gallery", "others", "simulated", "spilled", "updates_of"]
+__all__ = ["How", "Pricing", "Wish", "drawn", "others", "over_ranks", "simulated", "spilled", "updates_of"]
 
 _DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
 _MOST_FORWARDS = 1000  # of all that is drawn anew for the choices of a page: a tenth of a second
@@ -46,7 +46,7 @@ class How(NamedTuple):
     keep: bool = False
 
 
-class _Wish(NamedTuple):
+class Wish(NamedTuple):
     """A drawing to offer: its schedule and shape; 0 slots: nothing spills."""
 
     name: str
@@ -56,38 +56,8 @@ class _Wish(NamedTuple):
     slots: int = 0
 
 
-def gallery(
-    pricing: Pricing,
-    *,
-    schedules: Iterable[str] | None = None,
-    stages: Iterable[int] = (2, 4, 8),
-    microbatches: Iterable[int] = (4, 8, 16, 32),
-    chunks: Iterable[int] = (1, 2),
-    slots: Iterable[int] = (0,),
-    how: How | None = None,
-) -> list[tuple[str, Timeline]]:
-    """Schedules of a modest range of shapes, simulated, for the choices of a page; what has no meaning is left out.
-
-    Args:
-        pricing: the costs of a program.
-        schedules: their names; None: all that run over ranks.
-        stages: p.
-        microbatches: m.
-        chunks: v.
-        slots: of each rank for stages that are spilled; 0: nothing is.
-        how: they are spilled.
-    """
-    shapes = list(product(stages, microbatches, chunks, slots))
-    found = (
-        _drawn(_Wish(name, *shape), pricing, how or How())
-        for name in (_house() if schedules is None else schedules)
-        for shape in shapes
-    )
-    return [item for item in found if item is not None]
-
-
 def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) -> list[tuple[str, Timeline]]:
-    """What a page offers beside its drawing and what the shelf holds, as far as that takes no time to speak of.
+    """The drawings of a page in addition to its first one and the shelf's, as far as they take no noticeable time.
 
     Args:
         facts: of the drawing.
@@ -108,53 +78,53 @@ def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) ->
         if cost > left:
             continue
         left -= cost
-        drawn = _drawn(wish, pricing, how or How())
-        found += [drawn] if drawn else []
+        drawing = drawn(wish, pricing, how or How())
+        found += [drawing] if drawing else []
     return found
 
 
-def _plain(facts: Facts, is_lecture: bool) -> Iterator[_Wish]:
-    """First the other schedules in the drawing's own shape; then, where the shelf has not its costs, other shapes."""
-    own = facts.depth, facts.num_microbatches, facts.num_chunks
+def _plain(facts: Facts, is_lecture: bool) -> Iterator[Wish]:
+    """The other schedules in the drawing's shape; then, where its costs are not those of the shelf, other shapes."""
+    shape = facts.depth, facts.num_microbatches, facts.num_chunks
     chunks = sorted({1, facts.num_chunks}, reverse=True)
-    for name, several in product(_house(), chunks):
-        if not (is_lecture and on_shelf(*own[:2], several)):
-            yield _Wish(name, *own[:2], several)
+    for name, several in product(over_ranks(), chunks):
+        if not (is_lecture and on_shelf(*shape[:2], several)):
+            yield Wish(name, *shape[:2], several)
     if not is_lecture:
-        for shape in product(STAGES, MICROBATCHES, chunks):
-            if shape != own:
-                yield _Wish(facts.schedule, *shape)
+        for other in product(STAGES, MICROBATCHES, chunks):
+            if other != shape:
+                yield Wish(facts.schedule, *other)
 
 
-def _one_device(facts: Facts, is_lecture: bool) -> Iterator[_Wish]:
+def _one_device(facts: Facts, is_lecture: bool) -> Iterator[Wish]:
     """Other numbers of slots, then, where the shelf has not the costs, of micro-batches and of stages."""
     num_stages, count = facts.num_stages, facts.num_microbatches
     if is_lecture and num_stages in SPILLED_STAGES and count in SPILLED_MICROBATCHES:
         return
-    yield from (_Wish(facts.schedule, num_stages, count, 1, slots) for slots in SLOTS)
+    yield from (Wish(facts.schedule, num_stages, count, 1, slots) for slots in SLOTS)
     if not is_lecture:
         near = sorted(
             product(SPILLED_STAGES, SPILLED_MICROBATCHES),
             key=lambda shape: abs(math.log2(shape[0] / num_stages)) + abs(math.log2(shape[1] / count)),
         )
         for (stages, microbatches), slots in product(near, SLOTS):
-            yield _Wish(facts.schedule, stages, microbatches, 1, slots)
+            yield Wish(facts.schedule, stages, microbatches, 1, slots)
 
 
-def _spilled_pipelines(facts: Facts) -> Iterator[_Wish]:
-    """What spilling costs: other numbers of slots, none among them; then other schedules, then other shapes."""
-    own = facts.depth, facts.num_microbatches, facts.num_chunks
+def _spilled_pipelines(facts: Facts) -> Iterator[Wish]:
+    """Other numbers of slots, none among them; then other schedules, then other shapes."""
+    shape = facts.depth, facts.num_microbatches, facts.num_chunks
     for slots in (0, *range(1, facts.num_chunks + 1)):
-        yield _Wish(facts.schedule, *own, slots)
-    for name, slots in product(_house(), (facts.slots, 0)):
+        yield Wish(facts.schedule, *shape, slots)
+    for name, slots in product(over_ranks(), (facts.slots, 0)):
         made = find(name)
         if made.is_synchronous and name != facts.schedule:
-            yield _Wish(name, *own[:2], own[2] if made.chunks else 1, slots)
+            yield Wish(name, *shape[:2], shape[2] if made.chunks else 1, slots)
     for stages, count in product(STAGES, MICROBATCHES):
-        yield _Wish(facts.schedule, stages, count, facts.num_chunks, facts.slots)
+        yield Wish(facts.schedule, stages, count, facts.num_chunks, facts.slots)
 
 
-def _drawn(wish: _Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None:
+def drawn(wish: Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None:
     """A drawing that was wished for; None where it has no meaning."""
     try:
         made = find(wish.name)
@@ -176,10 +146,11 @@ def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
     return msgspec.structs.replace(shape, spill=spill, prefetch=how.prefetch)
 
 
-def _house() -> list[str]:
+def over_ranks() -> list[str]:
     """All schedules over ranks; the two that pipelines are measured against come last."""
-    over_ranks = (name for name in names() if not find(name).spills)
-    return sorted(over_ranks, key=lambda name: name in ("naive", "data-parallel"))
+    return sorted(
+        (name for name in names() if not find(name).spills), key=lambda name: name in ("naive", "data-parallel")
+    )
 
 
 def simulated(program: Program, cost: CostModel, memory: bool) -> Timeline:

@@ -12,7 +12,7 @@ import msgspec
 
 from pipefit.cost import CostModel, unit
 from pipefit.draw.caption import title_of
-from pipefit.draw.choices import How, Pricing, gallery, others, simulated, spilled, updates_of
+from pipefit.draw.choices import How, Pricing, others, simulated, spilled, updates_of
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
 from pipefit.draw.save import save
@@ -24,7 +24,7 @@ from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
 from pipefit.timeline import Timeline
 
-__all__ = ["Drawing", "draw", "drawing_of", "gallery"]
+__all__ = ["Drawing", "draw", "drawing_of"]
 
 _RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is surely steady
 
@@ -34,8 +34,8 @@ class Drawing:
     """A simulated schedule. Notebooks show it, `print` gives its grid.
 
     Attributes:
-        timeline: what is drawn.
-        cost: what it was simulated with.
+        timeline: of the schedule.
+        cost: of its simulation.
         steady: the same schedule with updates enough for a rhythm, where one pass does not tell its period.
         forward: time of a micro-batch's forward on a rank.
         backward: likewise of its backward.
@@ -53,7 +53,7 @@ class Drawing:
 
     @property
     def program(self) -> Program:
-        """What was simulated."""
+        """The program of the timeline."""
         return self.timeline.program
 
     @cached_property
@@ -69,23 +69,21 @@ class Drawing:
         """The vector picture; options as for `pipefit.draw.svg`."""
         return svg(self.timeline, **options)
 
-    def html(self, *, choices: bool | Sequence[tuple[str, Timeline]] = True, **options: Any) -> str:
+    def html(self, *, choices: bool = True, **options: Any) -> str:
         """The interactive page, with other drawings to choose from.
 
         Args:
-            choices: the others, such as `gallery` makes; True: schedules and shapes around this one, at the same costs.
+            choices: also schedules and shapes around this one, at the same costs.
             options: as for `pipefit.draw.html`.
         """
-        own = (title_of(self.program.header.schedule), self.timeline)
-        if choices is True and self._is_mixed:
-            choices = False
-        given = (self._others() if choices else []) if isinstance(choices, bool) else choices
         shape = _shape_key(self.timeline)
-        kept = [(name, timeline) for name, timeline in given if _shape_key(timeline) != shape]
+        others: list[tuple[str, Timeline]] = []
+        if choices and not self._is_mixed:
+            others = [(name, timeline) for name, timeline in self._others() if _shape_key(timeline) != shape]
+            if self._is_lecture:
+                options.setdefault("more", self._shelf())
         options.setdefault("compare", False)
-        if choices is True and self._is_lecture:
-            options.setdefault("more", self._shelf())
-        return html([own, *kept], **options)
+        return html([(title_of(self.program.header.schedule), self.timeline), *others], **options)
 
     @property
     def _is_mixed(self) -> bool:

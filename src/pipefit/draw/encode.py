@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
-from pipefit.draw.scene import Box, Scene, Thin
+from pipefit.draw.scene import Scene
 from pipefit.draw.slots import stays_of
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.units import format_bytes
 
-__all__ = ["LETTERS", "Entry", "decode_boxes", "decode_copies", "encode_scene", "to_script", "to_text"]
+__all__ = ["COPIED_KINDS", "LETTERS", "Entry", "encode_scene", "to_script", "to_text"]
 
 LETTERS = "FRBIWS"
-_FIELDS, _COPY_FIELDS = 8, 9
-_MOVED = OP_SPEC[Op.FETCH].kinds
-_WHAT = (*_MOVED, "")  # a step on the host moves nothing
+COPIED_KINDS = (*OP_SPEC[Op.FETCH].kinds, "")
+"""The kinds of values in copies, by their number in the data; the last one is that of a step on the host."""
 _FINEST = 1_000_000  # ticks of a timeline whose times are no multiples of a simple fraction
 
 
@@ -32,12 +31,12 @@ class Entry(NamedTuple):
 def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     """A scene as JSON data.
 
-    `ranks[r]` has, for each box of rank r in turn: letter, chunk, micro-batch, version, ticks since the end of the box
-    before, ticks of its own, why it waited, and how many items back the one it waited for is. A tick is `tick` seconds.
-    Copies come after all boxes in this count. A program that spills also has `lanes` beside the computation and, by
+    `ranks[r]` has, for each box of rank r: letter, chunk, micro-batch, version, ticks since the end of the one before,
+    its length in ticks, why it waited, and how many items back the one it waited for is. A tick is `tick` seconds.
+    Copies come after all boxes in this count. A program that spills also has `lanes` below the computation and, by
     rank, what is in them, its `copies`: lane, what is moved (nothing by a step on the host), stage, micro-batch, ticks
-    at its start, of its own and of its wait, why it waited and how many items back; and what lies in each of its
-    `slots`: what it is for, number, then stage, start and length in turn.
+    at its start, of its length and of its wait, why it waited and how many items back; and what lies in each of its
+    `slots`: what it is for, number, then stage, start and length of each.
     """
     facts, found = scene.facts, reasons(scene)
     tick = _tick(scene)
@@ -50,7 +49,7 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
         "source": facts.source,
         "unit": scene.unit,
         "tick": tick,
-        "versioned": scene.shows_versions,
+        "versioned": not facts.is_synchronous,
         "makespan": facts.makespan_s,
         "bubble": facts.bubble_fraction,
         "over": facts.bubble_over_ideal,
@@ -58,7 +57,7 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
         "peak": list(facts.peak_inflight),
         "weights": list(facts.weight_versions),
         "bytes": [format_bytes(size) for size in facts.peak_bytes],
-        "stages": [list(own) for own in scene.stages],
+        "stages": [list(stages) for stages in scene.stages],
         "ranks": [_row(scene, rank, found, tick) for rank in range(scene.num_ranks)],
         **(_spilled(scene, found, tick) if facts.slots else {}),
     }
@@ -68,65 +67,38 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
     spill = scene.timeline.program.header.spill
     assert spill is not None
     copies: list[list[int]] = [[] for _ in scene.stages]
-    for number, bar in enumerate(scene.beside, len(scene.boxes)):
-        reason = found[number]
-        start, end = round(bar.start_s / tick), round(bar.end_s / tick)
-        copies[bar.rank] += (scene.lanes.index(bar.kind), _WHAT.index(bar.what), bar.stage, bar.mb, start, end - start)
-        back = number - reason.item if reason.why is not Why.START else 0
-        copies[bar.rank] += (round(reason.waited_s / tick), int(reason.why), back)
+    for number, bar in enumerate(scene.bars, len(scene.boxes)):
+        why, back = _why(number, found[number])
+        kind, start, end = COPIED_KINDS.index(bar.what), round(bar.start_s / tick), round(bar.end_s / tick)
+        copies[bar.rank] += (scene.lanes.index(bar.lane), kind, bar.stage, bar.mb, start, end - start)
+        copies[bar.rank] += (round(found[number].waited_s / tick), why, back)
     slots: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]
     for stay in stays_of(scene):
-        lane = slots[stay.rank].setdefault((stay.kind, stay.slot), [])
-        lane += (stay.stage, round(stay.start_s / tick), round(stay.end_s / tick) - round(stay.start_s / tick))
+        start, end = round(stay.start_s / tick), round(stay.end_s / tick)
+        slots[stay.rank].setdefault((stay.kind, stay.slot), []).extend((stay.stage, start, end - start))
     return {
         "s": spill.weights_slots,
         "tier": spill.tier,
         "lanes": list(scene.lanes),
         "copies": copies,
-        "slots": [[[_MOVED.index(kind), slot, *row] for (kind, slot), row in own.items()] for own in slots],
+        "slots": [[[COPIED_KINDS.index(kind), slot, *row] for (kind, slot), row in held.items()] for held in slots],
     }
 
 
 def _row(scene: Scene, rank: int, found: list[Reason], tick: float) -> list[int]:
     row: list[int] = []
     before = 0
-    for number in range(scene.first[rank], scene.first[rank + 1]):
-        box, reason = scene.boxes[number], found[number]
+    for number, box in enumerate(scene.of(rank), scene.first[rank]):
         start, end = round(box.start_s / tick), round(box.end_s / tick)
-        back = number - reason.item if reason.why is not Why.START else 0
         row += (LETTERS.index(box.letter), box.chunk, box.mb, box.version, start - before, end - start)
-        row += (int(reason.why), back)
+        row += _why(number, found[number])
         before = end
     return row
 
 
-def decode_boxes(data: Mapping[str, Any]) -> list[tuple[Box, Reason]]:
-    """The boxes of encoded data and why each waited, as the page's script reads them."""
-    boxes: list[tuple[Box, Reason]] = []
-    tick = data["tick"]
-    for rank, row in enumerate(data["ranks"]):
-        end = 0
-        for at in range(0, len(row), _FIELDS):
-            letter, chunk, mb, version, gap, length, why, back = row[at : at + _FIELDS]
-            start, end = end + gap, end + gap + length
-            stage = data["stages"][rank][chunk]
-            box = Box(rank, -1, 0, LETTERS[letter], stage, mb, version, chunk, start * tick, end * tick)
-            boxes.append((box, Reason(Why(why), len(boxes) - back if why else -1)))
-    return boxes
-
-
-def decode_copies(data: Mapping[str, Any]) -> list[tuple[Thin, Reason]]:
-    """The copies of encoded data and why each waited; their labels are not kept."""
-    copies: list[tuple[Thin, Reason]] = []
-    tick, first = data["tick"], sum(len(row) for row in data["ranks"]) // _FIELDS
-    for rank, row in enumerate(data.get("copies", [])):
-        for at in range(0, len(row), _COPY_FIELDS):
-            lane, what, stage, mb, start, length, waited, why, back = row[at : at + _COPY_FIELDS]
-            times = start * tick, (start + length) * tick
-            bar = Thin(rank, data["lanes"][lane], "", *times, stage, _WHAT[what], mb)
-            by = first + len(copies) - back if why else -1
-            copies.append((bar, Reason(Why(why), by, waited * tick)))
-    return copies
+def _why(number: int, reason: Reason) -> tuple[int, int]:
+    """The reason of an item, and how many items back the one is that it waited for."""
+    return int(reason.why), number - reason.item if reason.why is not Why.START else 0
 
 
 def _tick(scene: Scene) -> float:

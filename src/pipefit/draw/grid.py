@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, duration, measures, title_of
 from pipefit.draw.look import FAMILIES
-from pipefit.draw.scene import Box, Scene, scene_of
+from pipefit.draw.scene import COPIED, Box, Scene, scene_of
 from pipefit.timeline import Timeline
 
-__all__ = ["draw_grid", "grid"]
+__all__ = ["grid"]
 
 _IDLE, _LINE = "·", "─"
 # Backgrounds and texts of the 256 colours that every terminal knows, by chunk parity.
@@ -32,7 +32,7 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     """The timeline as text.
 
     Cells hold the letter of their instruction and, where there is room, its micro-batch; a long timeline is scaled
-    down until it fits, and a column then shows what its rank does for most of its time.
+    down until it fits, and a column then shows the instruction that takes most of its time.
 
     Args:
         timeline: simulated or measured.
@@ -43,12 +43,10 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
-    return draw_grid(scene_of(timeline, seconds), max(columns, 40), _painted if color else _plain)
+    return _draw(scene_of(timeline, seconds), max(columns, 40), _painted if color else _plain)
 
 
-def draw_grid(scene: Scene, width: int, paint: Paint | None = None) -> str:
-    """The lines of a scene in `width` columns."""
-    paint = paint or _plain
+def _draw(scene: Scene, width: int, paint: Paint) -> str:
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
     gutter = max(len(name) for name in names) + 2
     peaks = [label_number(value) for value in scene.facts.peak_inflight]
@@ -98,18 +96,18 @@ def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool
 
 
 def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: int) -> list[str]:
-    """What comes to the device and what goes back, in a line each; a copy too short for a column is left out."""
+    """A line for each lane of copies and of steps on the host; one too short for a column is left out."""
     lines = []
-    for kind in scene.lanes:
+    for lane in scene.lanes:
         row = [_IDLE] * length
-        for bar in (*scene.copies, *scene.host_steps):
-            if (bar.rank, bar.kind) == (rank, kind):
+        for bar in scene.bars:
+            if (bar.rank, bar.lane) == (rank, lane):
                 start, end = round(bar.start_s * per_second), min(round(bar.end_s * per_second), length)
                 room = end - start
                 text = bar.short if len(bar.short) <= room else bar.short[0] * room
                 spare = room - len(text)
                 row[start:end] = text + (_LINE * (spare - 1) + " " if spare > 0 else "")
-        lines.append(f"{' ' + kind:<{gutter}}{''.join(row)}")
+        lines.append(f"{' ' + lane:<{gutter}}{''.join(row)}")
     return lines
 
 
@@ -189,9 +187,7 @@ def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
         if letter != "S":
             sample = next(box for box in scene.boxes if box.letter == letter)
             parts.append(f"{paint(sample._replace(mb=-1), f' {letter} ')}{FAMILIES[letter].name}")
-    moved = {bar.short[0] for bar in scene.copies}
-    words = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations", "S": "step on the host"}
-    parts += [f"{letter} {name}" for letter, name in words.items() if letter in moved]
+    parts += [f"{letter} {name}" for letter, name in COPIED.items() if letter in scene.copied]
     parts.append(f"{_IDLE} idle")
     parts.append(f"column: {duration(1 / per_second, scene.unit)}")
     return "  ".join(part.strip() if paint is _plain else part for part in parts)

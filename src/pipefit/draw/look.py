@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FAMILIES", "INKS", "THIN", "Family", "cell_rules", "chunk_colour", "mix"]
+__all__ = ["FAMILIES", "INKS", "Family", "cell_rules", "chunk_colour", "mix"]
 
 
 class Family(NamedTuple):
@@ -37,14 +37,11 @@ FAMILIES: dict[str, Family] = {
     "S": Family("optimizer step", ("#5b6472",) * 3, "#ffffff", ("#b6c0cf",) * 3, "#10151d"),
 }
 
-# Thin lanes: colour by theme.
-THIN: dict[str, tuple[str, str, str]] = {
-    "act": ("activations", "#5ba3e0", "#6fb2ec"),
-    "grad": ("gradients", "#12427d", "#4b84cf"),
-    "reduce": ("reduction", "#b3456f", "#e07ba0"),
-    "fetch": ("fetch", "#c58410", "#e5b04c"),
-    "evict": ("evict", "#7a5c1e", "#b89450"),
-    "host": ("step on the host", "#5b6472", "#b6c0cf"),
+# The lanes of copies and of steps on the host: (light, dark).
+LANES: dict[str, tuple[str, str]] = {
+    "fetch": ("#c58410", "#e5b04c"),
+    "evict": ("#7a5c1e", "#b89450"),
+    "host": ("#5b6472", "#b6c0cf"),
 }
 
 # Everything that is not a cell: (light, dark).
@@ -90,9 +87,7 @@ def cell_rules(scope: str, num_chunks: int, dark: bool) -> str:
         for chunk in range(num_chunks):
             rules.append(f"{scope} .{letter}{chunk}{{fill:{chunk_colour(letter, chunk, num_chunks, dark)}}}")
         rules.append(f"{scope} .t{letter}{{fill:{family.dark_text if dark else family.light_text}}}")
-    for kind, (_, light, night) in THIN.items():
-        rules.append(f"{scope} .{kind}{{fill:{night if dark else light}}}")
-    for name, colours in INKS.items():
+    for name, colours in (LANES | INKS).items():
         rules.append(f"{scope} .{name}{{fill:{colours[dark]}}}")
     line, mark = INKS["line"][dark], INKS["mark"][dark]
     rules.append(f"{scope} .hair{{stroke:{line};stroke-width:1}}{scope} .halo{{stroke:{mark};stroke-width:2}}")

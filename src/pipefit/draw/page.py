@@ -11,13 +11,13 @@ from pipefit.draw.encode import Entry, to_script
 from pipefit.draw.look import FAMILIES, INKS, cell_rules
 from pipefit.draw.scene import scene_of
 from pipefit.draw.shelf import Stored
-from pipefit.draw.svg import draw_scene
+from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError
 from pipefit.timeline import Timeline
 
 __all__ = ["html"]
 
-Timelines = Timeline | Sequence[Timeline] | Mapping[str, Timeline] | Sequence[tuple[str, Timeline]]
+Timelines = Timeline | Mapping[str, Timeline] | Sequence[tuple[str, Timeline]]
 
 
 def html(
@@ -31,7 +31,7 @@ def html(
     """A self-contained page that shows timelines, one or two at a time.
 
     Args:
-        timelines: one or several; a mapping or pairs also name them. Several of one name are told apart by their
+        timelines: one or several; a mapping or pairs also name them. Several of one name are distinguished by their
             shape: the page has a choice for each of p, m, v and, where programs spill, of the slots.
         title: of the page.
         seconds: whether times are real seconds; None: when one of the timelines was measured.
@@ -42,7 +42,7 @@ def html(
         PipefitError: there is no timeline.
     """
     named = _named(timelines)
-    # What is set beside something measured predicts it.
+    # A timeline next to a measured one predicts it.
     real = any(timeline.source == "measured" for _, timeline in named) if seconds is None else seconds
     entries = [Entry(name, scene_of(timeline, real)) for name, timeline in named]
     if not entries:
@@ -58,7 +58,7 @@ def html(
         "data": to_script([*entries, *(item.text for item in stored)]),
         "families": {letter: family.name for letter, family in FAMILIES.items()},
         # Readers without scripts still see the first one.
-        "picture": draw_scene(first.scene, title=first.name),
+        "picture": svg(first.scene, title=first.name),
         "compare": len(entries) == 2 if compare is None else compare,
     }
     return _render(context)
@@ -75,12 +75,7 @@ def _key(entry: Entry) -> tuple[str, int, int, int, int]:
 def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:
     if isinstance(timelines, Timeline):
         return [(title_of(timelines.program.header.schedule), timelines)]
-    if isinstance(timelines, Mapping):
-        return list(timelines.items())
-    return [
-        (title_of(item.program.header.schedule), item) if isinstance(item, Timeline) else (item[0], item[1])
-        for item in timelines
-    ]
+    return list(timelines.items() if isinstance(timelines, Mapping) else timelines)
 
 
 def _colours(chunks: list[int]) -> str:
@@ -103,5 +98,5 @@ def _render(context: dict[str, object]) -> str:
     from markupsafe import Markup
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    own = {name: Markup(context[name]) for name in ("style", "script", "data", "picture")}
-    return environment.from_string(_asset("page.html.j2")).render({**context, **own})
+    safe = {name: Markup(context[name]) for name in ("style", "script", "data", "picture")}
+    return environment.from_string(_asset("page.html.j2")).render(context | safe)

@@ -1,4 +1,4 @@
-"""Our own vector pictures as bitmaps, so that a PNG shows what the SVG shows.
+"""Our vector pictures as bitmaps, so that a PNG shows what the SVG shows.
 
 This reads what `svg`, `chart` and the pictures of plans write, and no more of SVG: rectangles, circles, straight
 paths and lines of text, with plain class rules.
@@ -35,7 +35,7 @@ _FONTS = (
     ("NotoSans-Regular.ttf", "NotoSans-Bold.ttf"),
     ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf"),
 )
-# What the font that every Pillow brings has no signs for.
+# Signs that the font of Pillow itself lacks.
 _PLAIN = str.maketrans({"−": "-", "→": "->", "µ": "u", "×": "x", "≥": ">=", "≤": "<=", "–": "-"})
 
 
@@ -54,7 +54,7 @@ def rasterise(svg: str, *, scale: float = 2.0) -> bytes:
 
     Args:
         svg: the text of the picture.
-        scale: pixels for each of the picture's own.
+        scale: pixels for each pixel of the picture.
 
     Raises:
         ModuleNotFoundError: Pillow is not installed.
@@ -101,7 +101,7 @@ def _name(node: ElementTree.Element) -> str:
 
 
 def _rules(sheet: str) -> dict[str, Style]:
-    """What each class says; "" has what the root itself says. Rules for dark paper come last, and are left out."""
+    """The rules of each class; "" has those of the root. Rules for dark paper come last, and are left out."""
     found: dict[str, Style] = {}
     for name, body in re.findall(r"\.[\w-]+(?: \.([\w-]+))?\{([^{}]*)\}", sheet.partition("@media")[0]):
         found.setdefault(name, {}).update(part.split(":", 1) for part in body.split(";") if ":" in part)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
-from pipefit.draw.png import png
+from pipefit.draw.raster import save_bitmap
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError
 from pipefit.ir import text
@@ -22,10 +22,14 @@ def _grid(timeline: Timeline, path: Path, **options: Any) -> Path:
     return write_atomically(path, grid(timeline, **{"width": 160, "color": False, **options}))
 
 
+def _bitmap(timeline: Timeline, path: Path, *, dark: bool = False, scale: float = 2.0, **options: Any) -> Path:
+    return save_bitmap(path, svg(timeline, theme="dark" if dark else "light", **options), scale=scale)
+
+
 _WRITERS: dict[str, Callable[..., Path]] = {
     ".svg": lambda timeline, path, **options: write_atomically(path, svg(timeline, **options)),
     ".html": lambda timeline, path, **options: write_atomically(path, html(timeline, **options)),
-    ".png": png,
+    ".png": _bitmap,
     ".trace.json": save_trace,
     ".pipe": lambda timeline, path: text.save(timeline.program, path),
     ".txt": _grid,

@@ -1,25 +1,22 @@
-"""What a picture shows, before it is decided how: boxes on ranks, thin bars beside them, numbers for the caption."""
+"""The content of a picture, before its layout: boxes on ranks, bars of copies below them, numbers for the caption."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from pipefit.ir.graph import Graph, dependency_graph
-from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import peak_inflight, weight_versions
-from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Header, WeightRule
-from pipefit.timeline import Event, Timeline
+from pipefit.timeline import Timeline
 
-__all__ = ["COPY_LANES", "HOST_LANE", "Box", "Facts", "Scene", "Thin", "scene_of"]
+__all__ = ["COPIED", "SPILL_LANES", "Bar", "Box", "Facts", "Scene", "scene_of"]
 
-COPY_LANES = ("fetch", "evict")
-"""The lanes of copies, in the order in which they are drawn below a rank."""
-HOST_LANE = "host"
-"""The lane below those, of steps on the host."""
+SPILL_LANES = ("fetch", "evict", "host")
+"""The lanes below a rank whose stages are spilled, in the order in which they are drawn; the last one has the
+optimizer's steps on the host."""
+_LANE_OF = dict(zip((Op.FETCH, Op.EVICT, Op.HOST_STEP), SPILL_LANES, strict=True))
 
 
 class Box(NamedTuple):
@@ -48,23 +45,24 @@ class Box(NamedTuple):
 
 
 _MOVED = {"weights": "w", "optim": "o", "wgrad": "g"}
+COPIED = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
+"""The first letters of copies, and their meaning."""
 
 
-class Thin(NamedTuple):
-    """A message on its way to a rank, a reduction, or a copy: what runs beside the boxes.
+class Bar(NamedTuple):
+    """A copy between device and tier, or a step on the host; times count from the start of the timeline.
 
-    `kind` is "act", "grad", "reduce", "fetch", "evict" or "host" (an optimizer's step there); of a copy, `what` is
-    "weights", "optim" or the like, and `mb` the micro-batch of activations.
+    `what` is copied: "weights", "optim" or the like; `mb` is the micro-batch of activations.
     """
 
     rank: int
-    kind: str
+    lane: str
     label: str
     start_s: float
     end_s: float
-    stage: int = -1
-    what: str = ""
-    mb: int = -1
+    stage: int
+    what: str
+    mb: int
     position: int = -1
     repeat: int = 0
 
@@ -74,7 +72,7 @@ class Thin(NamedTuple):
 
         "S3" is the step of stage 3 on the host.
         """
-        letter = "S" if self.kind == HOST_LANE else _MOVED.get(self.what, "a")
+        letter = "S" if self.lane == "host" else _MOVED.get(self.what, "a")
         return f"{letter}{self.stage}"
 
 
@@ -82,8 +80,8 @@ class Thin(NamedTuple):
 class Facts:
     """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline.
 
-    `peak_bytes` of each rank is known where memory was followed and times are real. `spill` says in words what is
-    spilled, and `slots` through how many places of a device; 0: nothing is.
+    `peak_bytes` of each rank is known where the timeline has its memory and times are real. `spill` says in words
+    which stages are spilled; `slots` is their number of slots on a device, 0 without spilling.
     """
 
     schedule: str
@@ -112,14 +110,17 @@ class Scene:
     Attributes:
         timeline: what is drawn.
         boxes: by rank, then in time; a box's number is its place here.
+        bars: copies and steps on the host, where stages are spilled: by rank, lane and time.
         first: number of each rank's first box, and at the end how many there are.
         stages: of each rank.
         facts: the caption.
         unit: "s" when times are seconds, "" when they are units of a forward or the like.
+        letters: of the boxes, in the order of the legend.
     """
 
     timeline: Timeline
     boxes: tuple[Box, ...]
+    bars: tuple[Bar, ...]
     first: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...]
     facts: Facts
@@ -127,39 +128,20 @@ class Scene:
     letters: tuple[str, ...]
 
     @cached_property
-    def thin(self) -> tuple[Thin, ...]:
-        """Messages, reductions and copies."""
-        return _thin(self.timeline)
+    def copied(self) -> frozenset[str]:
+        """The first letters of the copies' short names."""
+        return frozenset(bar.short[0] for bar in self.bars if bar.lane != "host")
 
     @cached_property
-    def copies(self) -> tuple[Thin, ...]:
-        """What is fetched and evicted, in a program that spills: by rank, lane and time."""
-        if self.timeline.program.header.spill is None:
-            return ()
-        found = [bar for bar in self.thin if bar.kind in COPY_LANES]
-        return tuple(sorted(found, key=lambda bar: (bar.rank, COPY_LANES.index(bar.kind), bar.start_s, bar.position)))
-
-    @cached_property
-    def host_steps(self) -> tuple[Thin, ...]:
-        """The optimizer's steps on the host, where a program takes some there."""
-        return tuple(bar for bar in self.thin if bar.kind == HOST_LANE)
-
-    @cached_property
-    def beside(self) -> tuple[Thin, ...]:
-        """Copies and steps on the host, by rank, lane and time."""
-        order = (*COPY_LANES, HOST_LANE)
-        found = (*self.copies, *self.host_steps)
-        return tuple(sorted(found, key=lambda bar: (bar.rank, order.index(bar.kind), bar.start_s, bar.position)))
-
-    @property
     def lanes(self) -> tuple[str, ...]:
-        """What runs beside the computation of each rank, in a program that spills."""
-        return (*(COPY_LANES if self.copies else ()), *((HOST_LANE,) if self.host_steps else ()))
+        """The lanes below each rank, where stages are spilled."""
+        used = {bar.lane for bar in self.bars}
+        return SPILL_LANES if "host" in used else SPILL_LANES[:2] if used else ()
 
     @cached_property
-    def items(self) -> tuple[Box | Thin, ...]:
-        """The boxes, and after them what runs beside them: all that a reader can ask about."""
-        return *self.boxes, *self.beside
+    def items(self) -> tuple[Box | Bar, ...]:
+        """The boxes, then the bars: all that a reader can point at."""
+        return *self.boxes, *self.bars
 
     @property
     def num_ranks(self) -> int:
@@ -173,12 +155,7 @@ class Scene:
     @property
     def is_plain(self) -> bool:
         """Whether every rank has just the stage of its own number."""
-        return all(own == (rank,) for rank, own in enumerate(self.stages))
-
-    @property
-    def shows_versions(self) -> bool:
-        """Whether the version of the weights is worth a label: backwards and forwards of several versions meet."""
-        return not self.facts.is_synchronous
+        return all(held == (rank,) for rank, held in enumerate(self.stages))
 
 
 def scene_of(timeline: Timeline, seconds: bool | None = None) -> Scene:
@@ -190,17 +167,16 @@ def scene_of(timeline: Timeline, seconds: bool | None = None) -> Scene:
     """
     program, zero = timeline.program, timeline.start_s
     stages = tuple(program.header.stages_of(rank) for rank in range(len(program.ranks)))
-    chunk_of = [{stage: place for place, stage in enumerate(own)} for own in stages]
+    chunk_of = [{stage: chunk for chunk, stage in enumerate(held)} for held in stages]
     rows: list[list[Box]] = [[] for _ in stages]
     for event in timeline.events:
         i = program.ranks[event.rank][event.position]
         letter = OP_SPEC[i.op].letter
         if letter:
-            chunk = chunk_of[event.rank].get(i.stage, 0)
             times = event.start_s - zero, event.end_s - zero
-            rows[event.rank].append(
-                Box(event.rank, event.position, event.repeat, letter, i.stage, i.mb, i.version, chunk, *times)
-            )
+            chunk = chunk_of[event.rank].get(i.stage, 0)
+            box = Box(event.rank, event.position, event.repeat, letter, i.stage, i.mb, i.version, chunk, *times)
+            rows[event.rank].append(box)
     first = [0]
     for row in rows:
         row.sort(key=lambda box: (box.repeat, box.position))
@@ -209,15 +185,8 @@ def scene_of(timeline: Timeline, seconds: bool | None = None) -> Scene:
     seconds = timeline.source == "measured" if seconds is None else seconds
     used = {box.letter for box in boxes}
     letters = tuple(spec.letter for spec in OP_SPEC.values() if spec.letter in used)
-    return Scene(
-        timeline,
-        boxes,
-        tuple(first),
-        stages,
-        _facts(timeline, seconds),
-        "s" if seconds else "",
-        letters,
-    )
+    unit = "s" if seconds else ""
+    return Scene(timeline, boxes, _bars(timeline), tuple(first), stages, _facts(timeline, seconds), unit, letters)
 
 
 def _facts(timeline: Timeline, seconds: bool) -> Facts:
@@ -226,15 +195,15 @@ def _facts(timeline: Timeline, seconds: bool) -> Facts:
     ideal = makespan * (1 - bubble)
     program, ranks = timeline.program, range(len(timeline.program.ranks))
     chunks = max(header.num_chunks, 1)
-    own_updates = header.weights in (WeightRule.STASH, WeightRule.VERTICAL) and header.num_microbatches == 1
+    one_each = header.weights in (WeightRule.STASH, WeightRule.VERTICAL) and header.num_microbatches == 1
     return Facts(
         schedule=header.schedule,
         depth=max(header.num_stages // chunks, 1),
         num_ranks=header.num_ranks,
         num_stages=header.num_stages,
-        num_microbatches=header.total_microbatches if own_updates else header.num_microbatches,
+        num_microbatches=header.total_microbatches if one_each else header.num_microbatches,
         num_chunks=chunks,
-        num_steps=1 if own_updates else header.num_steps,
+        num_steps=1 if one_each else header.num_steps,
         source=timeline.source,
         is_synchronous=header.weights is WeightRule.FLUSH,
         makespan_s=makespan,
@@ -263,32 +232,12 @@ def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
     return tuple(max(size for _, size in samples) for samples in timeline.memory) if followed else ()
 
 
-def _thin(timeline: Timeline) -> tuple[Thin, ...]:
-    zero = timeline.start_s
-    graph = dependency_graph(timeline.program)
-    at = {(graph.starts[e.rank] + e.position, e.repeat): e for e in timeline.events}
-    found = []
+def _bars(timeline: Timeline) -> tuple[Bar, ...]:
+    zero, found = timeline.start_s, []
     for event in timeline.events:
-        i = timeline.program.ranks[event.rank][event.position]
-        if OP_SPEC[i.op].lane is Lane.COMPUTE or i.op in (Op.SEND, Op.BARRIER):
-            continue
-        found.append(_thin_of(event, i, graph, at, zero))
-    return tuple(found)
-
-
-def _thin_of(event: Event, i: Instruction, graph: Graph, at: Mapping[tuple[int, int], Event], zero: float) -> Thin:
-    start = event.start_s
-    if i.op is Op.RECV:
-        # A receive is posted long before; the message is on its way only from its send on.
-        number = graph.starts[event.rank] + event.position
-        sent = at.get((graph.partner.get(number, -1), event.repeat))
-        start = sent.start_s if sent else start
-    elif i.op is Op.GATHER:
-        # Likewise: it moves once the piece of this process is there.
-        pieces = (at.get((pred, event.repeat)) for pred in graph.preds[graph.starts[event.rank] + event.position])
-        start = max([start, *(piece.end_s for piece in pieces if piece)])
-    names = {Op.REDUCE: "reduce", Op.FETCH: "fetch", Op.EVICT: "evict", Op.HOST_STEP: HOST_LANE}
-    kind = names.get(i.op) or ("grad" if i.kind.startswith("grad") else "act")
-    moved = (i.stage, i.kind, i.mb) if i.op in (Op.FETCH, Op.EVICT, Op.HOST_STEP) else (-1, "", -1)
-    end = max(event.end_s, start) - zero
-    return Thin(event.rank, kind, str(i), start - zero, end, *moved, event.position, event.repeat)
+        i = timeline.instruction(event)
+        if i.op in _LANE_OF:
+            times = event.start_s - zero, event.end_s - zero
+            place = event.position, event.repeat
+            found.append(Bar(event.rank, _LANE_OF[i.op], str(i), *times, i.stage, i.kind, i.mb, *place))
+    return tuple(sorted(found, key=lambda bar: (bar.rank, SPILL_LANES.index(bar.lane), bar.start_s, bar.position)))

@@ -1,20 +1,17 @@
 """Drawings that every page offers, made ahead: simulating them anew for each page would take seconds.
 
 The shelf holds every schedule in a range of shapes under the lectures' costs (a backward takes two forwards, messages
-take no time); and, in a file of its own, spilled execution on one device. `make golden` writes it from the same
-generators and the same simulator that draw everything else, and a test holds it against them.
+take no time); and, in a second file, spilled execution on one device. `make golden` writes it from the same
+generators and the same simulator that draw everything else, and a test compares it with them.
 """
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 
 import msgspec
-
-from pipefit.draw.encode import Entry, to_text
 
 __all__ = [
     "CHUNKS",
@@ -27,7 +24,6 @@ __all__ = [
     "STAGES",
     "Stored",
     "on_shelf",
-    "pack",
     "shelf",
 ]
 
@@ -36,29 +32,19 @@ STAGES, MICROBATCHES, CHUNKS = (2, 4, 8), (4, 8, 16, 32), (1, 2)
 SPILLED_STAGES, SPILLED_MICROBATCHES, SLOTS = (2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 3)
 
 
-class _Shape(msgspec.Struct, frozen=True):
-    """What the page tells drawings apart by."""
+class Stored(msgspec.Struct, frozen=True):
+    """A drawing as a page's data: its name, ranks, micro-batches, chunks and slots (0: no spilling), and its text."""
 
     name: str
     p: int
     m: int
     v: int
     s: int = 0
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """An encoded drawing: its name, ranks, micro-batches, chunks and slots (0: nothing spills), and its text."""
-
-    name: str
-    p: int
-    m: int
-    v: int
-    s: int
-    text: str
+    text: str = ""
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
-        """What no two drawings of a page share."""
+        """Name and shape: no two drawings of a page share them."""
         return self.name, self.p, self.m, self.v, self.s
 
 
@@ -66,17 +52,10 @@ class Stored(msgspec.Struct, frozen=True):
 def shelf(file: str = FILE) -> tuple[Stored, ...]:
     """The drawings made ahead; those that spill are in `SPILLED_FILE`."""
     lines = gzip.decompress(files("pipefit.draw").joinpath(file).read_bytes()).decode().splitlines()
-    decoder = msgspec.json.Decoder(_Shape)
-    shapes = map(decoder.decode, lines)
-    return tuple(Stored(own.name, own.p, own.m, own.v, own.s, line) for own, line in zip(shapes, lines, strict=True))
+    decoder = msgspec.json.Decoder(Stored)
+    return tuple(msgspec.structs.replace(decoder.decode(line), text=line) for line in lines)
 
 
 def on_shelf(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
     """Whether the drawings of a shape were made ahead."""
     return num_ranks in STAGES and num_microbatches in MICROBATCHES and num_chunks in CHUNKS
-
-
-def pack(entries: Iterable[Entry]) -> bytes:
-    """The file of a shelf: a line of JSON each, compressed; the same entries always give the same bytes."""
-    text = "".join(to_text(entry) + "\n" for entry in entries)
-    return gzip.compress(text.encode(), mtime=0)

@@ -1,4 +1,4 @@
-"""What lies in the slots of a device, from when to when: the memory of a program that spills."""
+"""Contents of a device's slots over time: the memory of a program that spills."""
 
 from __future__ import annotations
 

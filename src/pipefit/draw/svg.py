@@ -8,13 +8,13 @@ from typing import Literal
 
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, describe, measures, percent, stages_words, title_of
-from pipefit.draw.layout import Layout, layout_of
 from pipefit.draw.look import cell_rules
 from pipefit.draw.scene import Box, Scene, scene_of
+from pipefit.draw.svg_layout import BAR_HEIGHT, MARGIN, PEAK_WIDTH, WEIGHTS_OFFSET, Layout, layout_of
 from pipefit.timeline import Timeline
 from pipefit.units import format_bytes
 
-__all__ = ["Theme", "draw_scene", "style", "svg"]
+__all__ = ["Theme", "style", "svg"]
 
 Theme = Literal["auto", "light", "dark"]
 
@@ -22,11 +22,10 @@ _FONT = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',
 
 
 def svg(
-    timeline: Timeline,
+    timeline: Timeline | Scene,
     *,
     title: str | None = None,
     width: float | None = None,
-    lanes: bool = False,
     memory: bool = True,
     versions: bool | None = None,
     seconds: bool | None = None,
@@ -35,39 +34,17 @@ def svg(
     """The picture of a timeline as SVG text: well-formed, with no reference to anything outside.
 
     Args:
-        timeline: simulated or measured.
+        timeline: simulated or measured; or its scene.
         title: instead of the schedule's name.
         width: of the whole picture in pixels; None: as wide as its numbers need.
-        lanes: also draw messages, reductions and copies, in thin lanes below each rank.
         memory: the strip of peak micro-batches in flight at the right, and weight versions when there are several.
         versions: label cells with their weight version; None: in asynchronous schedules.
         seconds: whether times are real seconds; None: when the timeline was measured.
         theme: "auto" follows the reader's preference for light or dark.
     """
-    return draw_scene(
-        scene_of(timeline, seconds),
-        title=title,
-        width=width,
-        lanes=lanes,
-        memory=memory,
-        versions=versions,
-        theme=theme,
-    )
-
-
-def draw_scene(
-    scene: Scene,
-    *,
-    title: str | None = None,
-    width: float | None = None,
-    lanes: bool = False,
-    memory: bool = True,
-    versions: bool | None = None,
-    theme: Theme = "auto",
-) -> str:
-    """The picture of a scene; arguments as for `svg`."""
-    labelled = scene.shows_versions if versions is None else versions
-    plan = layout_of(scene, width=width, lanes=lanes, memory=memory, versions=labelled)
+    scene = timeline if isinstance(timeline, Scene) else scene_of(timeline, seconds)
+    labelled = not scene.facts.is_synchronous if versions is None else versions
+    plan = layout_of(scene, width=width, memory=memory, versions=labelled)
     name = title or title_of(scene.facts.schedule)
     chunks = scene.facts.num_chunks
     scope = f"pipefit-{theme}-{chunks}"
@@ -84,9 +61,7 @@ def draw_scene(
     ]
     for rank in range(scene.num_ranks):
         parts += _row(scene, plan, rank)
-    if lanes:
-        parts += _thin_bars(scene, plan)
-    parts += _copies(scene, plan)
+    parts += _spilled(scene, plan)
     if memory:
         parts += _memory(scene, plan)
     parts += _legend(plan)
@@ -115,8 +90,8 @@ def _header(scene: Scene, plan: Layout, name: str) -> list[str]:
     times = f"makespan {label_number(facts.makespan_s * factor)} {unit}".strip()
     line = f"{counts(facts)} · bubble {percent(facts.bubble_fraction)} · {times} · {facts.source}"
     return [
-        f'<text class="ink name" x="{plan.margin}" y="{plan.margin + 14}">{escape(name)}</text>',
-        f'<text class="soft" x="{plan.margin}" y="{plan.margin + 35}">{escape(line)}</text>',
+        f'<text class="ink name" x="{MARGIN}" y="{MARGIN + 14}">{escape(name)}</text>',
+        f'<text class="soft" x="{MARGIN}" y="{MARGIN + 35}">{escape(line)}</text>',
     ]
 
 
@@ -187,38 +162,22 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
     return f'{text}<text class="n v t{box.letter}" {below}>{version}</text>'
 
 
-def _thin_bars(scene: Scene, plan: Layout) -> list[str]:
-    parts = []
-    for bar in scene.thin:
-        if bar.kind in scene.lanes:
-            continue
-        y = plan.y(bar.rank) + plan.cell_height + plan.lane_offset(bar.kind)
-        x = plan.x(bar.start_s)
-        width = max(plan.x(bar.end_s) - x, 1.5)
-        parts.append(
-            f'<rect class="{bar.kind}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" '
-            f'height="{plan.lane_height - 1}" rx="1">'
-            f"<title>{escape(bar.label)}</title></rect>"
-        )
-    return parts
-
-
-def _copies(scene: Scene, plan: Layout) -> list[str]:
-    """The lanes of copies: what comes to the device, and below it what goes back."""
+def _spilled(scene: Scene, plan: Layout) -> list[str]:
+    """The lanes of copies and of steps on the host."""
     parts: list[str] = []
-    for rank, kind in product(range(scene.num_ranks), scene.lanes):
-        y = plan.copy_y(rank, kind)
+    for rank, lane in product(range(scene.num_ranks), scene.lanes):
+        y = plan.lane_y(rank, lane)
         parts.append(
             f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" '
-            f'height="{plan.copy_height}" rx="2"/>'
-            f'<text class="soft end" font-size="9" x="{plan.left - 14}" y="{y + 9:.1f}">{kind}</text>'
+            f'height="{BAR_HEIGHT}" rx="2"/>'
+            f'<text class="soft end" font-size="9" x="{plan.left - 14}" y="{y + 9:.1f}">{lane}</text>'
         )
-    for bar in (*scene.copies, *scene.host_steps):
-        x, y, size = plan.x(bar.start_s), plan.copy_y(bar.rank, bar.kind), 8.5
+    for bar in sorted(scene.bars, key=lambda bar: bar.lane == "host"):
+        x, y, size = plan.x(bar.start_s), plan.lane_y(bar.rank, bar.lane), 8.5
         width = max(plan.x(bar.end_s) - x, 1.5)
         parts.append(
-            f'<rect class="{bar.kind}" x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" '
-            f'height="{plan.copy_height}" rx="2"><title>{escape(bar.label)}</title></rect>'
+            f'<rect class="{bar.lane}" x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" '
+            f'height="{BAR_HEIGHT}" rx="2"><title>{escape(bar.label)}</title></rect>'
         )
         if len(bar.short) * 0.6 * size <= width - 2:
             parts.append(
@@ -233,21 +192,19 @@ def _memory(scene: Scene, plan: Layout) -> list[str]:
     parts = [f'<text class="soft small" x="{x:.1f}" y="{plan.top - 12:.1f}">peak in flight</text>']
     several = max(versions, default=1) > 1
     if several:
-        parts.append(
-            f'<text class="soft small" x="{x + plan.weights_offset:.1f}" y="{plan.top - 12:.1f}">weights</text>'
-        )
+        parts.append(f'<text class="soft small" x="{x + WEIGHTS_OFFSET:.1f}" y="{plan.top - 12:.1f}">weights</text>')
     sizes = [format_bytes(float(f"{size:.3g}")) for size in scene.facts.peak_bytes]
     if sizes:
         parts.append(f'<text class="soft small" x="{x + plan.bytes_offset:.1f}" y="{plan.top - 12:.1f}">memory</text>')
     for rank, peak in enumerate(peaks):
         y, middle = plan.y(rank) + plan.cell_height / 2 - 5, plan.y(rank) + plan.cell_height / 2 + 4
-        length = plan.bar_width * peak / highest
-        parts.append(f'<rect class="lane" x="{x:.1f}" y="{y:.1f}" width="{plan.bar_width}" height="10" rx="2"/>')
+        length = PEAK_WIDTH * peak / highest
+        parts.append(f'<rect class="lane" x="{x:.1f}" y="{y:.1f}" width="{PEAK_WIDTH}" height="10" rx="2"/>')
         parts.append(f'<rect class="bar" x="{x:.1f}" y="{y:.1f}" width="{length:.1f}" height="10" rx="2"/>')
-        parts.append(f'<text class="ink" x="{x + plan.bar_width + 8:.1f}" y="{middle:.1f}">{label_number(peak)}</text>')
+        parts.append(f'<text class="ink" x="{x + PEAK_WIDTH + 8:.1f}" y="{middle:.1f}">{label_number(peak)}</text>')
         if several:
             words = f"{versions[rank]} version{'s' if versions[rank] > 1 else ''}"
-            parts.append(f'<text class="ink" x="{x + plan.weights_offset:.1f}" y="{middle:.1f}">{words}</text>')
+            parts.append(f'<text class="ink" x="{x + WEIGHTS_OFFSET:.1f}" y="{middle:.1f}">{words}</text>')
         if sizes:
             parts.append(f'<text class="ink" x="{x + plan.bytes_offset:.1f}" y="{middle:.1f}">{sizes[rank]}</text>')
     return parts

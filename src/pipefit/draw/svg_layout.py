@@ -1,4 +1,4 @@
-"""Where things lie in the vector picture, in pixels."""
+"""Positions and sizes of the vector picture, in pixels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipefit.draw.caption import stages_words
-from pipefit.draw.look import FAMILIES, THIN
-from pipefit.draw.scene import COPY_LANES, HOST_LANE, Scene
+from pipefit.draw.look import FAMILIES
+from pipefit.draw.scene import COPIED, SPILL_LANES, Scene
 
-__all__ = ["Item", "Layout", "layout_of"]
+__all__ = ["BAR_HEIGHT", "MARGIN", "PEAK_WIDTH", "WEIGHTS_OFFSET", "Item", "Layout", "layout_of"]
 
-_LANE_ORDER = {"act": 0, "grad": 1, "reduce": 2, "fetch": 2, "evict": 2, "host": 2}
-_COPY_HEIGHT = 13
+MARGIN = 24
+BAR_HEIGHT = 11
+"""Of a copy in its lane."""
+PEAK_WIDTH = 72
+"""Of the bar of a rank's peak, in the memory strip."""
+WEIGHTS_OFFSET = PEAK_WIDTH + 8 + 34.0
+"""From the memory strip's left edge to its column of weight versions."""
+_LANE_PITCH = BAR_HEIGHT + 2
 
 
 class Item(NamedTuple):
@@ -32,13 +38,14 @@ class Layout:
     """Positions and sizes of one picture.
 
     Attributes:
-        number_size: font size of the numbers in cells; 0 when they do not fit.
         scale: pixels per second.
-        lane_rows: thin lanes below each rank.
-        copy_rows: lanes of copies below those, where something is spilled.
+        num_lanes: lanes below each rank, where stages are spilled.
+        number_size: font size of the numbers in cells; 0 when they do not fit.
+        version_size: font size of the weight versions below them.
+        versions: whether cells are labelled with their weight version.
+        bytes_offset: from the memory strip's left edge to its column of bytes.
     """
 
-    margin: int
     left: int
     top: float
     plot_width: float
@@ -46,15 +53,11 @@ class Layout:
     num_ranks: int
     cell_height: int
     row_gap: int
-    lane_rows: int
-    lane_height: int
-    copy_rows: int
+    num_lanes: int
     number_size: float
     version_size: float
     versions: bool
     memory_width: float
-    bar_width: int
-    weights_offset: float
     bytes_offset: float
     legend: tuple[Item, ...]
 
@@ -69,22 +72,11 @@ class Layout:
     @property
     def pitch(self) -> int:
         """From the top of one row to the next."""
-        lanes = self.lane_rows * self.lane_height + (2 if self.lane_rows else 0)
-        return self.cell_height + lanes + self.copy_rows * _COPY_HEIGHT + (3 if self.copy_rows else 0) + self.row_gap
+        return self.cell_height + self.num_lanes * _LANE_PITCH + (3 if self.num_lanes else 0) + self.row_gap
 
-    @property
-    def copy_height(self) -> int:
-        """Of a bar in a lane of copies."""
-        return _COPY_HEIGHT - 2
-
-    def copy_y(self, rank: int, kind: str) -> float:
-        """The top of a lane of copies."""
-        lanes = self.lane_rows * self.lane_height + (2 if self.lane_rows else 0)
-        return self.y(rank) + self.cell_height + lanes + 3 + (*COPY_LANES, HOST_LANE).index(kind) * _COPY_HEIGHT
-
-    def lane_offset(self, kind: str) -> int:
-        """How far below its cells a thin lane lies."""
-        return 2 + min(_LANE_ORDER[kind], self.lane_rows - 1) * self.lane_height
+    def lane_y(self, rank: int, lane: str) -> float:
+        """The top of a lane below a rank."""
+        return self.y(rank) + self.cell_height + 3 + SPILL_LANES.index(lane) * _LANE_PITCH
 
     @property
     def bottom(self) -> float:
@@ -99,19 +91,19 @@ class Layout:
     @property
     def width(self) -> float:
         """Of the whole picture."""
-        return self.left + self.plot_width + self.memory_width + self.margin
+        return self.left + self.plot_width + self.memory_width + MARGIN
 
     @property
     def height(self) -> float:
         """Of the whole picture."""
-        return self.bottom + 40 + 20 * self.legend[-1].line + 12 + self.margin
+        return self.bottom + 40 + 20 * self.legend[-1].line + 12 + MARGIN
 
 
-def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, versions: bool) -> Layout:
+def layout_of(scene: Scene, *, width: float | None, memory: bool, versions: bool) -> Layout:
     """The layout of a scene: wide enough for its numbers, where that is possible."""
-    margin, several = 24, max(scene.facts.weight_versions, default=1) > 1
-    longest = 0 if scene.is_plain else max(len(stages_words(own)) for own in scene.stages)
-    left = margin + max(62, int(5.7 * longest) + 16)
+    several = max(scene.facts.weight_versions, default=1) > 1
+    longest = 0 if scene.is_plain else max(len(stages_words(stages)) for stages in scene.stages)
+    left = MARGIN + max(62, int(5.7 * longest) + 16)
     sized = bool(scene.facts.peak_bytes)
     memory_width = (28.0 + 72 + 8 + 30 + 68 * several + 68 * sized) if memory else 0.0
     span = scene.facts.makespan_s or 1.0
@@ -121,33 +113,24 @@ def layout_of(scene: Scene, *, width: float | None, lanes: bool, memory: bool, v
         # Legible numbers come first, but a picture wider than three screens helps nobody.
         plot = min(max(wanted, 560.0), 2700.0)
     else:
-        plot = max(width - left - memory_width - margin, 120.0)
+        plot = max(width - left - memory_width - MARGIN, 120.0)
     cell = typical * plot / span
     size = min((cell - 2) / (0.6 * digits), 11.0)
-    rows = 0
-    if lanes:
-        beside = ("reduce",) if scene.copies else ("reduce", "fetch", "evict")
-        rows = 2 + any(bar.kind in beside for bar in scene.thin)
     return Layout(
-        margin=margin,
         left=left,
-        top=margin + (76.0 if memory else 62.0),
+        top=MARGIN + (76.0 if memory else 62.0),
         plot_width=plot,
         scale=plot / span,
         num_ranks=scene.num_ranks,
         cell_height=34 if versions else 28,
-        row_gap=10 if lanes or scene.copies else 7,
-        lane_rows=rows,
-        lane_height=5,
-        copy_rows=len(scene.lanes),
+        row_gap=10 if scene.bars else 7,
+        num_lanes=len(scene.lanes),
         number_size=int(10 * size) / 10 if size >= 6.0 else 0.0,
         version_size=min(7.6, int(10 * (cell - 2) / (0.62 * (digits + 1))) / 10),
         versions=versions,
         memory_width=memory_width,
-        bar_width=72,
-        weights_offset=72 + 8 + 34.0,
-        bytes_offset=72 + 8 + 34.0 + 72 * several,
-        legend=_placed(_legend_items(scene, lanes, versions, size >= 6.0), plot + memory_width),
+        bytes_offset=WEIGHTS_OFFSET + 72 * several,
+        legend=_placed(_legend_items(scene, versions, size >= 6.0), plot + memory_width),
     )
 
 
@@ -159,20 +142,15 @@ def _typical_cell(scene: Scene) -> tuple[float, int]:
     return typical, len(str(highest))
 
 
-def _legend_items(scene: Scene, lanes: bool, versions: bool, numbers: bool) -> Iterator[Item]:
+def _legend_items(scene: Scene, versions: bool, numbers: bool) -> Iterator[Item]:
     for letter in scene.letters:
         many = scene.facts.num_chunks if letter != "S" else 1
         words = FAMILIES[letter].name + (f", chunk 0 to {many - 1}" if many > 1 else "")
         yield Item(tuple(f"{letter}{chunk}" for chunk in range(many)), words, 14 if many == 1 else 9)
     yield Item(("lane",), "idle")
-    used = {bar.kind for bar in (scene.thin if lanes else scene.copies)}
-    for kind, (name, _, _) in THIN.items():
-        if kind in used:
-            yield Item((kind,), name, thin=True)
-    moved = {bar.short[0] for bar in scene.copies}
-    full = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
-    if moved:
-        yield Item((), "copies: " + ", ".join(f"{letter} {name}" for letter, name in full.items() if letter in moved))
+    if scene.copied:
+        yield from (Item((lane,), lane, thin=True) for lane in SPILL_LANES[:2])
+        yield Item((), "copies: " + ", ".join(f"{key} {name}" for key, name in COPIED.items() if key in scene.copied))
     if numbers:
         yield Item((), "number: micro-batch" + (", w: weight version" if versions else ""))
 
