@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.calibrate import parts
+from pipefit.calibrate import tensor_shard as shard
 from pipefit.cost import FREE, of_plan
 from pipefit.cost.tensor import tensor_shard
 from pipefit.models import gpt
@@ -55,13 +55,13 @@ def test_a_profile_of_parts_is_taken_as_it_is():
 SUM = Exchange("sum", (3, 6, 8), torch.float32)
 
 
-def rehearsed(sequence: bool = False) -> tuple[list[parts.Ways], list[Exchange], Profile]:
+def rehearsed(sequence: bool = False) -> tuple[list[shard.Ways], list[Exchange], Profile]:
     """The exchanges of a small GPT over two processes, and what one of them has."""
     layers = named_layers(model())
     x, y = (torch.randint(0, 12, (3, 6)) for _ in range(2))
-    with parts._rehearsed(layers, Region(None, 2, 1, sequence)) as (divided, rehearsal):
+    with shard._rehearsed(layers, Region(None, 2, 1, sequence)) as (divided, rehearsal):
         loss = divided.loss(mean_cross_entropy)
-        each, ends = parts._exchanges(layers, x, y, loss, rehearsal, CPU)
+        each, ends = shard._exchanges(layers, x, y, loss, rehearsal, CPU)
         chain = [(layer.prefix, layer.module) for layer in layers]
         measured = profile_layers(chain, x, loss, y, repeats=1, warmup=0)
     return each, ends, measured
@@ -93,7 +93,7 @@ def test_a_rehearsal_weighs_the_parts_and_leaves_the_layers_as_they_were():
     layers = named_layers(model())
     before = [(p, p.data, p.data.clone()) for layer in layers for p in layer.module.parameters()]
     classes = [type(layer.module) for layer in layers]
-    with parts._rehearsed(layers, Region(None, 2, 0, False)):
+    with shard._rehearsed(layers, Region(None, 2, 0, False)):
         assert layers[1].module.up.weight.shape == (16, 8)
         assert [type(layer.module) for layer in layers] != classes
     assert [type(layer.module) for layer in layers] == classes
@@ -107,7 +107,7 @@ def test_a_rehearsal_weighs_the_parts_and_leaves_the_layers_as_they_were():
 
 def test_exchanges_are_added_to_the_work_that_waits_for_them():
     each = [([SUM], []), ([SUM, SUM], [SUM, SUM]), ([], []), ([], [SUM])]
-    priced = parts._priced(PROFILE, each, [SUM], {SUM: 10.0})
+    priced = shard._with_exchanges(PROFILE, each, [SUM], {SUM: 10.0})
     assert [layer.forward_s for layer in priced.layers] == [11.0, 22.0, 2.0, 1.0]
     assert [layer.backward_input_s for layer in priced.layers] == [0.0, 22.0, 2.0, 11.0]
     assert priced.loss_s == 14.0
@@ -122,11 +122,11 @@ def test_what_processes_took_while_they_shared_cores_is_simulated_as_it_was_meas
     topology = Topology.local(tensor, cores=cores)
     assert per_core(topology, tensor) == crowd
     alone, turn = 2.0, 12.0
-    seconds = {SUM: parts.added_s([turn] * 20, [alone * crowd] * 20, crowd)}
+    seconds = {SUM: shard.added_s([turn] * 20, [alone * crowd] * 20, crowd)}
     one = Profile("one", 1, (Layer("one", alone, 0.0, 0.0, 0.0, 0.0, 0.0),))
     plan = Plan(Partition((StageSpec((0,), tensor=tensor),)), Placement(((0,),)), "1f1b", 1)
     program = generate("1f1b", Shape(depth=1, num_microbatches=1))
-    cost = of_plan(parts._priced(one, [([SUM], [])], [], seconds), plan, topology, runtime=FREE)
+    cost = of_plan(shard._with_exchanges(one, [([SUM], [])], [], seconds), plan, topology, runtime=FREE)
     assert simulate(program, cost).makespan_s == pytest.approx(turn)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipefit import Pipeline
-from pipefit.calibrate.parts import profile_of_parts
+from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.checkpoint import export
 from pipefit.errors import PipefitError
 from pipefit.models import gpt
@@ -184,7 +184,7 @@ def measured_parts() -> dict[str, Any]:
     session = current()
     layers = named_layers(model())
     plan = by_hand(len(layers), num_ranks=1, schedule="1f1b", num_microbatches=2, tensor=2, sequence_parallel=True)
-    found = profile_of_parts(layers, plan, batch(4, 0), session, Topology.local(2), loss=mean_cross_entropy)
+    found = profile_of_shard(layers, plan, batch(4, 0), session, Topology.local(2), loss=mean_cross_entropy)
     tasks = [
         task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "gloo_tcp_loop"
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -24,8 +25,8 @@ from pipefit.timeline import Timeline
 
 __all__ = ["arrival_s", "runtime_costs"]
 
-_WIDTH, _MICROBATCHES, _REPEATS = 8, 16, 40
-_PASSES = 16
+_WIDTH, _MICROBATCHES, _PASSES = 8, 16, 16
+_ROUNDS, _REPEATS = 7, 9
 _CACHE = 1 << 19
 _HALVINGS = 8
 
@@ -52,11 +53,10 @@ def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
     with torch.random.fork_rng(devices=[]):
         x = torch.randn(_MICROBATCHES, _WIDTH)
         layers = [_Layer() for _ in range(session.num_ranks)]
-    loss = nn.functional.mse_loss
-    profile = profile_layers(layers, x[:1], loss, x[:1], repeats=_REPEATS, threads=None, optimizer=_sgd)
     pipe = Pipeline(
-        nn.Sequential(*layers),
-        loss=loss,
+        # A rank lets go of the layers of other stages, and the profiler needs all.
+        nn.Sequential(*copy.deepcopy(layers)),
+        loss=nn.functional.mse_loss,
         optimizer=_sgd,
         schedule="1f1b",
         microbatches=_MICROBATCHES,
@@ -64,18 +64,24 @@ def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
         parallelism=Parallelism(device="cpu"),
     )
     # Shapes are agreed on, and process groups meet, in the first passes.
-    for _ in range(3):
-        pipe.fit([(x, x)] * _PASSES)
+    pipe.fit([(x, x)] * _PASSES)
+    rounds = [_round(pipe, layers, x, topology) for _ in range(_ROUNDS)]
+    figures = {name: median(getattr(one, name) for one in rounds) for name in RuntimeCosts._fields if name != "host_s"}
+    host_s = {op: median(one.host_s[op] for one in rounds) for op in rounds[0].host_s}
+    return RuntimeCosts(**from_first(session, lambda: figures | {"host_s": host_s}))
+
+
+def _round(pipe: Pipeline, layers: Sequence[nn.Module], x: torch.Tensor, topology: Topology) -> RuntimeCosts:
+    """The costs by one profile of the layers and some passes right after it."""
+    loss = nn.functional.mse_loss
+    profile = profile_layers(layers, x[:1], loss, x[:1], repeats=_REPEATS, threads=None, optimizer=_sgd)
+    pipe.fit([(x, x)] * _PASSES)
     timeline = pipe.timeline(last=_PASSES)
-    kinds = timeline.by_kind()
+    kinds = {key: item.median_s for key, item in timeline.by_kind().items()}
     # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
-    crowd = per_core(topology, session.num_ranks)
-    costs = _costs({key: item.median_s for key, item in kinds.items()}, profile)
-    costs = costs._replace(pass_s=_between_s(timeline) / crowd)
-    # Where ranks share cores, a mean holds the waiting for each other, which the simulation adds.
-    seconds = {key: item.median_s if crowd > 1 else item.total_s / item.num_times for key, item in kinds.items()}
-    costs = costs._replace(arrival_s=arrival_s(timeline, seconds, costs, pipe, profile, topology))
-    return RuntimeCosts(**from_first(session, lambda: costs._replace(host_s=dict(costs.host_s))._asdict()))
+    crowd = per_core(topology, len(layers))
+    costs = _costs(kinds, profile)._replace(pass_s=_between_s(timeline) / crowd)
+    return costs._replace(arrival_s=arrival_s(timeline, kinds, costs, pipe, profile, topology))
 
 
 def _costs(kinds: Seconds, profile: Profile) -> RuntimeCosts:
@@ -104,7 +110,7 @@ def _between_s(timeline: Timeline) -> float:
 def arrival_s(
     timeline: Timeline, kinds: Seconds, costs: RuntimeCosts, pipe: Pipeline, profile: Profile, topology: Topology
 ) -> float:
-    """Seconds of each arrived message with which the simulation takes as long as the measured passes.
+    """Seconds of each arrived message with which a simulated pass takes as long as a measured one.
 
     Args:
         timeline: of the passes.
@@ -129,12 +135,18 @@ def arrival_s(
         overhead_s=0.0,
         host_s={},
     )
-    low, high = 0.0, timeline.makespan_s / timeline.num_repeats / pipe.plan.num_microbatches
+    goal_s = _pass_s(timeline)
+    low, high = 0.0, goal_s / pipe.plan.num_microbatches
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         simulated = simulate(timeline.program, replace(cost, arrival_s=middle), repeats=timeline.num_repeats)
-        low, high = (middle, high) if simulated.makespan_s < timeline.makespan_s else (low, middle)
+        low, high = (middle, high) if _pass_s(simulated) < goal_s else (low, middle)
     return low
+
+
+def _pass_s(timeline: Timeline) -> float:
+    """Seconds from the end of a pass to the end of the next, the median of all."""
+    return median(b - a for a, b in pairwise(timeline.step_ends_s))
 
 
 class _Layer(nn.Module):

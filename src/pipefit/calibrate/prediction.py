@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.calibrate.overhead import runtime_costs
-from pipefit.calibrate.parts import profile_of_parts
+from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.cost import CostModel, RuntimeCosts, of_plan
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Prediction, Profile, Topology
@@ -49,7 +49,7 @@ def costs_on_ranks(
         runtime: costs of the executor; None: measured now.
     """
     if plan.tensor > 1:
-        profile = profile_of_parts(
+        profile = profile_of_shard(
             layers, plan, example, session, topology, loss=loss, optimizer=optimizer, clips=clips
         )
     runtime = runtime or runtime_costs(session, topology)

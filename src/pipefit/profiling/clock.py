@@ -38,6 +38,14 @@ class Clock:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Seconds of some work."""
+        start = self.mark()
+        work()
+        end = self.mark()
+        self.settle()
+        return self.between(start, end)
+
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another; `settle` first."""
         return start.elapsed_time(end) * 1e-3 if self.cuda else end - start

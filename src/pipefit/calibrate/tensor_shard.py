@@ -1,12 +1,12 @@
-"""What each process of a rank takes for its parts of the layers: its work measured as divided, then every exchange.
+"""Seconds of a process of a tensor-parallel rank: the work of its shards, measured, then every exchange.
 
-The work is measured in a rehearsal, where nobody waits. Each kind and size of exchange found in it is measured by
-itself, among all processes, between stretches of work as long as those of the layers: partners come to a sum neither
-together nor to warm caches, the less so the longer they have worked.
+The work is measured in a rehearsal, where nobody waits. Each kind and size of exchange found in it is measured among
+all processes, between stretches of work as long as those of the layers: the longer partners have worked, the less they
+arrive at the same time and with warm caches.
 
-A profile holds seconds of a process that has a core of its own, and the simulation lets processes share cores. So what
-was measured while n processes shared c cores is counted c/n times: in a simulation of all of them it comes out again
-as it was measured.
+A profile holds seconds of a process on a core of its own, and the simulation lets processes share cores. So the seconds
+measured while n processes shared c cores are multiplied by c/n: in a simulation of all processes they come out again as
+they were measured.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import per_core
 from pipefit.profiling.tensors import batch_of, map_tensors, take, tensors_of
 from pipefit.profiling.untouched import untouched
-from pipefit.runtime.collectives import gather_rows
+from pipefit.runtime.collectives import from_first
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["added_s", "profile_of_parts"]
+__all__ = ["added_s", "profile_of_shard"]
 
-_WORK, _REPEATS, _COUNTED = 512, 40, 0.95
+_WORK, _REPEATS = 512, 40
 
-Seconds = Mapping[Exchange, float]
+Ways = tuple[list[Exchange], list[Exchange]]
+"""Exchanges of a forward and of its backward."""
 
 
-def profile_of_parts(
+def profile_of_shard(
     layers: Sequence[NamedLayer],
     plan: Plan,
     example: tuple[Any, Any],
@@ -54,14 +55,14 @@ def profile_of_parts(
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     clips: bool = False,
 ) -> Profile:
-    """Measures what a process has of each layer, the exchanges with the others of its rank included.
+    """Measures one process's shard of each layer, with its exchanges with the other processes of the rank.
 
     All processes of the run call it alike, with whole layers, and get the figures of the first one; the layers are
     afterwards as before.
 
     Args:
         layers: of the whole model.
-        plan: how wide, and whether the sequence is divided.
+        plan: its tensor width, and whether the sequence is sharded.
         example: (input, target) of a whole batch.
         session: the processes of the run.
         topology: the links between them, and the cores that they share, as the plan is simulated with.
@@ -70,29 +71,36 @@ def profile_of_parts(
         clips: as in `profile_layers`.
 
     Raises:
-        PipefitError: the processes do not go with the plan, or the model or its input cannot be divided so.
+        PipefitError: the processes do not fit the plan, or the model or its input cannot be sharded so.
     """
     device = next((p.device for layer in layers for p in layer.module.parameters()), torch.device("cpu"))
     num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
     mesh = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, device, sequence)
-    assert mesh.region is not None
+    region = mesh.region
+    assert region is not None
     size = largest_part(example[0], plan.num_microbatches)
-    with _rehearsed(layers, mesh.region) as (divided, rehearsal):
+    with _rehearsed(layers, region) as (divided, rehearsal):
         divided.check(example[0])
-        shared = divided.loss(loss)
-        measured = agreed_profile(layers, example, [size], session, loss=shared, optimizer=optimizer, clips=clips)
+        shard_loss = divided.loss(loss)
+        profile = agreed_profile(layers, example, [size], session, loss=shard_loss, optimizer=optimizer, clips=clips)
         batch = batch_of(example[0])
         x, y = (map_tensors(lambda leaf: leaf.to(device), take(item, size, batch)) for item in example)
-        each, ends = _exchanges(layers, x, y, shared, rehearsal, device)
-    num_exchanges = sum(len(way) for ways in each for way in ways) + len(ends)
-    crowd = per_core(topology, session.num_ranks)
-    work = _work(measured.step_s / num_exchanges if measured.step_s and num_exchanges else 0.0, device, session)
-    return _priced(measured, each, ends, _measured(mesh.region, each, ends, work, crowd, device, session))
+        each, ends = _exchanges(layers, x, y, shard_loss, rehearsal, device)
+    every = [*(one for ways in each for way in ways for one in way), *ends]
+    clock, crowd = Clock(device), per_core(topology, session.num_ranks)
+    work = _work((profile.step_s or 0.0) / max(len(every), 1), clock, session)
+    silent = Rehearsal(region.group, region.size, 0, region.sequence)
+    different = list(dict.fromkeys(every))
+    seconds = [
+        added_s(*(_samples_s(one, among, work, clock) for among in (region, silent)), crowd) for one in different
+    ]
+    first = from_first(session, lambda: seconds)
+    return _with_exchanges(profile, each, ends, dict(zip(different, first, strict=True)))
 
 
 @contextmanager
 def _rehearsed(layers: Sequence[NamedLayer], region: Region) -> Iterator[tuple[TensorParallel, Rehearsal]]:
-    """The layers divided as in the region, among processes that are not there."""
+    """The layers sharded as in the region, among processes that are not there."""
     wholes = [(p, p.data) for layer in layers for p in layer.module.parameters()]
     rehearsal = Rehearsal(region.group, region.size, 0, region.sequence)
     divided = TensorParallel.on(layers, Mesh(region.size, 0, rehearsal))
@@ -102,10 +110,6 @@ def _rehearsed(layers: Sequence[NamedLayer], region: Region) -> Iterator[tuple[T
         divided.release()
         for parameter, whole in wholes:
             parameter.data = whole
-
-
-Ways = tuple[list[Exchange], list[Exchange]]
-"""Exchanges of a forward and of its backward."""
 
 
 def _exchanges(
@@ -135,14 +139,11 @@ def _both_ways(
     return result, forward, rehearsal.exchanges.copy()
 
 
-def _work(seconds: float, device: torch.device, session: Session) -> Callable[[], None]:
-    """Matrix products that take about so long, as many on every process."""
-    one = torch.ones(_WORK, _WORK, device=device)
-    samples = []
-    clock = Clock(device)
-    for _ in range(5):
-        samples.append(_seconds(clock, lambda: one @ one))
-    count = round(gather_rows(session, [max(round(seconds / min(samples)), 1)])[0][0])
+def _work(seconds: float, clock: Clock, session: Session) -> Callable[[], None]:
+    """Matrix products that take about so many seconds, as many on every process."""
+    one = torch.ones(_WORK, _WORK, device=clock.device)
+    fastest_s = min(clock.seconds(lambda: one @ one) for _ in range(5))
+    count = from_first(session, lambda: max(round(seconds / fastest_s), 1))
 
     def work() -> None:
         for _ in range(count):
@@ -151,65 +152,36 @@ def _work(seconds: float, device: torch.device, session: Session) -> Callable[[]
     return work
 
 
-def _seconds(clock: Clock, action: Callable[[], object]) -> float:
-    began = clock.mark()
-    action()
-    ended = clock.mark()
-    clock.settle()
-    return clock.between(began, ended)
+def _samples_s(exchange: Exchange, among: Region, work: Callable[[], None], clock: Clock) -> list[float]:
+    """Seconds of work followed by an exchange, several times."""
+    x = torch.zeros(exchange.shape, dtype=exchange.dtype, device=clock.device)
 
+    def both() -> None:
+        work()
+        exchange.run(among, x)
 
-def _measured(
-    region: Region,
-    each: Sequence[Ways],
-    ends: Sequence[Exchange],
-    work: Callable[[], None],
-    crowd: float,
-    device: torch.device,
-    session: Session,
-) -> Seconds:
-    """Seconds of every different exchange, as the first process of the run has them."""
-    found = list(dict.fromkeys([*(one for ways in each for way in ways for one in way), *ends]))
-    silent = Rehearsal(region.group, region.size, 0, region.sequence)
-    mine = [_exchange_s(one, region, silent, work, crowd, device) for one in found]
-    return dict(zip(found, gather_rows(session, mine)[0], strict=True))
-
-
-def _exchange_s(
-    exchange: Exchange, region: Region, silent: Region, work: Callable[[], None], crowd: float, device: torch.device
-) -> float:
-    """Seconds that an exchange adds to work, beyond what it takes in a rehearsal."""
-    x, clock = torch.zeros(exchange.shape, dtype=exchange.dtype, device=device), Clock(device)
-
-    def samples(among: Region) -> list[float]:
-        def turn() -> None:
-            work()
-            exchange.run(among, x)
-
-        dist.barrier()
-        return [_seconds(clock, turn) for _ in range(_REPEATS)][2:]
-
-    return added_s(samples(region), samples(silent), crowd)
+    dist.barrier()
+    return [clock.seconds(both) for _ in range(_REPEATS)][2:]
 
 
 def added_s(together: Sequence[float], alone: Sequence[float], crowd: float) -> float:
-    """What an exchange adds to a process that has a core of its own; the slowest few turns are left out.
+    """Returns the seconds that an exchange adds to a process that has a core of its own.
 
     Args:
-        together: seconds of turns of work and exchange, of processes that share cores.
-        alone: as many turns of theirs without the exchange.
+        together: seconds of work and exchange, of processes that share cores.
+        alone: seconds of the same work without the exchange.
         crowd: processes for each core meanwhile, at least 1.
 
     >>> added_s([6.0] * 20, [2.0] * 20, crowd=2)
     2.0
     """
-    counted = round(len(together) * _COUNTED)
-    both, work = (statistics.mean(sorted(turns)[:counted]) for turns in (together, alone))
-    return max((both - work) / crowd, 1e-6)
+    return max((statistics.median(together) - statistics.median(alone)) / crowd, 1e-6)
 
 
-def _priced(measured: Profile, each: Sequence[Ways], ends: Sequence[Exchange], seconds: Seconds) -> Profile:
-    """The profile with its exchanges."""
+def _with_exchanges(
+    profile: Profile, each: Sequence[Ways], ends: Sequence[Exchange], seconds: Mapping[Exchange, float]
+) -> Profile:
+    """The profile with the seconds of its exchanges."""
 
     def total(exchanges: Sequence[Exchange]) -> float:
         return sum(seconds[exchange] for exchange in exchanges)
@@ -220,6 +192,6 @@ def _priced(measured: Profile, each: Sequence[Ways], ends: Sequence[Exchange], s
             forward_s=layer.forward_s + total(forward),
             backward_input_s=layer.backward_input_s + total(backward),
         )
-        for layer, (forward, backward) in zip(measured.layers, each, strict=True)
+        for layer, (forward, backward) in zip(profile.layers, each, strict=True)
     )
-    return msgspec.structs.replace(measured, layers=layers, loss_s=measured.loss_s + total(ends))
+    return msgspec.structs.replace(profile, layers=layers, loss_s=profile.loss_s + total(ends))
