@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CommunicationError",
+    "DamageError",
     "DataError",
     "InfeasibleError",
     "InvalidProgramError",
@@ -73,6 +74,10 @@ class NonFiniteLossError(PipefitError):
 
 class TierError(PipefitError):
     """Host memory or a disk cannot take or give what a spilled run keeps there; what it held last stays there."""
+
+
+class DamageError(TierError):
+    """A record or document on a tier is not what was written there; the message names the file."""
 
 
 class CommunicationError(RuntimeError):

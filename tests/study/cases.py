@@ -4,9 +4,9 @@ import torch
 from tests.pipelines import grouped
 
 import pipefit as pf
-from pipefit.study.execute.cursor import read_losses
-from pipefit.study.execute.live import LiveTrial
-from pipefit.study.execute.recipe import recipe_of
+from pipefit.study.execute.admission import recipe_of
+from pipefit.study.execute.files import read_losses
+from pipefit.study.execute.runner import TrialRunner
 from pipefit.study.trial import Trial
 
 CPU = torch.device("cpu")
@@ -41,10 +41,10 @@ def by_pipeline(trial, recipe, **how):
 
 def in_turns(trial: Trial, folder, workers: int = 2) -> list[float]:
     """The trial's losses when every turn falls to another worker than the last."""
-    lives = [LiveTrial(0, trial, folder, CPU) for _ in range(workers)]
-    admitted = lives[0].admit()
-    for live in lives[1:]:
-        live.admit()
+    runners = [TrialRunner(0, trial, folder, CPU) for _ in range(workers)]
+    admitted = runners[0].admit()
+    for runner in runners[1:]:
+        runner.admit()
     for count in range(trial.steps * admitted.num_turns):
-        lives[count % workers].turn()
-    return list(read_losses(folder, trial.steps))
+        runners[count % workers].turn()
+    return read_losses(folder, trial.steps)[0]

@@ -4,11 +4,10 @@ import math
 
 import pytest
 
-from pipefit.study.board import Board
-from pipefit.study.entry import Admitted, Entry, Report
+from pipefit.study.board import Board, Entry
 from pipefit.study.simulation import lower_bound_s
 from pipefit.study.stopping import Halving
-from pipefit.study.trial import Trial
+from pipefit.study.trial import Admitted, Trial, TurnDone
 
 
 def board(*steps, devices=2, policy="lrtf", stop=None):
@@ -31,7 +30,7 @@ def play(game, loss=lambda trial, step: 1.0, turns=2, seconds=1.0, limit=500):
             for _ in range(job.num_turns if job.kind == "turn" else 0):
                 entry = game.entries[job.trial]
                 done = loss(job.trial, entry.step) if entry.turn == turns - 1 else math.nan
-                game.turned(Report(job.trial, entry.step, entry.turn, now, now + seconds, done), device)
+                game.turned(TurnDone(job.trial, entry.step, entry.turn, now, now + seconds, done), device)
                 now += seconds
             clock[device] = now + seconds * (job.kind == "admit")
     raise AssertionError("the study does not end")
@@ -80,7 +79,7 @@ def test_a_trial_without_room_waits_until_another_has_ended():
     game.sent_back(1)
     job = game.next_job(0)
     assert (job.kind, job.trial) == ("turn", 0)
-    game.turned(Report(0, 0, 0, 1, 2, 0.5), 0)
+    game.turned(TurnDone(0, 0, 0, 1, 2, 0.5), 0)
     assert game.next_job(0)[:2] == ("admit", 1)
 
 
@@ -91,7 +90,7 @@ def test_trials_held_at_a_rung_do_not_wait_for_ever_for_one_that_has_no_room():
     game.sent_back(game.next_job(0).trial)
     while (job := game.next_job(0)) is not None:
         for _ in range(job.num_turns):
-            game.turned(Report(job.trial, game.entries[job.trial].step, 0, 1, 2, 1.0 + job.trial), 0)
+            game.turned(TurnDone(job.trial, game.entries[job.trial].step, 0, 1, 2, 1.0 + job.trial), 0)
     assert [entry.status for entry in game.entries] == ["finished", "stopped", "failed"]
     assert "2 of the others wait for it at a rung" in game.entries[2].reason
 
@@ -103,7 +102,7 @@ def test_what_an_earlier_run_did_is_not_predicted_again():
         game.admitted(game.next_job(0).trial, Admitted(1, 1, 10, 100, 0.0, step), 0, 0, 0)
     assert game.left_s == math.inf and game.predicted() is None
     for number, step in ((1, 8), (2, 0)):
-        game.turned(Report(number, step, 0, 1, 2, 0.5), 0)
+        game.turned(TurnDone(number, step, 0, 1, 2, 0.5), 0)
     assert game.predicted().makespan_s == pytest.approx(12)
     assert game.left_s == pytest.approx(10)
 
@@ -137,7 +136,7 @@ def test_a_failure_frees_those_who_wait_for_it_at_a_rung():
         job = game.next_job(0)
         game.admitted(job.trial, Admitted(1, 1, 1, 1), 0, 0, 1)
     job = game.next_job(0)
-    game.turned(Report(job.trial, 0, 0, 1, 2, 1.0), 0)
+    game.turned(TurnDone(job.trial, 0, 0, 1, 2, 1.0), 0)
     assert game.entries[job.trial].status == "held"
     other = game.next_job(0)
     game.failed(other.trial, "nan")
@@ -186,7 +185,7 @@ def test_a_device_is_told_short_turns_ahead_and_long_ones_one_by_one():
         assert (job.trial, job.num_turns) == (0, count)
         for turn in range(count):
             assert game.entries[0].status == "running"
-            game.turned(Report(0, turn // 2, turn % 2, turn, turn + seconds, 1.0), 0)
+            game.turned(TurnDone(0, turn // 2, turn % 2, turn, turn + seconds, 1.0), 0)
         assert game.entries[0].status == "ready"
 
 

@@ -53,8 +53,7 @@ def test_the_table_that_moves_has_a_row_for_every_trial():
     from rich.console import Console
 
     from pipefit.cli.study import _Table
-    from pipefit.study.board import Board
-    from pipefit.study.entry import Entry
+    from pipefit.study.board import Board, Entry
     from pipefit.study.trial import Trial
 
     entries = [Entry(n, Trial(steps=9), f"trial-{n}", losses=[0.5] * n) for n in range(3)]
@@ -79,8 +78,7 @@ def test_of_many_trials_a_low_terminal_shows_those_that_something_happens_to():
     from rich.console import Console
 
     from pipefit.cli.study import _Table
-    from pipefit.study.board import Board
-    from pipefit.study.entry import Entry
+    from pipefit.study.board import Board, Entry
     from pipefit.study.trial import Trial
 
     entries = [Entry(n, Trial(steps=9), f"trial-{n:02d}", "stopped", losses=[0.5]) for n in range(40)]
@@ -98,8 +96,7 @@ def test_of_many_trials_a_low_terminal_shows_those_that_something_happens_to():
 
 def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys):
     from pipefit.cli.study import _Lines
-    from pipefit.study.board import Board
-    from pipefit.study.entry import Entry
+    from pipefit.study.board import Board, Entry
     from pipefit.study.trial import Trial
 
     entries = [Entry(n, Trial(steps=50), f"trial-{n}") for n in range(2)]

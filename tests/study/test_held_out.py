@@ -11,9 +11,9 @@ from torch import nn
 
 import pipefit as pf
 from pipefit.errors import DataError
-from pipefit.study.execute.cursor import read_losses
-from pipefit.study.execute.live import LiveTrial
-from pipefit.study.execute.recipe import recipe_of
+from pipefit.study.execute.admission import recipe_of
+from pipefit.study.execute.files import read_losses
+from pipefit.study.execute.runner import TrialRunner
 from pipefit.study.trial import StudyError, StudySpec, Trial
 
 DIGITS = Trial("digits", **MLP, data=("digits",), batch=8, microbatches=3, steps=5, evaluate=2, lr=1e-2)
@@ -41,17 +41,18 @@ def by_pipeline(trial):
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_trial_is_evaluated_as_a_pipeline_is_and_trains_as_without(shards, tmp_path):
     trial = replace(DIGITS, shards=shards)
-    lives = [LiveTrial(0, trial, tmp_path / "judged", CPU) for _ in range(2)]
-    admitted, _ = [live.admit() for live in lives]
-    reports = [lives[count % 2].turn() for count in range(trial.steps * admitted.num_turns)]
-    found = list(read_losses(tmp_path / "judged", trial.steps, held_out=True))
+    runners = [TrialRunner(0, trial, tmp_path / "judged", CPU) for _ in range(2)]
+    admitted, _ = [runner.admit() for runner in runners]
+    reports = [runners[count % 2].turn() for count in range(trial.steps * admitted.num_turns)]
+    found = read_losses(tmp_path / "judged", trial.steps)[1]
     assert repr(found) == repr(by_pipeline(trial))
     assert [r.held_out for r in reports if r.held_out == r.held_out] == [v for v in found if v == v]
-    other = LiveTrial(0, replace(trial, evaluate=0), tmp_path / "plain", CPU)
+    other = TrialRunner(0, replace(trial, evaluate=0), tmp_path / "plain", CPU)
     for _ in range(trial.steps * other.admit().num_turns):
         other.turn()
-    assert read_losses(tmp_path / "judged", trial.steps) == read_losses(tmp_path / "plain", trial.steps)
-    assert all(math.isnan(value) for value in read_losses(tmp_path / "plain", trial.steps, held_out=True))
+    plain = read_losses(tmp_path / "plain", trial.steps)
+    assert read_losses(tmp_path / "judged", trial.steps)[0] == plain[0]
+    assert all(math.isnan(value) for value in plain[1])
 
 
 def own(name, lr, **more):

@@ -16,9 +16,8 @@ from tests.study.cases import CPU, GPT, SMALL, alone, in_turns
 from torch import nn
 
 from pipefit.errors import ModelError
-from pipefit.study.execute.export import export
-from pipefit.study.execute.live import LiveTrial
-from pipefit.study.execute.recipe import recipe_of
+from pipefit.study.execute.admission import build_trial, recipe_of
+from pipefit.study.execute.runner import TrialRunner
 from pipefit.study.file import load_study
 from pipefit.study.trial import Trial
 
@@ -28,8 +27,7 @@ import json, sys
 from pathlib import Path
 import torch
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
-from pipefit.study.execute.export import export
-from pipefit.study.execute.live import LiveTrial
+from pipefit.study.execute.runner import TrialRunner
 from pipefit.study.trial import Trial
 
 def memory(field):
@@ -38,17 +36,17 @@ def memory(field):
 
 options = {"layers": 12, "hidden": 768, "heads": 8, "context": 16, "tied": False}
 trial = Trial("large", options=options, data=("synthetic",), batch=1, microbatches=1, steps=2, optimizer="sgd")
-live = LiveTrial(0, trial, Path(sys.argv[1]) / "large", torch.device("cpu"), 128 << 20)
+runner = TrialRunner(0, trial, Path(sys.argv[1]) / "large", torch.device("cpu"), 128 << 20)
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
-admitted = live.admit()
+admitted = runner.admit()
 admission = memory("VmHWM") - before
 Path("/proc/self/clear_refs").write_text("5")
 for _ in range(2 * admitted.num_turns):
-    live.turn()
+    runner.turn()
 turns = memory("VmHWM") - before
 Path("/proc/self/clear_refs").write_text("5")
-export(live, sys.argv[1] + "/weights.safetensors")
+runner.export(sys.argv[1] + "/weights.safetensors")
 print(json.dumps([admitted.parameters, admitted.num_shards, admission, turns, memory("VmHWM") - before]))
 """
 
@@ -110,7 +108,9 @@ def _studied(place, until=lambda: False, more=()):
 @pytest.mark.timeout(400)
 def test_a_study_of_trials_larger_than_the_cap_keeps_it_and_can_be_interrupted(tmp_path):
     state = tmp_path / "out" / "state"
-    grown, code = _studied(tmp_path, lambda: len(list(state.glob("*/act-*.between"))) > 2)
+    grown, code = _studied(
+        tmp_path, lambda: any(b'"turn": 2' in path.read_bytes() for path in state.glob("*/trial.commit"))
+    )
     assert code == 128 + signal.SIGTERM and grown < 48 << 20, (code, grown >> 20)
     grown, code = _studied(tmp_path, more=["--resume"])
     assert code == 0 and grown < 48 << 20, (code, grown >> 20)
@@ -127,15 +127,15 @@ def test_a_study_of_trials_larger_than_the_cap_keeps_it_and_can_be_interrupted(t
 @pytest.mark.parametrize("trial", [Trial("gpt", **GPT, **SMALL)], ids=["gpt"])
 def test_the_numbers_are_those_without_a_cap(trial, tmp_path):
     losses, weights = alone(trial)
-    live = LiveTrial(0, trial, tmp_path / "capped", CPU, 300_000)
-    other = LiveTrial(0, trial, tmp_path / "capped", CPU, 300_000)
-    admitted = live.admit()
-    assert live._recipe.is_empty and admitted.num_shards > 1
+    runner = TrialRunner(0, trial, tmp_path / "capped", CPU, 300_000)
+    other = TrialRunner(0, trial, tmp_path / "capped", CPU, 300_000)
+    admitted = runner.admit()
+    assert build_trial(trial, 300_000).recipe.is_empty and admitted.num_shards > 1
     other.admit()
-    found = [(live, other)[count % 2].turn().loss for count in range(trial.steps * admitted.num_turns)]
+    found = [(runner, other)[count % 2].turn().loss for count in range(trial.steps * admitted.num_turns)]
     assert [loss for loss in found if loss == loss] == losses
     assert in_turns(replace(trial, shards=2), tmp_path / "whole") == losses
-    export(live, str(tmp_path / "weights.safetensors"))
+    runner.export(str(tmp_path / "weights.safetensors"))
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "weights.safetensors")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.study.cases import MLP, SMALL, alone
 
 import pipefit as pf
-from pipefit.errors import PipefitError
-from pipefit.study.execute.recipe import recipe_of
+from pipefit.errors import PipefitError, TierError
+from pipefit.study.execute.admission import recipe_of
 from pipefit.study.trial import StudyError, Trial
 from pipefit.units import format_seconds
 
@@ -225,52 +225,52 @@ def test_a_folder_that_is_in_use_or_is_the_users_is_left_alone(tmp_path, monkeyp
 def test_the_best_weights_outlast_a_worker_that_dies_over_them_and_a_disk_that_does_not_take_them(
     tmp_path, monkeypatch
 ):
-    from pipefit.errors import TierError
-    from pipefit.study.execute import export
+    from pipefit.study.execute.runner import TrialRunner
 
-    real, given = export.export, trials(2)
+    real, given = TrialRunner.export, trials(2)
 
-    def dies_once(live, path):
+    def dies_once(runner, path):
         if (flag := tmp_path / "died").exists():
-            return real(live, path)
+            return real(runner, path)
         flag.touch()
         suicidal()
 
-    monkeypatch.setattr(export, "export", dies_once)
+    monkeypatch.setattr(TrialRunner, "export", dies_once)
     assert Path(study(given, tmp_path / "s").run().paths["best"]).exists()
 
-    def full(live, path):
+    def full(runner, path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "export", full)
+    monkeypatch.setattr(TrialRunner, "export", full)
     with pytest.raises(TierError, match=r"weights could not be written.*No space left.*resume"):
         study(given, tmp_path / "f").run()
     assert len(json.loads((tmp_path / "f/results.json").read_text())["trials"]) == 2
-    monkeypatch.setattr(export, "export", real)
+    monkeypatch.setattr(TrialRunner, "export", real)
     again = study(given, tmp_path / "f").run(resume=True)
     assert load_file(again.paths["best"]).keys() == load_file(tmp_path / "s/best/model.safetensors").keys()
     assert not (tmp_path / "f/state").exists()
 
 
 def test_a_full_tier_ends_the_study_in_one_message_and_loses_nothing(tmp_path, monkeypatch):
-    from pipefit.errors import TierError
-    from pipefit.study.execute import live
+    from pipefit.spill.tier_file import TierFile
 
     given = trials(3, steps=6)
-    real = live.write_record
-    full = tmp_path / "full"
+    real = TierFile.write
+    full, count = tmp_path / "full", tmp_path / "count"
 
-    def write(path, *rest):
-        if path.name == "shard-0.a" and rest[0] == 4:  # in the fourth step of whichever trial comes there
+    def write(file, data, position):
+        with count.open("a") as counted:
+            counted.write(".")
+        if count.stat().st_size > 200:
             full.touch()
         if full.exists():
-            raise TierError(f"{path.parent}: the tier is full")
-        return real(path, *rest)
+            raise TierError(f"{file.path}: No space left on device")
+        return real(file, data, position)
 
-    monkeypatch.setattr(live, "write_record", write)
-    with pytest.raises(TierError, match="the tier is full; what was committed is kept"):
+    monkeypatch.setattr(TierFile, "write", write)
+    with pytest.raises(TierError, match="what was committed is kept: mend that, and resume the study"):
         study(given, tmp_path / "s").run()
-    monkeypatch.setattr(live, "write_record", real)
+    monkeypatch.setattr(TierFile, "write", real)
     result = study(given, tmp_path / "s").run(resume=True)
     assert [row.losses for row in result.trials] == [alone(trial)[0] for trial in given]
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.errors import PipefitError
-from pipefit.study.policies import POLICIES
-from pipefit.study.simulation import TrialCost, coarser, lower_bound_s, simulate_study
+from pipefit.study.simulation import POLICIES, TrialCost, coarser, lower_bound_s, simulate_study
 
 SECONDS = st.integers(1, 40).map(lambda n: n / 8)
 COSTS = st.builds(TrialCost, st.lists(SECONDS, min_size=1, max_size=4).map(tuple), st.integers(1, 6), st.just(0.0))

@@ -5,15 +5,12 @@ import torch
 from safetensors.torch import load_file
 from tests.study.cases import CPU, GPT, MLP, SMALL, TIED, alone, by_pipeline, in_turns
 
-from pipefit.errors import InfeasibleError, PipefitError
-from pipefit.study.execute import between
-from pipefit.study.execute import live as live_module
-from pipefit.study.execute.boundary import packed, unpacked
-from pipefit.study.execute.cursor import read_cursor, read_losses
-from pipefit.study.execute.export import export
-from pipefit.study.execute.live import LiveTrial, NoRoomError
-from pipefit.study.execute.recipe import recipe_of
-from pipefit.study.execute.records import read_record, write_record
+from pipefit.errors import InfeasibleError, TierError
+from pipefit.spill.tier_file import TierFile
+from pipefit.study.execute import runner as runner_module
+from pipefit.study.execute.admission import recipe_of
+from pipefit.study.execute.files import read_losses, read_state
+from pipefit.study.execute.runner import NoRoomError, TrialRunner
 from pipefit.study.trial import Trial
 
 
@@ -27,7 +24,7 @@ def one_thread():
 
 def run(trial, folder, workers=2):
     losses = in_turns(trial, folder, workers)
-    file = export(LiveTrial(0, trial, folder, CPU), str(folder / "out.safetensors"))
+    file = TrialRunner(0, trial, folder, CPU).export(str(folder / "out.safetensors"))
     return losses, load_file(file)
 
 
@@ -61,15 +58,16 @@ def test_a_weight_that_two_shards_share_is_trained_once_with_the_gradients_of_bo
 
 
 class Cut(BaseException):
-    """What stands in for a death."""
+    """Stands for the death of the process."""
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.05], ids=["free", "clipped"])
 @pytest.mark.parametrize("shards", [1, 3])
 def test_cut_off_before_any_write_and_taken_up_by_another_worker_the_numbers_are_the_same(
-    shards, tmp_path, monkeypatch
+    shards, clip, tmp_path, monkeypatch
 ):
-    trial = Trial(**{**SMALL, "steps": 2}, **MLP, shards=shards)
-    wanted = alone(trial)[0]
+    trial = Trial(**{**SMALL, "steps": 2}, **MLP, shards=shards, clip=clip)
+    expected = alone(trial)[0]
     written = {"count": 0, "cut": -1}
 
     def counting(function):
@@ -81,91 +79,125 @@ def test_cut_off_before_any_write_and_taken_up_by_another_worker_the_numbers_are
 
         return call
 
-    for name in ("write_record", "commit", "write_loss"):
-        monkeypatch.setattr(live_module, name, counting(getattr(live_module, name)))
-    monkeypatch.setattr(between, "write_record", live_module.write_record)
-    in_turns(trial, tmp_path / "whole")
+    for name in ("write", "commit", "write_table"):
+        monkeypatch.setattr(TierFile, name, counting(getattr(TierFile, name)))
+    monkeypatch.setattr(runner_module, "write_loss", counting(runner_module.write_loss))
+    runner = TrialRunner(0, trial, tmp_path / "whole", CPU)
+    runner.admit()
+    admitted = written["count"]
+    while read_state(tmp_path / "whole")[0] < trial.steps:
+        runner.turn()
     total = written["count"]
-    assert total > 4
-    for cut in range(shards + 1, total):  # before that the trial is not admitted
+    assert total > admitted + 4
+    # Every place where one-shard trials write, a third of those of several shards.
+    for cut in range(admitted, total, 1 if shards == 1 else 3):
         folder = tmp_path / f"cut-{cut}"
         written.update(count=0, cut=cut)
-        live = LiveTrial(0, trial, folder, CPU)
+        runner = TrialRunner(0, trial, folder, CPU)
         with pytest.raises(Cut):
-            live.admit()
+            runner.admit()
             while True:
-                live.turn()
+                runner.turn()
         written.update(cut=-1)
-        other = LiveTrial(0, trial, folder, CPU)
+        other = TrialRunner(0, trial, folder, CPU)
         other.admit()
-        while read_cursor(folder).step < trial.steps:
+        while read_state(folder)[0] < trial.steps:
             other.turn()
-        assert list(read_losses(folder, trial.steps)) == wanted
+        assert read_losses(folder, trial.steps)[0] == expected, cut
+
+
+def test_a_trial_whose_admission_was_cut_off_is_admitted_anew(tmp_path, monkeypatch):
+    trial = Trial(**SMALL, **MLP)
+    with monkeypatch.context() as patched:
+        patched.setattr(TierFile, "commit", lambda *args: (_ for _ in ()).throw(Cut()))
+        with pytest.raises(Cut):
+            TrialRunner(0, trial, tmp_path, CPU).admit()
+    assert read_state(tmp_path) is None
+    assert in_turns(trial, tmp_path) == alone(trial)[0]
 
 
 def test_a_worker_that_failed_in_a_turn_goes_on_with_what_the_tier_has(tmp_path, monkeypatch):
     trial = Trial(**SMALL, **MLP)
-    live = LiveTrial(0, trial, tmp_path, CPU)
-    live.admit()
-    live.turn()
-
-    def broken(*args):
-        raise OSError("the disk is gone")
-
+    runner = TrialRunner(0, trial, tmp_path, CPU)
+    runner.admit()
+    runner.turn()
     with monkeypatch.context() as patched:
-        patched.setattr(live_module, "commit", broken)
+        patched.setattr(TierFile, "commit", lambda *args: (_ for _ in ()).throw(OSError("the disk is gone")))
         with pytest.raises(OSError, match="disk is gone"):
-            live.turn()
-    live.turn()
-    live.turn()
-    assert list(read_losses(tmp_path, 3)) == alone(trial)[0]
+            runner.turn()
+    runner.turn()
+    runner.turn()
+    assert read_losses(tmp_path, 3)[0] == alone(trial)[0]
 
 
-def test_every_flipped_byte_of_a_record_is_found(tmp_path):
-    path = tmp_path / "r.a"
-    tensors = {"w": torch.arange(300, dtype=torch.float32), "n": torch.tensor(3), "none": torch.empty(0)}
-    write_record(path, 4, tensors, {"x": [1]})
-    record = read_record(path, 4)
-    assert record.extra == {"x": [1]} and all(torch.equal(record.tensors[k], tensors[k]) for k in tensors)
-    whole = path.read_bytes()
-    for place in (0, 9, 30, 4096, 4110, 8200, len(whole) - 1):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(PipefitError, match=r"checksum|no whole record|found"):
-            read_record(path, 4)
-    path.write_bytes(whole[:-4096])
-    with pytest.raises(PipefitError, match="checksum"):
-        read_record(path, 4)
-    path.write_bytes(whole)
-    with pytest.raises(PipefitError, match="expected version 6 of the trial's state, found version 4"):
-        read_record(path, 6)
+def test_whatever_is_damaged_between_two_turns_is_found_and_named(tmp_path):
+    trial = Trial(**SMALL, **MLP, shards=2)
+    runner = TrialRunner(0, trial, tmp_path / "t", CPU)
+    runner.admit()
+    for _ in range(4):
+        runner.turn()
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    assert set(whole) == {"trial.tier", "trial.json", "trial.commit", "losses"}
+
+    def turns_with(name, content):
+        for file, data in whole.items():
+            (tmp_path / "t" / file).write_bytes(content if file == name else data)
+        read_losses(tmp_path / "t", read_state(tmp_path / "t")[0])
+        other = TrialRunner(0, trial, tmp_path / "t", CPU)
+        other.admit()
+        for _ in range(3):  # every record is read
+            other.turn()
+
+    turns_with("", b"")
+    for name in ("trial.json", "trial.commit", "losses"):
+        data = whole[name]
+        for place in range(0, len(data), max(len(data) // 20, 1)):
+            with pytest.raises(TierError, match=f"{name}: .*damaged"):
+                turns_with(name, data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(TierError, match=f"{name}: .*damaged"):
+            turns_with(name, data[: len(data) // 2])
+    edited = whole["trial.commit"].replace(b'"step": 1,', b'"step": 0,')
+    assert edited != whole["trial.commit"]
+    with pytest.raises(TierError, match=r"trial\.commit: damaged"):
+        turns_with("trial.commit", edited)
+    records = bytearray(whole["trial.tier"])
+    for place in range(5000, len(records), 4096):  # every payload, of either copy
+        records[place] ^= 1
+    with pytest.raises(TierError, match=r"trial\.tier does not have its checksum"):
+        turns_with("trial.tier", bytes(records))
+    with pytest.raises(TierError, match=r"trial\.tier: .*truncated"):
+        turns_with("trial.tier", whole["trial.tier"][:-8192])
 
 
 def test_under_a_limit_the_model_is_cut_so_that_each_shard_fits_and_an_impossible_limit_names_the_least(tmp_path):
     trial = Trial(**{**SMALL, "steps": 2}, model="mlp", options={"layers": 6, "width": 64})
-    live = LiveTrial(0, trial, tmp_path / "a", CPU, capacity_bytes=150_000)
-    admitted = live.admit()
+    runner = TrialRunner(0, trial, tmp_path / "a", CPU, capacity_bytes=150_000)
+    admitted = runner.admit()
     assert admitted.num_shards > 1 and 0 < admitted.device_bytes <= 150_000
-    while read_cursor(tmp_path / "a").step < 2:
-        live.turn()
-        assert live.held_bytes <= 150_000
-    assert list(read_losses(tmp_path / "a", 2)) == alone(trial)[0]
+    while read_state(tmp_path / "a")[0] < 2:
+        runner.turn()
+        assert runner.held_bytes <= 150_000
+    assert read_losses(tmp_path / "a", 2)[0] == alone(trial)[0]
     with pytest.raises(InfeasibleError, match="the smallest capacity that works is"):
-        LiveTrial(0, trial, tmp_path / "b", CPU, capacity_bytes=10_000).admit()
+        TrialRunner(0, trial, tmp_path / "b", CPU, capacity_bytes=10_000).admit()
     assert not (tmp_path / "b").exists()
 
 
-def test_what_waits_between_two_shards_lies_in_memory_as_it_did(tmp_path):
-    given = [torch.randn(4, 3, 5).transpose(0, 2), torch.randn(6)[::2], torch.ones(2).expand(3, 2), torch.tensor(2.0)]
-    write_record(tmp_path / "r", 1, *packed("act", 0, [7], {("act", 0, 7): given}))
-    found = unpacked("act", 0, read_record(tmp_path / "r", 1), CPU)["act", 0, 7]
-    assert all(torch.equal(one, other) for one, other in zip(found, given, strict=True))
-    assert found[0].stride() == given[0].stride()
+def test_batches_may_change_their_size_from_step_to_step(tmp_path):
+    def data(step):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn((6, 4, 9, 2, 8)[step] * 400, 5, generator=generator)
+        return x, x.sum(1, keepdim=True)
+
+    layers = lambda: [torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)]  # noqa: E731
+    trial = Trial("own", layers, loss=torch.nn.functional.mse_loss, data=data, microbatches=2, steps=5, shards=3)
+    assert in_turns(trial, tmp_path, 3) == alone(trial)[0]
 
 
 def test_what_an_optimizer_of_the_users_keeps_is_counted_where_the_model_is_cut(tmp_path):
     def admitted(name, optimizer):
         trial = Trial(**{**SMALL, "optimizer": optimizer}, model="mlp", options={"layers": 6, "width": 64})
-        return LiveTrial(0, trial, tmp_path / name, CPU, capacity_bytes=150_000).admit()
+        return TrialRunner(0, trial, tmp_path / name, CPU, capacity_bytes=150_000).admit()
 
     plain = admitted("plain", "adam")
     more = admitted("more", lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True))
@@ -182,10 +214,10 @@ def test_nothing_is_built_before_admission_and_nothing_written_without_room(tmp_
         return [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
 
     trial = Trial("own", model, loss=torch.nn.functional.mse_loss, data=lambda k: (torch.ones(4, 4), torch.ones(4, 2)))
-    live = LiveTrial(0, trial, tmp_path / "t", CPU)
+    runner = TrialRunner(0, trial, tmp_path / "t", CPU)
     assert not built
     with pytest.raises(NoRoomError):
-        live.admit(room_bytes=10)
+        runner.admit(room_bytes=10)
     assert built and not (tmp_path / "t").exists()
 
 

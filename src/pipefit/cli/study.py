@@ -16,7 +16,7 @@ from cyclopts import Parameter
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.models import importable
 from pipefit.cli.options import Json, count, flag, help_of
-from pipefit.study.table import loss_text
+from pipefit.study.results import loss_text
 from pipefit.units import format_seconds
 
 if TYPE_CHECKING:

@@ -149,7 +149,7 @@ _FORWARD_NEEDS = ("act[s-1,m]", "weights[s,w]")
 _BACKWARD_NEEDS = ("saved[s,m]", "grad[s,m]", "weights[s,w]")
 _WHOLES = (Kind.ACT.value, Kind.GRAD.value)
 _MESSAGES = (*_WHOLES, *WHOLE_OF)
-_MOVED = (Kind.WEIGHTS.value, Kind.WGRAD.value, Kind.OPTIM.value, Kind.ACT.value, Kind.INPUT.value)
+_MOVED = tuple(k.value for k in (Kind.WEIGHTS, Kind.WGRAD, Kind.OPTIM, Kind.ACT, Kind.INPUT, Kind.GRAD))
 
 OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.LOAD: OpSpec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipefit.ir.graph import dependency_graph
@@ -36,6 +37,22 @@ class CompiledRank:
     awaited_at_end: tuple[int, ...]
     frees: tuple[tuple[Value, ...], ...]
     in_place: frozenset[int]
+
+    def part(self, first: int, end: int) -> CompiledRank:
+        """The instructions from `first` to before `end`, as a list of its own: nothing is under way across the cuts."""
+
+        def inside(indices: Iterable[int]) -> tuple[int, ...]:
+            return tuple(index - first for index in indices if first <= index < end)
+
+        return CompiledRank(
+            self.program,
+            self.rank,
+            self.instructions[first:end],
+            tuple(inside(indices) for indices in self.awaits[first:end]),
+            inside(self.awaited_at_end),
+            self.frees[first:end],
+            frozenset(inside(self.in_place)),
+        )
 
 
 def compile_rank(program: Program, rank: int) -> CompiledRank:

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from pipefit.errors import ModelError
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import PIECE_OF, WHOLE_OF, Op, Reduction
+from pipefit.ir.op import PIECE_OF, WHOLE_OF, Kind, Op, Reduction
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
 from pipefit.runtime.executor import Execution, Handlers, Key
@@ -32,6 +32,14 @@ def _load(run: Execution, i: Instruction) -> None:
     target = run.feed.targets[i.mb] if i.stage == header.last_stage else None
     device = run.worker.device
     run.values["input", i.stage, i.mb] = (_message(source, device), _on(target, device))
+
+
+def _fetch(run: Execution, i: Instruction) -> None:
+    """As `fetch`; an input of the model that has left the device is loaded again."""
+    if i.kind == Kind.INPUT:
+        _load(run, Instruction(Op.LOAD, i.stage, i.version))
+    else:
+        fetch(run, i)
 
 
 def _message(source: Any, device: torch.device) -> Message | None:
@@ -311,6 +319,6 @@ HANDLERS: Handlers = {
     Op.DROP: _drop,
     Op.BARRIER: _barrier,
     Op.GATHER: _gather,
-    Op.FETCH: fetch,
+    Op.FETCH: _fetch,
     Op.EVICT: evict,
 }

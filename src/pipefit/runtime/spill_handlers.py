@@ -15,12 +15,17 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind
 from pipefit.ir.spill import SLOTTED
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.transport import Message
 from pipefit.spill.lanes import Copy
 from pipefit.spill.rank import Spilling
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tiers import Key
 
-__all__ = ["evict", "fetch", "norm_part", "norms_of", "saving", "step_on_host"]
+__all__ = ["PARKED", "evict", "fetch", "norm_part", "norms_of", "saving", "step_on_host"]
+
+
+PARKED = "parked "
+"""Before the kind of a value of the run that waits on the tier: its flags and structure, without tensors."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class _Arriving:
 
 
 def fetch(run: Execution, i: Instruction) -> None:
-    """Starts to load a stage's weights, states or gradients, or an activation; whoever needs them waits."""
-    if i.kind == Kind.ACT:
+    """Starts to load a stage's weights, states or gradients, or data at a cut; whoever needs them waits."""
+    if i.kind not in SLOTTED:
         arriving = _unparked(run, i)
     else:
         store = _store(run, i)
@@ -51,29 +56,34 @@ def fetch(run: Execution, i: Instruction) -> None:
 
 
 def evict(run: Execution, i: Instruction) -> None:
-    """Starts to write back what has changed, or an activation."""
+    """Starts to write back what has changed, or data at a cut; an input of the model is just let go of."""
+    if i.kind == Kind.INPUT:
+        del run.values[i.kind, i.stage, i.version]
+        return
     if i.kind == Kind.WGRAD:
         # Their marks go with them.
         run.worker.forget_idle_gradients(i.stage)
-    copy = _park(run, i) if i.kind == Kind.ACT else _store(run, i).evict(i.kind, i.version)
+    copy = _store(run, i).evict(i.kind, i.version) if i.kind in SLOTTED else _park(run, i)
     _spilling(run, i).writes.append(copy)
     _time(run, copy)
 
 
 def _park(run: Execution, i: Instruction) -> Copy:
-    """Starts to write an activation, of which the rank keeps only what it is called."""
-    act = run.values.pop((i.kind, i.stage, i.version))
-    run.values["parked", i.stage, i.version] = act._replace(leaves=[])
-    return _spilling(run, i).parked.write(Key(i.stage, i.kind, i.version), act.leaves)
+    """Starts to write an activation or its gradient, of which the rank keeps only flags and structure."""
+    value = run.values.pop((i.kind, i.stage, i.version))
+    message = value if isinstance(value, Message) else Message(value, [], None)
+    run.values[PARKED + i.kind, i.stage, i.version] = message._replace(leaves=[])
+    return _spilling(run, i).parked.write(Key(i.stage, i.kind, i.version), message.leaves)
 
 
 def _unparked(run: Execution, i: Instruction) -> _Arriving:
-    """An activation on its way back; once it is there, it is a value of the run again."""
+    """An activation or its gradient on its way back; once it is there, it is a value of the run again."""
     copy, tensors = _spilling(run, i).parked.read(Key(i.stage, i.kind, i.version))
     values = run.values
 
     def arrived() -> None:
-        values[i.kind, i.stage, i.version] = values.pop(("parked", i.stage, i.version))._replace(leaves=tensors())
+        message = values.pop((PARKED + i.kind, i.stage, i.version))
+        values[i.kind, i.stage, i.version] = message._replace(leaves=tensors())
 
     return _Arriving(copy, arrived)
 
@@ -117,8 +127,6 @@ def _spilling(run: Execution, i: Instruction) -> Spilling:
 
 def _store(run: Execution, i: Instruction) -> SpilledStore:
     spilling = _spilling(run, i)
-    if i.kind not in SLOTTED:
-        raise ModelError(f"this runtime cannot run '{i}': the input of the model stays on the device")
     if i.stage not in spilling.stores:
         raise ModelError(f"'{i}': stage {i.stage} does not live on a tier in this run")
     return spilling.stores[i.stage]

@@ -29,7 +29,7 @@ from pipefit.stage.record_layout import Layout
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
 
-__all__ = ["RankStages", "create_spilling", "make_arena", "make_store"]
+__all__ = ["RankStages", "create_spilling", "draw", "make_arena", "make_stand_in", "make_store"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def create_spilling(
         raise
     for number, (stage, store) in enumerate(stores.items()):
         store.attach(arena, tier, lanes)
-        fill = partial(_draw, layers[stage], training.seed, stages.initialise) if stage in drawn else None
+        fill = partial(draw, layers[stage], training.seed, stages.initialise) if stage in drawn else None
         store.store_first(number % spill.weights_slots, fill, resumed.version(stage) if resumed else None)
     return Spilling(stores, arena, tier, lanes, ParkedTensors(tier, device), resumed)
 
@@ -191,14 +191,17 @@ def _make_stand_ins(layers: list[NamedLayer], shared: set[int], device: torch.de
             "(for gpt: tied=False), or build it in memory"
         )
 
-    def make(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-    stand_in(layers, make)
+    stand_in(layers, partial(make_stand_in, device=device))
 
 
-def _draw(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | None) -> None:
+def make_stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """In place of a tensor of the meta device: a weight's has no memory; a buffer's has, with no values yet."""
+    if isinstance(tensor, nn.Parameter):
+        return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def draw(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | None) -> None:
+    """Draws the first weights of a stage where they are now; see `initialise`."""
     for layer in layers:
         initialise(layer, seed, own)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.errors import TierError
+from pipefit.errors import DamageError, TierError
 from pipefit.spec.sealed import FileEntry
 from pipefit.spill.arena import aligned, pin, unpin
 from pipefit.spill.lanes import Copy, Lanes
@@ -85,7 +85,10 @@ class DiskTier:
         lanes: shared with other stores; None: its own.
         direct: whether to read and write past the page cache; ignored where the file system refuses that.
         device: whose memory the records come from; those of a GPU go by way of pinned buffers as large as the largest.
-        durable: whether commits survive a power cut, too, and not only the death of the process.
+        durable: whether commits survive a power cut, too, and not only the death of the process; then the commit before
+            the last one stays as well.
+        exclusive: whether no other process may have it open. Else the caller sees to it that one writes at a time, and
+            the next calls `recover` first.
         keep_scratch: whether commits name scratch records too, of which there is one copy; then another process finds
             them, unless they were written again since.
 
@@ -101,9 +104,10 @@ class DiskTier:
         direct: bool = True,
         device: torch.device | None = None,
         durable: bool = True,
+        exclusive: bool = True,
         keep_scratch: bool = False,
     ) -> None:
-        self._file = TierFile(Path(folder), name, direct, durable)
+        self._file = TierFile(Path(folder), name, direct, durable, exclusive)
         self.about: dict[str, Any] = {}
         self._keep_scratch = keep_scratch
         self._table_changed = False
@@ -227,7 +231,7 @@ class DiskTier:
         def check() -> None:
             header = found[0]
             if header is None or header.version != version or header.checksum != chunk_sum(data):
-                raise TierError(
+                raise DamageError(
                     f"{key} in {self._file.path} does not have its checksum: the disk did not keep what was written; "
                     f"{self._file.status()}"
                 )
@@ -238,7 +242,8 @@ class DiskTier:
 
     def holds(self, key: Key) -> int | None:
         """See `TierStore`."""
-        return self._records[key].requested
+        record = self._records.get(key)
+        return None if record is None else record.requested
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
@@ -289,7 +294,7 @@ class DiskTier:
         if not commits:
             raise TierError(f"{self._file.path.parent}: no step was committed there")
         rooms, self.about = self._file.table()
-        if not self._records:
+        if not self._records or self._keep_scratch:
             self._records = {key: _Record(room, True) for key, room in rooms.items()}
             self._pin_largest()
         self._file.check_size(self.num_bytes)
@@ -304,7 +309,7 @@ class DiskTier:
                 damaged.append("the state of what stayed on the device")
             if not damaged:
                 return commit
-        raise TierError(
+        raise DamageError(
             f"{damaged[0]} of step {candidates[-1].step} in {self._file.path} does not have its checksum; resume from "
             "a checkpoint"
         )
@@ -361,5 +366,5 @@ class DiskTier:
         pieces = [(memoryview(head), start)]
         for offset in range(0, len(data), _CHUNK_BYTES):
             pieces.append((data[offset : offset + _CHUNK_BYTES], start + HEADER_BYTES + offset))
-        for _ in pool.map(lambda piece: move(*piece), pieces):
+        for _ in (pool.map if self._lanes.threaded else map)(lambda piece: move(*piece), pieces):
             pass

@@ -82,11 +82,12 @@ class Lane:
     Args:
         name: of its thread.
         device: whose copies it makes; a CUDA device gets a stream of its own for them.
+        threaded: whether it has a thread; else whoever asks for a copy makes it, on the current stream.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._thread = ThreadPoolExecutor(1, f"pipefit-{name}")
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, name: str, device: torch.device, threaded: bool = True) -> None:
+        self._thread = ThreadPoolExecutor(1, f"pipefit-{name}") if threaded else None
+        self.stream = torch.cuda.Stream(device) if threaded and device.type == "cuda" else None
 
     def submit(self, work: Callable[[], None], num_bytes: int, after: Sequence[Copy] = ()) -> Copy:
         """Asks for a copy.
@@ -97,6 +98,9 @@ class Lane:
         stream needs to wait for another.
         """
         copy = Copy(num_bytes)
+        if self._thread is None:
+            copy.run(work, after)
+            return copy
         if self.stream is None:
             self._thread.submit(copy.run, work, after)
             return copy
@@ -117,22 +121,30 @@ class Lane:
 
     def close(self) -> None:
         """Ends the thread once its copies have ended."""
-        self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
 
 
 class Lanes:
     """The lanes of one device; several stores may share them.
 
+    Args:
+        device: whose copies they make; None: the CPU.
+        threaded: whether copies run while the rank computes; else where they are asked for, which costs less for small
+            ones.
+
     Attributes:
+        threaded: as given.
         read: towards the device.
         write: away from it.
         host: the optimizer's steps on the host.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, threaded: bool = True) -> None:
         device = device or torch.device("cpu")
-        self.read, self.write = Lane("read", device), Lane("write", device)
-        self.host = Lane("step", torch.device("cpu"))
+        self.threaded = threaded
+        self.read, self.write = Lane("read", device, threaded), Lane("write", device, threaded)
+        self.host = Lane("step", torch.device("cpu"), threaded)
 
     def close(self) -> None:
         """Ends the threads once what they have been given is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -67,11 +68,12 @@ class ParkedTensors:
         self._tier, self._device = tier, device
         self._sizes: dict[Key, int] = {}
         self._forms: dict[Key, tuple[_Form, int]] = {}
+        self._lent: dict[Key, tuple[tuple[_Form, int], list[weakref.ref[Tensor]]]] = {}
         self._count = 0
         self._under_way: deque[Copy] = deque()
 
     def write(self, key: Key, tensors: Sequence[Tensor]) -> Copy:
-        """Starts to write tensors; the caller need not keep them.
+        """Starts to write tensors; the caller need not keep them. What `read` gave is on the tier still.
 
         At most `UNDER_WAY` copies of them are on the device at a time: this waits until the first of so many is
         written, so that a slow tier does not fill the device.
@@ -79,6 +81,12 @@ class ParkedTensors:
         Raises:
             TierError: there is no room for them.
         """
+        form_lent, lent = self._lent.pop(key, (None, []))
+        if form_lent and len(lent) == len(tensors) and all(r() is t for r, t in zip(lent, tensors, strict=True)):
+            self._forms[key] = form_lent
+            copy = Copy(0)
+            copy.run(lambda: None, ())
+            return copy
         form = _Form.of(tensors)
         num_bytes = form.layout().num_bytes
         if num_bytes > self._sizes.get(key, -1):
@@ -100,20 +108,35 @@ class ParkedTensors:
 
         Args:
             key: of their record.
-            keep: whether they will be read again.
+            keep: whether they will be read again, though they are not written again.
         """
         form, version = self._forms[key] if keep else self._forms.pop(key)
         record = aligned(self._sizes[key], self._device)
         copy = self._tier.read(key, version, record)
-        return copy, lambda: form.views(record)
+
+        def tensors() -> list[Tensor]:
+            views = form.views(record)
+            self._lent[key] = (form, version), [weakref.ref(view) for view in views]
+            return views
+
+        return copy, tensors
 
     def describe(self) -> list[Any]:
         """JSON data from which `restore` finds all tensors again, in another process with the same tier."""
-        return [[*key, self._sizes[key], version, *form] for key, (form, version) in self._forms.items()]
+        rows: list[Any] = []
+        for key, size in self._sizes.items():
+            form, version = self._forms.get(key, ((), None))
+            rows.append([*key, size, *(() if version is None else (version, *form))])
+        return rows
 
     def restore(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Takes up the tensors that `describe` was given for."""
-        for stage, kind, mb, size, version, *form in rows:
+        """Takes up the tensors that `describe` was called for, in place of those known here."""
+        self._sizes.clear()
+        self._forms.clear()
+        for stage, kind, mb, size, *rest in rows:
             key = Key(stage, kind, mb)
-            self._sizes[key], self._forms[key] = size, (_Form(*form), version)
-            self._count = max(self._count, version)
+            self._sizes[key] = size
+            if rest:
+                version, *form = rest
+                self._forms[key] = _Form(*form), version
+                self._count = max(self._count, version)

@@ -42,6 +42,7 @@ class SpilledStore:
 
     Attributes:
         masters: what the optimizer gets.
+        reached: places of the gradients of this update that a micro-batch has reached so far.
         states: what its optimizer keeps, where that moves; None: it stays on the device.
         summed: the parameters whose gradients lie in the slot.
         gradients: where they lie there.
@@ -80,7 +81,7 @@ class SpilledStore:
         self._base = self._version = 0
         self._is_held = False
         self._slots: dict[str, int] = {}
-        self._reached: set[int] = set()
+        self.reached: set[int] = set()
         self._read: Copy | None = None
         self.masters: list[nn.Parameter] = []
         for place, index in enumerate(self._summed):
@@ -171,8 +172,9 @@ class SpilledStore:
     def fetch(self, kind: str, version: int, slot: int) -> Copy:
         """Starts to load a record into a slot, once nothing reads that slot any more.
 
-        Weights that left the slot last are still there: those of the first stages of a step, which are also the last
-        that the step before has written. They are not read again, and need not wait for the end of their writing.
+        Weights or states that left the slot last are still there: those of the first stages of a step, which are also
+        the last that the step before has written. They are not read again, and need not wait for the end of their
+        writing.
 
         Args:
             kind: "weights", "optim" or "wgrad".
@@ -182,7 +184,8 @@ class SpilledStore:
         room = self._arena.slot(kind, slot)
         kept, room.kept = room.kept, None
         if kept == (self, self._base + version):
-            return self._lanes.read.submit(lambda: None, 0, self._arena.slot(WGRAD, slot).taken())
+            waits = self._arena.slot(WGRAD, slot).taken() if kind == WEIGHTS else ()
+            return self._lanes.read.submit(lambda: None, 0, waits)
         waits = room.taken()
         if kind == WEIGHTS:
             waits += self._arena.slot(WGRAD, slot).taken()
@@ -210,7 +213,7 @@ class SpilledStore:
             assert self.states is not None
             self.states.bind(record)
         else:
-            for place in self._reached:
+            for place in self.reached:
                 self._moved[self._summed[place]].grad = self.gradients.fields[place].of(record)
 
     def evict(self, kind: str, version: int) -> Copy:
@@ -226,6 +229,7 @@ class SpilledStore:
             self._unbind()
         elif kind == OPTIM:
             assert self.states is not None
+            room.kept = self, self._base + version
             self.states.unbind()
         else:
             self._forget_gradients()
@@ -256,7 +260,7 @@ class SpilledStore:
         """Lets go of the gradients; states that the optimizer has just made move to their slot."""
         for parameter, master in zip(self._trained, self.masters, strict=True):
             master.grad = parameter.grad = None
-        self._reached.clear()
+        self.reached.clear()
         self._slots.pop(WGRAD, None)
         self._adopt_states()
 
@@ -267,9 +271,9 @@ class SpilledStore:
             version: of the weights that it starts from.
             work: the optimizer's, on the gradients of its parameters; None: this step is passed by.
         """
-        tier, reached = self._tier, sorted(self._reached)
+        tier, reached = self._tier, sorted(self.reached)
         assert isinstance(tier, HostTier), "only the host can step"
-        self._reached.clear()
+        self.reached.clear()
         self._version = version + 1
 
         def step() -> None:
@@ -290,7 +294,7 @@ class SpilledStore:
     def drop(self, version: int) -> None:
         """Forgets weights that the tier still has; their slot is free."""
         self.at(version)
-        del self._slots[WEIGHTS]
+        self._arena.slot(WEIGHTS, self._slots.pop(WEIGHTS)).kept = self, self._base + version
         self._unbind()
 
     def rebase(self) -> None:
@@ -342,14 +346,14 @@ class SpilledStore:
         """Moves a gradient that autograd has made to its place in the slot; from then on autograd adds to it there."""
 
         def keep(parameter: Tensor) -> None:
-            if place in self._reached or WEIGHTS not in self._slots or parameter.grad is None:
+            if place in self.reached or WEIGHTS not in self._slots or parameter.grad is None:
                 return
             record = self._arena.slot(WGRAD, self._slots[WEIGHTS]).bytes
             self._slots[WGRAD] = self._slots[WEIGHTS]
             view = self.gradients.fields[place].of(record)
             view.copy_(parameter.grad)
             parameter.grad = view
-            self._reached.add(place)
+            self.reached.add(place)
 
         return keep
 
@@ -392,7 +396,7 @@ class SpilledStore:
             if grad is not None and grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
             if grad is not None:
-                self._reached.add(place)
+                self.reached.add(place)
 
 
 def _clear(record: Tensor) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipefit.errors import PipefitError, TierError
+from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import sync_folder
 from pipefit.spec.sealed import FileEntry, read_sealed, write_file, write_sealed
 from pipefit.spill.tiers import WEIGHTS, Key
@@ -77,6 +77,7 @@ class TierFile:
         name: of the files, without ending.
         direct: whether to read and write past the page cache, where the file system allows it.
         durable: whether commits survive a power cut, too, and not only the death of the process.
+        exclusive: whether no other process may have it open.
 
     Attributes:
         path: of the records.
@@ -86,7 +87,7 @@ class TierFile:
         TierError: the folder cannot be used, or another run uses the file.
     """
 
-    def __init__(self, folder: Path, name: str, direct: bool, durable: bool = True) -> None:
+    def __init__(self, folder: Path, name: str, direct: bool, durable: bool = True, exclusive: bool = True) -> None:
         self.path = folder / f"{name}.tier"
         self._table = folder / f"{name}.json"
         self._commit, self._before = (folder / f"{name}.{ending}" for ending in ("commit", "before"))
@@ -101,7 +102,8 @@ class TierFile:
             why = known.get(problem.errno or 0, problem.strerror)
             raise TierError(f"{folder}: cannot keep spilled records there: {why}") from None
         try:
-            _lock(self._fd, self.path)
+            if exclusive:
+                _lock(self._fd, self.path)
         except TierError:
             os.close(self._fd)
             raise
@@ -165,7 +167,7 @@ class TierFile:
         """
         size = os.fstat(self._fd).st_size
         if size < num_bytes:
-            raise TierError(f"{self.path}: its records take {num_bytes} bytes, the file has {size}: it was truncated")
+            raise DamageError(f"{self.path}: its records take {num_bytes} bytes, the file has {size}: it was truncated")
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class TierFile:
                 os.fdatasync(self._fd)
             if self.path.stat().st_ino != self._inode:
                 raise FileNotFoundError(errno.ENOENT, "it is no longer the file that was opened")
-            if self._commit.exists():
+            if self._durable and self._commit.exists():
                 self._commit.replace(self._before)
             # What is written next overwrites the step before: when this returns, the names are on the disk.
             write_sealed(self._commit, data, durable=self._durable)
@@ -343,11 +345,11 @@ def read_commits(folder: Path, name: str) -> list[Commit]:
 
 def _read_commit(path: Path) -> Commit | None:
     try:
-        data = read_sealed(path, FORMAT, TierError)
+        data = read_sealed(path, FORMAT, DamageError)
     except FileNotFoundError:
         return None
-    except TierError as problem:
-        raise TierError(f"{problem}; resume from a checkpoint") from None
+    except DamageError as problem:
+        raise DamageError(f"{problem}; resume from a checkpoint") from None
     records = {Key(*row[:3]): Written(*row[3:]) for row in data["records"]}
     return Commit(data["step"], data["state"], records, FileEntry(*data["tensors"]) if data["tensors"] else None)
 
@@ -359,9 +361,9 @@ def read_table(folder: Path, name: str) -> tuple[dict[Key, Room], dict[str, Any]
         TierError: the table cannot be read.
     """
     try:
-        data = read_sealed(folder / f"{name}.json", FORMAT, TierError)
+        data = read_sealed(folder / f"{name}.json", FORMAT, DamageError)
     except FileNotFoundError as problem:
-        raise TierError(f"{problem}: missing; resume from a checkpoint") from None
-    except TierError as problem:
-        raise TierError(f"{problem}; resume from a checkpoint") from None
+        raise DamageError(f"{problem}: missing; resume from a checkpoint") from None
+    except DamageError as problem:
+        raise DamageError(f"{problem}; resume from a checkpoint") from None
     return {Key(*row[:3]): Room(*row[3:]) for row in data["records"]}, data["about"]

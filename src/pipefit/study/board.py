@@ -4,18 +4,127 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from pipefit.study.entry import Admitted, Entry, Job, Report
-from pipefit.study.policies import POLICIES, SLACK, Ready
-from pipefit.study.simulation import Outcome, TrialCost, Turn, coarser, lower_bound_s, simulate_study
+from pipefit.study.simulation import (
+    POLICIES,
+    SLACK,
+    Outcome,
+    Ready,
+    TimedTurn,
+    TrialCost,
+    coarser,
+    lower_bound_s,
+    simulate_study,
+)
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule, Verdict
+from pipefit.study.trial import Admitted, Job, Trial, TurnDone
 
-__all__ = ["Board"]
+__all__ = ["Board", "Entry"]
+
+_ENDED = ("finished", "stopped", "failed")
 
 AHEAD_S = 0.25
 """A device is told its turns for so long ahead, where the policy would not change its mind: it never waits then."""
 _MOST_DEATHS = 2
 """A trial under which so many workers have died fails: it is likely to be the cause."""
+
+
+@dataclass
+class Entry:
+    """A trial of the study.
+
+    Attributes:
+        number: in the order of the study.
+        trial: what it is.
+        status: "waiting" to be admitted, "ready", "running", "held" at a rung, or how it ended: "finished", "stopped"
+            by the rule, "failed".
+        reason: why it ended, where it did not finish.
+        admitted: what is known since it was built.
+        step, turn: the next one.
+        losses: one per step done.
+        held_out: the loss on held-out data after each step; NaN where it was not evaluated.
+        device: that had its last turn; −1: none.
+        last_turn: when, counted in turns of the study.
+        busy_s: seconds of devices it took.
+        moves: how often another device took it over.
+        moved_s: of `busy_s`, reading and writing its state.
+        deaths: of workers that had it.
+        turn_s: mean seconds and number of each turn of a step.
+        in_hand: turns that its device was told and has not reported.
+    """
+
+    number: int
+    trial: Trial
+    name: str
+    status: str = "waiting"
+    reason: str = ""
+    admitted: Admitted | None = None
+    step: int = 0
+    turn: int = 0
+    losses: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+    device: int = -1
+    last_turn: int = -1
+    busy_s: float = 0.0
+    moves: int = 0
+    moved_s: float = 0.0
+    deaths: int = 0
+    turn_s: dict[int, tuple[float, int]] = field(default_factory=dict)
+    in_hand: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it takes no more turns."""
+        return self.status in _ENDED
+
+    @property
+    def is_being_admitted(self) -> bool:
+        """Whether a device is building it."""
+        return self.status == "running" and self.admitted is None
+
+    @property
+    def score(self) -> float:
+        """The last loss on held-out data, else the mean of the last tenth of the steps' losses; infinite before."""
+        if self.trial.evaluate:
+            return ([math.inf, *self.curve])[-1]
+        last = self.losses[-max(len(self.losses) // 10, 1) :]
+        return sum(last) / len(last) if last else math.inf
+
+    @property
+    def curve(self) -> list[float]:
+        """For each step done, the last loss on held-out data; infinite before the first."""
+        values, last = [], math.inf
+        for value in self.held_out:
+            last = last if math.isnan(value) else value
+            values.append(last)
+        return values
+
+    def measured(self, turn: int, seconds: float) -> None:
+        """Remembers how long a turn took; the first of its kind is forgotten once there is another."""
+        mean, count = self.turn_s.get(turn, (0.0, 0))
+        self.turn_s[turn] = _average(mean, count, seconds) if count > 1 else (seconds, count + 1)
+
+    @property
+    def cost(self) -> TrialCost | None:
+        """What its turns cost, as far as measured; None before all of them were."""
+        if self.admitted is None or len(self.turn_s) < self.admitted.num_turns:
+            return None
+        return TrialCost(tuple(self.turn_s[k][0] for k in range(self.admitted.num_turns)), self.trial.steps)
+
+    @property
+    def remaining_s(self) -> float:
+        """How long it would still take alone; infinite until each of its turns was measured."""
+        cost = self.cost
+        if cost is None:
+            return math.inf
+        return sum(cost.turns_s[self.turn :]) + (self.trial.steps - self.step - 1) * sum(cost.turns_s)
+
+
+def _average(mean: float, count: int, seconds: float) -> tuple[float, int]:
+    """A mean that follows what the machine does now: at most the last 16 or so count."""
+    count = min(count + 1, 16)
+    return mean + (seconds - mean) / count, count
 
 
 class Board:
@@ -24,7 +133,7 @@ class Board:
     def __init__(self, entries: Sequence[Entry], num_devices: int, policy: str, stop: Rule | None = None) -> None:
         self.entries = list(entries)
         self.num_devices, self.policy, self.stop = num_devices, policy, stop
-        self.turns: list[Turn] = []
+        self.turns: list[TimedTurn] = []
         self.tier_bytes = 0.0
         self._choose = POLICIES[policy]
         self._count = 0
@@ -104,7 +213,7 @@ class Board:
         entry.admitted, entry.step, entry.turn = what, what.step, what.turn
         entry.busy_s += end_s - start_s
         self.tier_bytes += what.tier_bytes
-        self.turns.append(Turn(number, device, -1, 0, start_s, end_s))
+        self.turns.append(TimedTurn(number, device, -1, 0, start_s, end_s))
         self._settle(entry)
 
     def sent_back(self, number: int) -> None:
@@ -117,7 +226,7 @@ class Board:
         self._sent_back = True
         self._end_who_waits_in_vain()
 
-    def turned(self, report: Report, device: int) -> None:
+    def turned(self, report: TurnDone, device: int) -> None:
         """A turn is committed."""
         entry = self.entries[report.trial]
         assert entry.admitted is not None
@@ -125,7 +234,7 @@ class Board:
         entry.busy_s += seconds
         entry.moved_s += report.read_s + report.write_s
         entry.measured(report.turn, seconds)
-        self.turns.append(Turn(report.trial, device, report.step, report.turn, report.start_s, report.end_s))
+        self.turns.append(TimedTurn(report.trial, device, report.step, report.turn, report.start_s, report.end_s))
         entry.turn, entry.step = report.turn + 1, report.step
         if entry.turn == entry.admitted.num_turns:
             entry.turn, entry.step = 0, report.step + 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipefit.draw.axes import label_number, nice_ticks
 from pipefit.draw.look import INKS
-from pipefit.study.simulation import Outcome, Turn
+from pipefit.study.simulation import Outcome, TimedTurn
 
 __all__ = ["picture", "trace"]
 
@@ -60,7 +60,7 @@ def _top(device: int) -> int:
     return _TOP + device * (_ROW + _GAP)
 
 
-def _box(turn: Turn, name: str, x: Callable[[float], float]) -> str:
+def _box(turn: TimedTurn, name: str, x: Callable[[float], float]) -> str:
     """A turn, and what it says to whoever rests on it."""
     y = _top(turn.device) + (_ROW - _BAR) // 2
     wide = max(x(turn.end_s) - x(turn.start_s) - 0.4, 0.3)
@@ -81,15 +81,15 @@ def _legend(names: Sequence[str], columns: int, top: int) -> list[str]:
     return parts
 
 
-def _what(turn: Turn) -> str:
+def _what(turn: TimedTurn) -> str:
     return "admission" if turn.step < 0 else f"step {turn.step + 1}, turn {turn.turn}"
 
 
-def _boxes(turns: Sequence[Turn]) -> list[Turn]:
+def _boxes(turns: Sequence[TimedTurn]) -> list[TimedTurn]:
     if len(turns) <= _MOST_BOXES:
         return list(turns)
-    merged: dict[int, Turn] = {}
-    boxes: list[Turn] = []
+    merged: dict[int, TimedTurn] = {}
+    boxes: list[TimedTurn] = []
     for turn in sorted(turns, key=lambda turn: turn.start_s):
         last = merged.get(turn.device)
         if last is not None and last.trial == turn.trial and (last.step < 0) == (turn.step < 0):

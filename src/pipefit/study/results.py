@@ -1,4 +1,7 @@
-"""What a study gave: numbers, a table for people, files."""
+"""The result of a study: numbers, a table for people, files.
+
+Files that a resumed study reads back carry a checksum.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pipefit.spec.files import read_json, write_atomically, write_json
-from pipefit.study.board import Board
-from pipefit.study.entry import Entry
+from pipefit.spec.files import write_atomically
+from pipefit.spec.sealed import read_sealed, write_sealed
+from pipefit.study.board import Board, Entry
 from pipefit.study.picture import picture, trace
-from pipefit.study.policies import POLICIES
-from pipefit.study.table import table_of
+from pipefit.study.simulation import POLICIES
+from pipefit.study.trial import StudyError, plain
+from pipefit.units import columns, format_bytes, format_seconds
 
-__all__ = ["Row", "StudyResult", "read_entry", "result_of", "save_result", "with_figures_of", "write_entry"]
+__all__ = [
+    "Row",
+    "StudyResult",
+    "loss_text",
+    "read_entry",
+    "result_of",
+    "save_result",
+    "with_figures_of",
+    "write_entry",
+]
+
+
+_RESULT, _ENDED = "pipefit.study-result/1", "pipefit.study-trial/1"
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ class StudyResult:
         data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("trials", "policies")}
         rows = [{key: getattr(row, key) for key in Row.__dataclass_fields__} for row in self.trials]
         policies = {name: {"makespan_s": s, "gap": more} for name, (s, more) in self.policies.items()}
-        return {"format": "pipefit.study-result/1", **data, "policies": policies, "trials": rows}
+        return {"format": _RESULT, **data, "policies": policies, "trials": rows}
 
 
 def result_of(
@@ -142,10 +158,9 @@ def result_of(
 
 def with_figures_of(result: StudyResult, folder: Path) -> StudyResult:
     """The result of a run that found nothing left to do, with the times that the earlier one has measured."""
-    path = folder / "results.json"
-    if not path.exists():
+    before = _reread(folder / "results.json", _RESULT, "figures of earlier runs are then lost")
+    if before is None:
         return result
-    before = read_json(path)
     figures = {name: before[name] for name in ("policy", "num_devices", "makespan_s", "bound_s", "gap", "predicted_s")}
     policies = {name: (found["makespan_s"], found["gap"]) for name, found in before["policies"].items()}
     return replace(result, **figures, policies=policies, resumed=before["resumed"])
@@ -188,7 +203,7 @@ def save_result(result: StudyResult, board: Board, folder: Path) -> None:
         steps = enumerate(zip(row.losses, told, strict=True), 1)
         lines = [json.dumps({"step": step, "loss": _finite(loss), **more}) for step, (loss, more) in steps]
         write_atomically(folder / "trials" / row.name / "metrics.jsonl", "".join(f"{line}\n" for line in lines))
-    write_json(folder / "results.json", result.as_dict())
+    write_sealed(folder / "results.json", result.as_dict(), indent=1)
 
 
 def _save_timeline(result: StudyResult, board: Board, folder: Path) -> None:
@@ -201,6 +216,7 @@ def _save_timeline(result: StudyResult, board: Board, folder: Path) -> None:
 def write_entry(entry: Entry, folder: Path) -> None:
     """Keeps how a trial has ended, so that a study that is resumed knows."""
     data = {
+        "format": _ENDED,
         "status": entry.status,
         "reason": entry.reason,
         "losses": [_finite(loss) for loss in entry.losses],
@@ -211,10 +227,83 @@ def write_entry(entry: Entry, folder: Path) -> None:
         "admitted": list(entry.admitted) if entry.admitted else None,
         "values": dict(entry.trial.values),
     }
-    write_json(folder / "trials" / entry.name / "trial.json", data)
+    write_sealed(folder / "trials" / entry.name / "trial.json", plain(data), indent=1)
 
 
 def read_entry(name: str, folder: Path) -> Mapping[str, Any] | None:
-    """How a trial has ended in an earlier run of the study; None: it has not."""
-    path = folder / "trials" / name / "trial.json"
-    return read_json(path) if path.exists() else None
+    """How a trial has ended in an earlier run of the study; None: it has not.
+
+    Raises:
+        StudyError: the file is damaged.
+    """
+    return _reread(folder / "trials" / name / "trial.json", _ENDED, "the trial is then trained anew")
+
+
+def _reread(path: Path, form: str, consequence: str) -> dict[str, Any] | None:
+    """A document that an earlier run has written; None: it has not.
+
+    Raises:
+        StudyError: it is damaged.
+    """
+    try:
+        return read_sealed(path, form, StudyError)
+    except FileNotFoundError:
+        return None
+    except StudyError as problem:
+        raise StudyError(f"{problem}; remove it and resume: {consequence}") from None
+
+
+# ---- as text -------------------------------------------------------------------------------------------------------
+
+
+def loss_text(value: float | None) -> str:
+    """A loss for people, those of a trial that diverges in few digits; nothing where there is none.
+
+    >>> [loss_text(0.25), loss_text(4.1827e28), loss_text(None)]
+    ['0.2500', '4.183e+28', '']
+    """
+    if value is None or not math.isfinite(value):
+        return ""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def table_of(result: StudyResult) -> str:
+    """A study's result for people: a row for each trial, why trials ended, the figures, and where things are."""
+    score = "held-out" if any(row.held_out for row in result.trials) else "score"
+    head = ("trial", "status", "steps", score, "loss", "shards", "parameters", "busy", "moves")
+    rows: list[tuple[str, ...]] = [head]
+    for row in result.trials:
+        rows.append(
+            (
+                ("* " if row.name == result.best else "  ") + row.name,
+                row.status,
+                str(row.steps),
+                loss_text(row.score),
+                loss_text(row.last_loss),
+                str(row.shards or ""),
+                f"{row.parameters:,}" if row.parameters else "",
+                format_seconds(row.busy_s) if row.busy_s else "",
+                str(row.moves),
+            )
+        )
+    lines = [*columns(rows), ""]
+    reasons: dict[str, list[str]] = {}
+    for row in result.trials:
+        if row.reason:
+            reasons.setdefault(f"{row.status}: {row.reason}", []).append(row.name)
+    lines += [f"{', '.join(names)} {reason}" for reason, names in reasons.items()]
+    makespan = "makespan since it was resumed" if result.resumed else "makespan"
+    measured = f"{makespan} {format_seconds(result.makespan_s)}, lower bound {format_seconds(result.bound_s)}"
+    devices = f"{result.num_devices} device{'s' if result.num_devices > 1 else ''}"
+    lines.append(f"{result.policy} on {devices}: {measured}, gap {result.gap:.1%}")
+    if result.predicted_s is not None:
+        lines.append(f"predicted after the first turns, with no trial stopped: {format_seconds(result.predicted_s)}")
+    if result.policies:
+        others = (f"{name} {format_seconds(s)} ({more:+.1%})" for name, (s, more) in result.policies.items())
+        lines.append("on paper, with the turns as they were: " + ", ".join(others))
+    largest = max((row.device_bytes for row in result.trials), default=0)
+    if largest:
+        lines.append(f"the largest shard needs {format_bytes(largest)} on its device")
+    width = max(map(len, result.paths), default=0)
+    lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
+    return "\n".join(lines)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipefit.errors import PipefitError, nearest
-from pipefit.study.policies import POLICIES
+from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule
 
-__all__ = ["OPTIMIZERS", "StudyError", "StudySpec", "Trial", "file_name", "plain"]
+__all__ = ["OPTIMIZERS", "Admitted", "Job", "StudyError", "StudySpec", "Trial", "TurnDone", "file_name", "plain"]
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 """By name."""
@@ -204,6 +205,71 @@ class StudySpec:
         data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("trials", "stop")}
         stop = None if self.stop is None else self.stop.told()
         return {**data, "stop": stop, "trials": [trial.told() for trial in self.trials]}
+
+
+class Admitted(NamedTuple):
+    """What is known of a trial once it is built.
+
+    Attributes:
+        num_turns: of one step.
+        num_shards: it was cut into.
+        parameters: of the model.
+        tier_bytes: it takes on the tier.
+        device_bytes: its largest shard needs on the device, by the profile; 0 where none was made.
+        step, turn: where it stands: in the middle, when the study goes on from earlier.
+    """
+
+    num_turns: int
+    num_shards: int
+    parameters: int
+    tier_bytes: int
+    device_bytes: float = 0.0
+    step: int = 0
+    turn: int = 0
+
+
+class Job(NamedTuple):
+    """What a device is to do next.
+
+    Attributes:
+        kind: "admit" or "turn".
+        trial: its number.
+        step: from 0.
+        turn: within the step.
+        num_turns: turns of the trial in a row; each is committed and reported by itself.
+    """
+
+    kind: str
+    trial: int
+    step: int = -1
+    turn: int = 0
+    num_turns: int = 1
+
+
+class TurnDone(NamedTuple):
+    """A turn that is committed.
+
+    Attributes:
+        trial: its number.
+        step: of the trial that it belongs to.
+        turn: within the step.
+        start_s: when the device took it, in seconds of the machine's monotonic clock.
+        end_s: when it was committed.
+        loss: of the step, when the turn has completed it; NaN otherwise.
+        held_out: the loss on held-out data after the step, where it was evaluated; NaN otherwise.
+        read_s: of that, reading state.
+        write_s: of that, writing state.
+    """
+
+    trial: int
+    step: int
+    turn: int
+    start_s: float
+    end_s: float
+    loss: float = math.nan
+    held_out: float = math.nan
+    read_s: float = 0.0
+    write_s: float = 0.0
 
 
 def file_name(number: int, trial: Trial) -> str:

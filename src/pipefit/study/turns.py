@@ -1,137 +1,149 @@
-"""A trial's step as a program of one rank, and the places where another device may go on with it."""
+"""A trial's step as a program of one rank, cut into turns: between two of them any device may go on with the trial."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import NamedTuple
+
+import msgspec
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
-from pipefit.ir.values import Value, consumes, makes, needs
+from pipefit.ir.spill import Spill
+from pipefit.ir.values import Value, makes, needs
 from pipefit.schedules import Shape, find
 from pipefit.verify import verify
 
-__all__ = ["Turn", "replays", "step_program", "turns_of"]
+__all__ = ["Turn", "step_program", "turns_of"]
 
-_CARRIED = frozenset({Kind.ACT, Kind.GRAD, Kind.INPUT, Kind.WGRAD, Kind.NORM})
-"""What may wait on the tier between two turns. Weights and optimizer states lie there anyway."""
-_LASTING = frozenset({Kind.WEIGHTS, Kind.OPTIM})
+_CROSSING = (Kind.ACT, Kind.GRAD, Kind.INPUT)
+"""Data that waits on the tier from one turn to a later one; inputs of the model are just loaded again."""
 
 
 class Turn(NamedTuple):
-    """Consecutive instructions of one shard, between which the rank lets nothing go to another.
+    """Consecutive instructions that begin with a shard's fetch and end with its eviction.
 
     Attributes:
         stage: the shard.
         first, end: its instructions are program.ranks[0][first:end].
-        takes: values from earlier turns, in order.
-        leaves: values for later turns, in order.
         steps: whether the shard's optimizer steps in it.
     """
 
     stage: int
     first: int
     end: int
-    takes: tuple[Value, ...]
-    leaves: tuple[Value, ...]
     steps: bool
 
 
 @functools.cache
-def step_program(num_shards: int, num_microbatches: int, clip: bool = False) -> Program:
-    """One step of a model in shards on one device: the schedule `spilled`, without its copies.
+def step_program(num_shards: int, num_microbatches: int, clip: bool = False, num_slots: int = 1) -> Program:
+    """One step of a model in shards on one device: the schedule `spilled`, with a tier that holds all between turns.
 
-    All micro-batches of a shard come before the next shard; at the last each micro-batch turns around at once; a shard
-    steps as soon as its gradients are complete. What `fetch` and `evict` do in that schedule happens here between
-    turns, where the next may be of another trial or on another device. Clipping by the global norm puts all steps after
-    the last backward: every shard then comes once more, with its gradients.
+        fetch 0 F0.0 F0.1 drop 0 | fetch 1 F1.0 B1.0 F1.1 B1.1 S1 evict 1 | fetch 0 B0.0 B0.1 S0 evict 0
+
+    F forward, B backward with its replay, S step, digits after the point micro-batches, | where a turn ends. At its end
+    a turn evicts the activations and gradients that cross the cut, and a later turn fetches them. S shards have 2S - 1
+    turns. Clipping by the global norm puts all steps but the first shard's after the last backward: every other shard
+    then comes once more, with its gradients.
+
+    Args:
+        num_shards: stages of the program.
+        num_microbatches: of the step.
+        clip: whether gradients are clipped by their global norm.
+        num_slots: 1, or one for each shard, which then finds its weights where it left them.
     """
-    shape = Shape(1, num_microbatches, num_shards, recompute=None, clip=clip)
-    program = replace(find("spilled"), spills=False)(shape)
-    program = program if clip else _with_early_steps(program)
+    spill = Spill.of(num_shards, 1, 1, "disk")
+    program = find("spilled")(Shape(1, num_microbatches, num_shards, clip=clip, spill=spill, prefetch=0))
+    turns = _crossing(program, _closed(_split(program.ranks[0])))
+    program = program.with_ranks([[i for turn in turns for i in turn]])
+    if num_slots > 1:
+        program = _in_own_slots(program)
     verify(program).raise_if_bad()
     return program
 
 
-def _with_early_steps(program: Program) -> Program:
-    """Each step, with the drop of what it replaces, right after its shard's last backward."""
-    (instructions,) = program.ranks
-    late = [i for i in instructions if i.op in (Op.STEP, Op.DROP)]
-    rest = [i for i in instructions if i.op not in (Op.STEP, Op.DROP)]
-    ends = {i.stage: index for index, i in enumerate(rest) if i.op is Op.BWD}
-    listed: list[Instruction] = []
-    for index, i in enumerate(rest):
-        listed.append(i)
-        if i.op is Op.BWD and ends[i.stage] == index:
-            listed += [own for own in late if own.stage == i.stage]
-    return program.with_ranks([listed])
-
-
 @functools.cache
 def turns_of(program: Program) -> tuple[Turn, ...]:
-    """The program of one rank, cut wherever another device could go on: at a change of shard with nothing else held.
-
-    What autograd saves cannot be moved, so a shard whose forward is followed by its own backward is one turn.
-    """
-    (instructions,) = program.ranks
-    held = _held_after(program)
-    cuts = [0]
-    for index in range(1, len(instructions)):
-        before, after = _shard(instructions, index - 1, -1), _shard(instructions, index, 1)
-        if before != after and all(value.kind in _CARRIED or value.kind in _LASTING for value in held[index - 1]):
-            if instructions[index].op is not Op.REDUCE:  # the norm belongs to the turn that completes it
-                cuts.append(index)
-    return tuple(_turn(program, first, end) for first, end in zip(cuts, [*cuts[1:], len(instructions)], strict=True))
+    """The turns of a program that `step_program` has made."""
+    found, first = [], 0
+    for turn in _split(program.ranks[0]):
+        end = first + len(turn)
+        stage = next(i.stage for i in turn if _is_arrival(i))
+        found.append(Turn(stage, first, end, any(i.op is Op.STEP for i in turn)))
+        first = end
+    return tuple(found)
 
 
-def _shard(instructions: tuple[Instruction, ...], index: int, towards: int) -> int:
-    """The shard of an instruction; of one that has none, that of the nearest in a direction."""
-    while 0 <= index < len(instructions):
-        i = instructions[index]
-        if i.op is Op.LOSS:
-            return max(other.stage for other in instructions)
-        if i.stage >= 0:
-            return i.stage
-        index += towards
-    return -1
+def _is_arrival(i: Instruction) -> bool:
+    return i.op is Op.FETCH and i.kind == Kind.WEIGHTS
 
 
-def _held_after(program: Program) -> list[frozenset[Value]]:
-    """For each instruction, what lies on the rank after it and is needed later."""
-    (instructions,) = program.ranks
-    last_use: dict[Value, int] = {}
-    for index, i in enumerate(instructions):
-        for value in needs(i, program, 0):
-            last_use[value] = index
-    held: set[Value] = set()
+def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
+    """Lists that each begin with the fetch of a shard's weights; with one slot nothing is on the device before it."""
+    turns: list[list[Instruction]] = []
+    waiting: list[Instruction] = []
+    for i in instructions:
+        if _is_arrival(i):
+            turns.append([i, *waiting])
+            waiting = []
+        elif turns:
+            turns[-1].append(i)
+        else:
+            waiting.append(i)
+    return turns
+
+
+def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
+    """Each turn with the eviction of the states that it has fetched: the pass leaves it to the next that needs room."""
     result = []
-    for index, i in enumerate(instructions):
-        held |= set(makes(i, program, 0))
-        held -= set(consumes(i, program, 0))
-        held = {value for value in held if last_use.get(value, -1) > index}
-        result.append(frozenset(held))
+    for turn in turns:
+        states = [i.stage for i in turn if i.op is Op.FETCH and i.kind == Kind.OPTIM]
+        result.append([i for i in turn if not _evicts_states(i)])
+        result[-1] += [i for other in turns for i in other if _evicts_states(i) and i.stage in states]
     return result
 
 
-def _turn(program: Program, first: int, end: int) -> Turn:
-    (instructions,) = program.ranks
+def _evicts_states(i: Instruction) -> bool:
+    return i.op is Op.EVICT and i.kind == Kind.OPTIM
+
+
+def _crossing(program: Program, turns: list[list[Instruction]]) -> list[list[Instruction]]:
+    """Adds the evictions and fetches of the data that crosses a cut."""
+    needed = [_needed(program, turn) for turn in turns]
+    result = []
+    for number, turn in enumerate(turns):
+        later = {value for values in needed[number + 1 :] for value in values}
+        here = {value for i in turn for value in makes(i, program, 0)}
+        # What a turn has fetched leaves with it, so that nothing stays on the device; the tier has it still.
+        leaving = sorted(value for value in (here | set(needed[number])) & later if value.kind in _CROSSING)
+        fetched = (_moved(Op.FETCH, value) for value in needed[number])
+        result.append([turn[0], *fetched, *turn[1:], *(_moved(Op.EVICT, value) for value in leaving)])
+    return result
+
+
+def _needed(program: Program, turn: list[Instruction]) -> list[Value]:
+    """The data that a turn needs and does not make, in the order of need."""
     made: set[Value] = set()
-    taken: dict[Value, None] = {}
-    for i in instructions[first:end]:
-        taken |= {v: None for v in needs(i, program, 0) if v not in made and v.kind not in _LASTING}
+    found: dict[Value, None] = {}
+    for i in turn:
+        found |= {v: None for v in needs(i, program, 0) if v not in made and v.kind in _CROSSING}
         made |= set(makes(i, program, 0))
-    later = {v for i in instructions[end:] for v in needs(i, program, 0)}
-    gone = {v for i in instructions[first:end] for v in consumes(i, program, 0)}
-    leaves = sorted(v for v in made & later - gone if v.kind not in _LASTING and v.kind != Kind.INPUT)
-    steps = any(i.op is Op.STEP for i in instructions[first:end])
-    return Turn(_shard(instructions, first, 1), first, end, tuple(taken), tuple(leaves), steps)
+    return list(found)
 
 
-def replays(program: Program, turn: Turn) -> Iterator[Instruction]:
-    """The loads that a turn repeats, for batches are drawn anew rather than kept."""
-    for value in turn.takes:
-        if value.kind == Kind.INPUT:
-            yield Instruction(Op.LOAD, value.stage, value.at)
+def _moved(op: Op, value: Value) -> Instruction:
+    return Instruction(op, value.stage, version=value.at, kind=value.kind, tier="disk")
+
+
+def _in_own_slots(program: Program) -> Program:
+    """Every shard in a slot of its own, though it leaves at the end of each turn: its bytes lie there still."""
+    spill = program.header.spill
+    assert spill is not None
+    count = program.header.num_stages
+    header = msgspec.structs.replace(
+        program.header, spill=msgspec.structs.replace(spill, weights_slots=count, optim_slots=count)
+    )
+    slotted = (msgspec.structs.replace(i, slot=i.stage) if i.slot >= 0 else i for i in program.ranks[0])
+    return Program(header, (tuple(slotted),))

@@ -1,8 +1,14 @@
-"""Admitting a trial: it is built once, cut for the device, and its state put on the tier."""
+"""From a trial to what trains: its model, loss, optimizer and data; and how the model is cut for a device.
+
+Nothing of it is called before the trial is admitted.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -10,41 +16,137 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.errors import InfeasibleError, ModelError, PipefitError
+from pipefit.errors import DataError, InfeasibleError, ModelError, PipefitError
 from pipefit.partition.capacity import hydra, shard_bytes
+from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.profiling import analytic_profile, profile_sizes
-from pipefit.runtime.microbatches import largest_part
+from pipefit.run.bundle import bundle_of
+from pipefit.run.optimizers import make_optimizer, warmed_cosine
+from pipefit.run.sources import source_of
+from pipefit.runtime.microbatches import largest_part, pair_of
 from pipefit.spec import Device, Partition, Profile
-from pipefit.stage.materialise import can_be_drawn, materialise
-from pipefit.study.execute.recipe import Recipe, check_batch, recipe_of
-from pipefit.study.execute.records import record_bytes
-from pipefit.study.execute.shards import Structure
+from pipefit.spill.records import HEADER_BYTES
+from pipefit.stage.materialise import InitialiseLayer, can_be_drawn, is_meta
+from pipefit.stage.record_layout import Layout
+from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.training import Training
 from pipefit.study.trial import Trial
 
-__all__ = ["Built", "build_trial", "cut_evenly"]
+__all__ = ["Built", "Recipe", "build_trial", "on_meta", "recipe_of"]
+
+Batch = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A trial, built.
+
+    Attributes:
+        layers: of the model.
+        training: loss, optimizer, schedule, clipping and seed.
+        batch_at: the batch of a step, by its number from 0.
+        held_out: gives the batches to judge by.
+        own: the model's way to draw the weights of a layer, if it has one.
+    """
+
+    layers: list[NamedLayer]
+    training: Training
+    batch_at: Callable[[int], Batch]
+    held_out: Callable[[], Sequence[Batch]] | None = None
+    own: InitialiseLayer | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model came without weights: each layer draws its own once there is room for it."""
+        return is_meta(self.layers)
+
+    @cached_property
+    def state_per_weight(self) -> float:
+        """Bytes that the optimizer keeps for each byte of weights."""
+        return state_per_weight(self.layers, self.training.optimizer)
+
+
+def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
+    """Builds the model with the trial's seed, on the default device of the moment, and readies its data.
+
+    Args:
+        trial: what it is.
+        empty: a model by name whose layers can draw their own weights comes without them.
+
+    Raises:
+        PipefitError: something in the trial does not fit; what a factory raises passes as it is.
+    """
+    torch.manual_seed(trial.seed)
+    if isinstance(trial.model, str):
+        bundle = bundle_of(trial.model, dict(trial.options), trial.seed, empty)
+        model: Any = bundle.layers
+        loss = trial.loss or bundle.loss
+        data, held_out = (trial.data, trial.held_out) if callable(trial.data) else _named_data(trial, bundle)
+    else:
+        model, loss, data, held_out = trial.model(), trial.loss, trial.data, trial.held_out
+        if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+            model = [model]
+    assert callable(loss) and callable(data)
+    training = Training(loss, _optimizer(trial), _scheduler(trial), trial.clip or None, trial.seed)
+    own = getattr(model, "initialise_layer", None)
+    return Recipe(named_layers(model), training, data, held_out, own)
+
+
+def _optimizer(trial: Trial) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    return make_optimizer(trial.optimizer, trial.lr) if isinstance(trial.optimizer, str) else trial.optimizer
+
+
+def _scheduler(trial: Trial) -> Callable[[torch.optim.Optimizer], Any] | None:
+    return warmed_cosine(trial.warmup, trial.steps) if trial.warmup and not trial.scheduler else trial.scheduler
+
+
+def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Callable[[], Sequence[Batch]]]:
+    """Batches by step's number, and those to judge by: those that `pipefit train` has with the same seed."""
+    assert not callable(trial.data)
+    wanted = trial.data or ((bundle.data,) if bundle.data else ("synthetic",))
+    if wanted == ("synthetic",):
+        if trial.evaluate:
+            raise DataError("synthetic data has no held-out part: leave out evaluate, or take other data")
+        return lambda step: bundle.example(trial.batch, trial.seed + step % 4), tuple
+    with torch.device("cpu"):
+        source = source_of(bundle, wanted, trial.batch, trial.seed)
+    if not hasattr(source.batches, "batch_at"):
+        raise DataError(f"{source.name}: a study needs data whose batches can be asked for by number")
+    at: Callable[[int], Batch] = source.batches.batch_at
+    return at, lambda: source.held_out
+
+
+def on_meta(trial: Trial) -> Recipe | None:
+    """The recipe with a model that takes no memory; None where that cannot be done faithfully."""
+    try:
+        with torch.device("meta"):
+            recipe = recipe_of(trial)
+    except (PipefitError, RuntimeError, NotImplementedError, ValueError, TypeError):
+        return None
+    for layer in recipe.layers:
+        for module in layer.module.modules():
+            own = vars(module).values()
+            if any(isinstance(value, Tensor) and value.is_meta for value in own):
+                return None  # a tensor that is neither weight nor buffer would stay without values
+    return recipe
 
 
 class Built(NamedTuple):
-    """A trial with its first weights.
+    """A trial with its first weights, or with layers that draw them when there is room.
 
     Attributes:
         recipe: what trains.
-        structure: the model in shards, with its weights in it, or without any.
         counts: layers of each shard.
-        tier_bytes: what its state takes in the end, twice each record, with the optimizer's states.
-        device_bytes: what its largest shard needs on the device; 0: not measured.
+        num_parameters: of the model, each counted once.
+        tier_bytes: of its state on the tier: every record twice, with the optimizer's states.
+        device_bytes: that its largest shard needs on the device; 0: not measured.
     """
 
     recipe: Recipe
-    structure: Structure
     counts: list[int]
+    num_parameters: int
     tier_bytes: int
     device_bytes: float
-
-    def first(self, shard: int) -> dict[str, Tensor]:
-        """The first weights and buffers of a shard; a model that came without them draws those of its layers now."""
-        materialise(self.structure.layers[shard], self.recipe.training.seed, torch.device("cpu"), self.recipe.own)
-        return self.structure.tensors(shard)
 
 
 def build_trial(trial: Trial, capacity_bytes: float) -> Built:
@@ -67,14 +169,21 @@ def build_trial(trial: Trial, capacity_bytes: float) -> Built:
             "a model on the meta device must be one whose layers draw their own weights: no two share one, and every "
             "module with weights has reset_parameters()"
         )
-    batch = check_batch(recipe.batch_at(0), 0)
+    batch = pair_of(recipe.batch_at(0))
     counts, device_bytes = _known_cut(trial, recipe, batch, capacity_bytes)
-    structure = Structure(recipe.layers, Partition.from_counts(counts, len(recipe.layers)))
-    weights = sum(record_bytes(structure.tensors(shard)) for shard in range(structure.num_shards))
+    partition = Partition.from_counts(counts, len(recipe.layers))
+    weights = sum(_record_bytes([recipe.layers[n] for n in shard.layers]) for shard in partition.stages)
     leaves = [leaf for leaf in pytree.tree_leaves(batch[0]) if isinstance(leaf, Tensor)]
-    boundaries = 4 * structure.num_shards * sum(leaf.nbytes for leaf in leaves)
+    boundaries = 4 * len(counts) * sum(leaf.nbytes for leaf in leaves)
     needed = int(2 * (1 + recipe.state_per_weight) * weights + boundaries)
-    return Built(recipe, structure, counts, needed, device_bytes)
+    parameters = {id(p): p.numel() for layer in recipe.layers for p in layer.module.parameters()}
+    return Built(recipe, counts, sum(parameters.values()), needed, device_bytes)
+
+
+def _record_bytes(layers: Sequence[NamedLayer]) -> int:
+    """Bytes of a record with the weights and buffers of some layers."""
+    tensors = {id(t): t for layer in layers for t in (*layer.module.parameters(), *layer.module.buffers())}
+    return HEADER_BYTES + Layout(tensors.values()).num_bytes
 
 
 def _known_cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_bytes: float) -> tuple[list[int], float]:
@@ -95,7 +204,7 @@ _ANY_DEVICE = Device(flops=1e12)
 _CUTS: dict[str, tuple[list[int], float]] = {}
 
 
-def cut_evenly(num_layers: int, num_shards: int) -> list[int]:
+def _cut_evenly(num_layers: int, num_shards: int) -> list[int]:
     """Layers of each shard, as nearly alike as can be."""
     size, more = divmod(num_layers, num_shards)
     return [size + (shard < more) for shard in range(num_shards)]
@@ -106,10 +215,10 @@ def _cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_bytes: f
     if wanted > num_layers:
         raise PipefitError(f"{wanted} shards need as many layers, the model has {num_layers}")
     if not capacity_bytes:
-        return cut_evenly(num_layers, max(wanted, 1)), 0.0
+        return _cut_evenly(num_layers, max(wanted, 1)), 0.0
     profile = _profile(trial, recipe, batch)
     if wanted:
-        partition = Partition.from_counts(cut_evenly(num_layers, wanted), num_layers)
+        partition = Partition.from_counts(_cut_evenly(num_layers, wanted), num_layers)
     else:
         partition = hydra(profile, capacity_bytes, recipe.state_per_weight)
     sizes = [
@@ -143,7 +252,7 @@ def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
             limit_s=2.0,
             threads=None,
         )
-    told = tuple(
+    layers_of_step = tuple(
         msgspec.structs.replace(layer, output_bytes=trial.microbatches * layer.output_bytes) for layer in profile.layers
     )
-    return msgspec.structs.replace(profile, model=trial.name or "the model", layers=told)
+    return msgspec.structs.replace(profile, model=trial.name or "the model", layers=layers_of_step)

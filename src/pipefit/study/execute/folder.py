@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from pipefit.spec.files import read_json, write_json
+from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.study.trial import StudyError, StudySpec, plain
 from pipefit.units import format_bytes
 
 __all__ = ["StudyFolder"]
 
+_FORMAT, _CHOSEN = "pipefit.study/2", "pipefit.study-chosen/1"
 _PATIENCE_S = 2.0
 """For so long another run may take to let go of the folder: one that was just killed."""
 
@@ -53,11 +54,11 @@ class StudyFolder:
             raise
 
     def _open(self, spec: StudySpec, resume: bool) -> None:
-        told = spec.told()
         if resume:
-            before = read_json(self._file, StudyError)
+            before = _reread(self._file, _FORMAT)
+            given = json.loads(json.dumps(spec.told()))
             for key in ("trials", "stop", "tier"):
-                if before.get(key) != json.loads(json.dumps(told[key])):
+                if before.get(key) != given[key]:
                     raise StudyError(f"{self.path} holds another study: its {key} differ; give another output")
             _check_cut(before["device_memory_bytes"], spec.device_memory_bytes)
         elif self._file.exists():
@@ -66,7 +67,7 @@ class StudyFolder:
             raise StudyError(f"{self.state} is there already, and is no study's: give another output")
         else:
             shutil.rmtree(self.state, ignore_errors=True)
-        write_json(self._file, {"format": "pipefit.study/1", "state": str(self.state), **told})
+        write_sealed(self._file, {"format": _FORMAT, "state": str(self.state), **spec.told()}, indent=1)
         _make(self.logs)
         _make(self.state)
 
@@ -91,12 +92,14 @@ class StudyFolder:
 
     def choose(self, values: Sequence[Mapping[str, Any]]) -> None:
         """Keeps what a search has chosen so far."""
-        write_json(self.path / "chosen.json", [plain(own) for own in values])
+        write_sealed(self.path / "chosen.json", {"format": _CHOSEN, "chosen": [plain(own) for own in values]}, indent=1)
 
     def chosen(self) -> list[dict[str, Any]]:
-        """What a search has chosen in an earlier run."""
-        path = self.path / "chosen.json"
-        return list(read_json(path, StudyError)) if path.exists() else []
+        """The trials that a search chose in an earlier run."""
+        try:
+            return list(read_sealed(self.path / "chosen.json", _CHOSEN, StudyError)["chosen"])
+        except FileNotFoundError:
+            return []
 
     def forget(self, trial: str | None = None) -> None:
         """Removes the state of a trial; None: of all."""
@@ -105,6 +108,18 @@ class StudyFolder:
     def close(self) -> None:
         """Lets others in."""
         self._lock.close()
+
+
+def _reread(path: Path, form: str) -> dict[str, Any]:
+    """A document that an earlier run has written.
+
+    Raises:
+        StudyError: it is damaged, or of another version.
+    """
+    try:
+        return read_sealed(path, form, StudyError)
+    except StudyError as problem:
+        raise StudyError(f"{problem}: the study cannot be resumed; run it anew in another output") from None
 
 
 def _check_cut(before: float, now: float) -> None:

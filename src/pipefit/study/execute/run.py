@@ -13,17 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipefit.errors import PipefitError, TierError
+from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import write_json
-from pipefit.study.board import Board
-from pipefit.study.entry import Admitted, Entry, Job
-from pipefit.study.execute.cursor import read_cursor, read_losses
+from pipefit.study.board import Board, Entry
+from pipefit.study.execute.files import read_losses, read_state
 from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
-from pipefit.study.execute.worker import Order, Settings, reason_of
+from pipefit.study.execute.worker import Order, Settings, damage_of, reason_of
 from pipefit.study.results import StudyResult, read_entry, result_of, save_result, with_figures_of, write_entry
 from pipefit.study.search import Search
-from pipefit.study.trial import StudyError, StudySpec, Trial, file_name
+from pipefit.study.trial import Admitted, Job, StudyError, StudySpec, Trial, file_name
 
 __all__ = ["Observer", "StudyRun"]
 
@@ -202,8 +201,11 @@ class StudyRun:
         elif kind == "admitted":
             found, start_s, end_s = what
             entry = self.board.entries[number]
-            entry.losses = list(read_losses(self._place(number), found.step))
-            entry.held_out = list(read_losses(self._place(number), found.step, held_out=True))
+            try:
+                entry.losses, entry.held_out = read_losses(self._place(number), found.step)
+            except DamageError as problem:
+                self.board.failed(number, damage_of(problem))
+                return
             self.board.admitted(number, found, device, start_s, end_s)
         elif kind == "no-room":
             self.board.sent_back(number)
@@ -217,10 +219,12 @@ class StudyRun:
     def _lost(self, pool: Pool, number: int, job: Job) -> None:
         """A worker died: its trial goes on from its last commit, in another process."""
         how = pool.how_it_died(number)
-        cursor = read_cursor(self._place(job.trial))
-        step, turn = (cursor.step, cursor.turn) if cursor else (0, 0)
-        losses, held_out = (read_losses(self._place(job.trial), step, held_out=held) for held in (False, True))
-        self.board.lost(job.trial, how, step, turn, losses, held_out)
+        try:
+            found = read_state(self._place(job.trial))
+            step, turn = (found[0], found[1].turn) if found is not None else (0, 0)
+            self.board.lost(job.trial, how, step, turn, *read_losses(self._place(job.trial), step))
+        except DamageError as problem:
+            self.board.failed(job.trial, damage_of(problem))
         self._restarts += 1
         if self._restarts > _MOST_RESTARTS:
             raise PipefitError(f"{self._restarts} workers died ({how}); their logs: {self._folder.logs}")

@@ -16,10 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipefit.errors import PipefitError, TierError
+from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.study.trial import Trial
 
-__all__ = ["Order", "Settings", "reason_of", "work"]
+__all__ = ["Order", "Settings", "damage_of", "reason_of", "work"]
 
 _KEPT_BYTES = 1 << 30
 """What a worker keeps of trials between their turns where no limit is given for the device."""
@@ -98,7 +98,7 @@ def _work(settings: Settings, pipe: Connection) -> None:
     torch.set_num_threads(settings.threads)
     # The first optimizer of a process imports torch's compiler, which takes seconds: not in somebody's first turn.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
-    import pipefit.study.execute.live  # noqa: F401
+    import pipefit.study.execute.runner  # noqa: F401
 
     try:
         device = _device(settings)
@@ -176,6 +176,9 @@ class _Bench:
             self._drop(number)
         try:
             return self._done(order)
+        except DamageError as problem:
+            self._drop(order.trial)
+            return "failed", order.trial, damage_of(problem)
         except TierError as problem:
             self._drop(order.trial)
             return "tier", order.trial, str(problem)
@@ -187,9 +190,7 @@ class _Bench:
 
     def _done(self, order: Order) -> tuple[str, int, Any]:
         if order.kind == "export":
-            from pipefit.study.execute.export import export
-
-            return "exported", order.trial, export(self._of(order), order.what)
+            return "exported", order.trial, self._of(order).export(order.what)
         if order.kind == "admit":
             return self._admit(order)
         live = self._of(order)
@@ -197,7 +198,7 @@ class _Bench:
         return "turned", order.trial, live.turn()
 
     def _admit(self, order: Order) -> tuple[str, int, Any]:
-        from pipefit.study.execute.live import NoRoomError
+        from pipefit.study.execute.runner import NoRoomError
 
         start_s = time.monotonic()
         try:
@@ -208,12 +209,12 @@ class _Bench:
         return "admitted", order.trial, (found, start_s, time.monotonic())
 
     def _of(self, order: Order) -> Any:
-        from pipefit.study.execute.live import LiveTrial
+        from pipefit.study.execute.runner import TrialRunner
 
         number = order.trial
         if number not in self._live:
             trial, place = self._trial(order), self._settings.folder / order.name
-            self._live[number] = LiveTrial(number, trial, place, self._device, self._settings.capacity_bytes)
+            self._live[number] = TrialRunner(number, trial, place, self._device, self._settings.capacity_bytes)
         self._live.move_to_end(number)
         return self._live[number]
 
@@ -238,7 +239,12 @@ class _Bench:
     def _drop(self, number: int) -> None:
         live = self._live.pop(number, None)
         if live is not None:
-            live.forget()
+            live.close()
+
+
+def damage_of(problem: DamageError) -> str:
+    """Why a trial whose state is damaged failed, and what to do."""
+    return f"{str(problem).removesuffix('; resume from a checkpoint')}; train it anew, in another study"
 
 
 def reason_of(problem: BaseException, doing: str) -> str:

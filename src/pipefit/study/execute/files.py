@@ -1,0 +1,132 @@
+"""The files of a trial between two turns: its tier, the commit that says which turn comes next, and the losses so far.
+
+    trial.tier      records: weights, optimizer states and gradients of shards, data at the cuts, resident states
+    trial.json      where they lie
+    trial.commit    the last turn that is done; replaced as a whole
+    losses          of each step done
+
+All carry checksums. A turn is done when its commit is in place: whoever is killed before has changed nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from pipefit.errors import DamageError, TierError
+from pipefit.spill.disk import DiskTier
+from pipefit.spill.lanes import Lanes
+from pipefit.spill.tier_file import Commit, read_commits
+
+__all__ = ["TrialState", "has_state", "open_tier", "read_losses", "read_state", "state_of", "write_loss"]
+
+_NAME, _LOSSES = "trial", "losses"
+_ENTRY = struct.Struct("<qddI")
+
+
+class TrialState(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a trial stands between two turns, in addition to its records; the step is the commit's.
+
+    Attributes:
+        counts: layers of each shard.
+        turn: the next one of the step.
+        loss: of the step under way, once its last shard is done.
+        norms: of the step under way, norms of gradients by shard, where they are clipped.
+        squares: their sum of squares, once all are known.
+        flags: which outputs of a shard carry gradients, by "shard:shapes".
+        reached: of each shard, the weights that have a gradient on the tier.
+        parked: tensors on the tier, as `ParkedTensors.describe` gives them.
+        payloads: flags and structure of data at the cuts, by "kind:stage:micro-batch".
+        residents: of each shard, the version of its resident state.
+        parameters, tier_bytes, device_bytes: as found when the trial was admitted.
+    """
+
+    counts: list[int]
+    turn: int = 0
+    loss: float = 0.0
+    norms: dict[int, list[float]] = {}
+    squares: list[float] = []
+    flags: dict[str, list[bool]] = {}
+    reached: dict[int, list[int]] = {}
+    parked: list[Any] = []
+    payloads: dict[str, tuple[list[bool], str | None]] = {}
+    residents: dict[int, int] = {}
+    parameters: int = 0
+    tier_bytes: int = 0
+    device_bytes: float = 0.0
+
+
+def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> DiskTier:
+    """The tier of a trial. Several workers may have it open; the study gives a trial to one of them at a time.
+
+    Raises:
+        TierError: the folder cannot be used.
+    """
+    return DiskTier(folder, _NAME, lanes, False, device, durable=False, exclusive=False, keep_scratch=True)
+
+
+def has_state(folder: Path) -> bool:
+    """Whether a trial was admitted."""
+    return (folder / f"{_NAME}.commit").exists()
+
+
+def state_of(commit: Commit) -> TrialState:
+    """The state that was committed."""
+    return msgspec.convert(commit.state, TrialState, str_keys=True)
+
+
+def read_state(folder: Path) -> tuple[int, TrialState] | None:
+    """Step and state of a trial; None: it was never admitted.
+
+    Raises:
+        DamageError: the commit is damaged.
+    """
+    commits = read_commits(folder, _NAME)
+    return (commits[0].step, state_of(commits[0])) if commits else None
+
+
+def write_loss(folder: Path, step: int, loss: float, held_out: float = math.nan) -> None:
+    """Keeps the loss of a step, and that on held-out data after it; writing it again changes nothing.
+
+    Raises:
+        TierError: it cannot be written.
+    """
+    entry = struct.pack("<qdd", step, loss, held_out)
+    try:
+        handle = os.open(folder / _LOSSES, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(handle, entry + struct.pack("<I", zlib.crc32(entry)), step * _ENTRY.size)
+        finally:
+            os.close(handle)
+    except OSError as problem:
+        raise TierError(f"{folder / _LOSSES}: cannot be written: {problem.strerror}") from None
+
+
+def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[float]]:
+    """The losses of the steps that are done, and those on held-out data: NaN where these were not evaluated.
+
+    Raises:
+        DamageError: the file is damaged.
+        TierError: it cannot be read.
+    """
+    path = folder / _LOSSES
+    try:
+        data = path.read_bytes()[: num_steps * _ENTRY.size] if num_steps else b""
+    except OSError as problem:
+        raise TierError(f"{path}: cannot be read: {problem.strerror}") from None
+    losses, held_out = [], []
+    for step in range(num_steps):
+        entry = data[step * _ENTRY.size : (step + 1) * _ENTRY.size]
+        number, loss, other, checksum = _ENTRY.unpack(entry.ljust(_ENTRY.size, b"\0"))
+        if len(entry) < _ENTRY.size or number != step or checksum != zlib.crc32(entry[:-4]):
+            raise DamageError(f"{path}: damaged at step {step + 1} (it does not have the checksum it states)")
+        losses.append(loss)
+        held_out.append(other)
+    return losses, held_out

@@ -1,0 +1,469 @@
+"""A trial on a device: admitted once, then one turn at a time, each from the trial's tier and back to it.
+
+The trial is a spilled run of one rank: its stages are the shards, its program that of `study.turns`, and a turn is a
+slice of that program, which the executor runs with the handlers and stores of any spilled run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipefit.checkpoint.tensor_files import write_tensors
+from pipefit.errors import NonFiniteLossError, PipefitError
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Program
+from pipefit.parallel.mesh import Mesh
+from pipefit.pipeline.evaluate import evaluate
+from pipefit.pipeline.tensor_parallel import TensorParallel
+from pipefit.runtime.compiled import CompiledRank, compile_rank
+from pipefit.runtime.engine import Engine
+from pipefit.runtime.executor import Execution, Feed
+from pipefit.runtime.handlers import HANDLERS
+from pipefit.runtime.local import LocalTransport, Mailbox
+from pipefit.runtime.microbatches import cut, feed_of, pair_of
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.session import Session
+from pipefit.runtime.spill_handlers import PARKED
+from pipefit.runtime.transport import Message
+from pipefit.runtime.worker import Worker
+from pipefit.spec import Partition
+from pipefit.spill.arena import Arena
+from pipefit.spill.create import draw, make_arena, make_stand_in, make_store
+from pipefit.spill.disk import DiskTier
+from pipefit.spill.lanes import Lanes
+from pipefit.spill.optimizer_states import state_rules
+from pipefit.spill.parked import ParkedTensors
+from pipefit.spill.rank import Spilling
+from pipefit.spill.tiers import Key
+from pipefit.stage.materialise import is_meta, stand_in
+from pipefit.stage.payload import flatten
+from pipefit.stage.ties import tied_groups
+from pipefit.study.execute.admission import Recipe, build_trial, on_meta, recipe_of
+from pipefit.study.execute.files import TrialState, has_state, open_tier, state_of, write_loss
+from pipefit.study.execute.resident import ResidentState, shared_parameters
+from pipefit.study.trial import Admitted, Trial, TurnDone
+from pipefit.study.turns import Turn, step_program, turns_of
+
+__all__ = ["NoRoomError", "TrialRunner"]
+
+_RESIDENT = "resident"
+
+
+class NoRoomError(PipefitError):
+    """The tier is too full for a trial now."""
+
+
+@dataclass
+class _Opened:
+    """A trial with everything that can be made again in any process; between turns its weights are on the tier.
+
+    Attributes:
+        recipe: what trains.
+        program: of a step.
+        worker: the trial's one rank, with all shards as stages.
+        resident: the state of shards that no record holds.
+        step: of the last commit that was read or written.
+        state: of that commit.
+        loaded: of each shard, the version of the resident state that is here, and that state.
+        mark: of the commit's file, when this process last read or wrote it.
+        has_arena: whether it has slots on the device now.
+    """
+
+    recipe: Recipe
+    program: Program
+    worker: Worker
+    spilling: Spilling
+    tier: DiskTier
+    resident: ResidentState
+    step: int = 0
+    state: TrialState = field(default_factory=lambda: TrialState([]))
+    loaded: dict[int, tuple[int, bytes]] = field(default_factory=dict)
+    mark: tuple[int, int] = (0, 0)
+    has_arena: bool = False
+
+    @cached_property
+    def turns(self) -> list[tuple[Turn, CompiledRank]]:
+        """The turns of a step, and what the executor runs for each."""
+        whole = compile_rank(self.program, 0)
+        return [(turn, whole.part(turn.first, turn.end)) for turn in turns_of(self.program)]
+
+
+class TrialRunner:
+    """A trial in a worker's process. All that must last lies in the trial's folder.
+
+    Args:
+        number: in the study.
+        trial: what it is.
+        folder: its own, on the tier.
+        device: where this worker computes.
+        capacity_bytes: of the device; 0: no limit.
+    """
+
+    def __init__(
+        self, number: int, trial: Trial, folder: Path, device: torch.device, capacity_bytes: float = 0.0
+    ) -> None:
+        self.number, self.trial, self.folder, self.device = number, trial, folder, device
+        self.capacity_bytes = capacity_bytes
+        self._opened: _Opened | None = None
+
+    # ---- admission -------------------------------------------------------------------------------------------------
+
+    def admit(self, room_bytes: float = math.inf) -> Admitted:
+        """Builds the trial, cuts it for the device and puts its state on the tier; or finds it there from earlier.
+
+        Raises:
+            InfeasibleError: it needs more memory than the device has, however it is cut.
+            NoRoomError: the tier has no room for it now.
+        """
+        opened = self._open() if has_state(self.folder) else self._begin(room_bytes)
+        state = opened.state
+        return Admitted(
+            len(opened.turns),
+            len(state.counts),
+            state.parameters,
+            state.tier_bytes,
+            state.device_bytes,
+            opened.step,
+            state.turn,
+        )
+
+    def _begin(self, room_bytes: float) -> _Opened:
+        built = build_trial(self.trial, self.capacity_bytes)
+        if built.tier_bytes > room_bytes:
+            raise NoRoomError(f"its state needs {built.tier_bytes} bytes on the tier, {int(room_bytes)} are free")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = TrialState(
+            built.counts,
+            parameters=built.num_parameters,
+            tier_bytes=built.tier_bytes,
+            device_bytes=built.device_bytes,
+        )
+        opened = self._build(built.recipe, state, is_new=True)
+        for stage in opened.worker.stages:
+            self._keep_resident(opened, stage)
+        self._commit(opened, 0)
+        self.forget()
+        return opened
+
+    # ---- readiness -------------------------------------------------------------------------------------------------
+
+    def _open(self) -> _Opened:
+        """The trial as the last commit has it, whoever made that."""
+        opened = self._opened
+        if opened is None:
+            lanes = Lanes(self.device, threaded=False)
+            tier = open_tier(self.folder, lanes, self.device)
+            try:
+                state = state_of(tier.recover(check=False))
+            finally:
+                tier.close()
+            opened = self._build(on_meta(self.trial) or recipe_of(self.trial), state, is_new=False)
+        if opened.mark != (mark := self._mark()):
+            commit = opened.tier.recover(check=False)
+            opened.step, opened.state, opened.mark = commit.step, state_of(commit), mark
+            opened.spilling.parked.restore(opened.state.parked)
+        return opened
+
+    def _mark(self) -> tuple[int, int]:
+        found = (self.folder / "trial.commit").stat()
+        return found.st_ino, found.st_mtime_ns
+
+    def _build(self, recipe: Recipe, state: TrialState, is_new: bool) -> _Opened:
+        """Stages, stores and optimizers of all shards; the weights of a new trial go to the tier, shard by shard."""
+        partition = Partition.from_counts(state.counts, len(recipe.layers))
+        tied_groups(recipe.layers, partition)  # refuses shards that share a batch norm
+        layers = {s: [recipe.layers[n] for n in part.layers] for s, part in enumerate(partition.stages)}
+        training, device = recipe.training, self.device
+        slots = 1 if self.capacity_bytes else len(layers)
+        program = step_program(len(layers), self.trial.microbatches, training.clip_norm is not None, slots)
+        drawn = {stage for stage, own in layers.items() if is_meta(own)}
+        stand_in(recipe.layers, partial(make_stand_in, device=device))
+        shared = shared_parameters(layers)
+        rules = state_rules(training.optimizer, device)
+        stores = {s: make_store(s, own, shared, training, program.header, rules, device) for s, own in layers.items()}
+        lanes = Lanes(device, threaded=False)
+        tier = open_tier(self.folder, lanes, device)
+        spilling = Spilling(stores, Arena({}, {}, device), tier, lanes, ParkedTensors(tier, device))
+        evicted = {i.stage for i in program.ranks[0] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
+        if is_new:
+            sizes = {key: size for store in stores.values() for key, size in store.sizes().items()}
+            kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or key.stage in evicted}
+            tier.reserve(kept, [key for key in kept if key.kind == Kind.WGRAD])
+            self._attach(spilling, program)
+        for stage, store in stores.items():
+            if is_new:
+                fill = partial(draw, layers[stage], training.seed, recipe.own) if stage in drawn else None
+                store.store_first(stage % slots, fill)
+            else:
+                store.attach(spilling.arena, tier, lanes)
+                store.hold(0)
+        worker = Worker.create(0, training, layers, {}, device, spilling)
+        found = _Opened(recipe, program, worker, spilling, tier, ResidentState(worker, shared))
+        found.has_arena, found.state = is_new, state
+        self._opened = found
+        return found
+
+    def _attach(self, spilling: Spilling, program: Program) -> None:
+        """Gives the shards their slots."""
+        spill = program.header.spill
+        assert spill is not None
+        spilling.arena = make_arena(spilling.stores.values(), spill, self.device)
+        for store in spilling.stores.values():
+            store.attach(spilling.arena, spilling.tier, spilling.lanes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the device that this worker keeps for the trial between turns."""
+        opened = self._opened
+        return opened.spilling.arena.num_bytes if opened is not None and opened.has_arena else 0
+
+    def forget(self) -> None:
+        """Releases the device's memory; the tier has everything."""
+        opened = self._opened
+        if opened is None:
+            return
+        opened.spilling.arena = Arena({}, {}, self.device)
+        opened.has_arena = False
+        for store in opened.spilling.stores.values():
+            store.attach(opened.spilling.arena, opened.tier, opened.spilling.lanes)
+        if opened.resident.is_shared():
+            opened.resident.release()
+            opened.loaded.clear()
+
+    def close(self) -> None:
+        """Forgets the trial; what was not committed is lost."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.spilling.close()
+
+    # ---- a turn ----------------------------------------------------------------------------------------------------
+
+    def turn(self) -> TurnDone:
+        """Takes the next turn: fetches, computes, evicts, commits.
+
+        Raises:
+            NonFiniteLossError: the loss is not a number; the step is not committed.
+        """
+        start_s = time.monotonic()
+        try:
+            opened = self._open()
+            step, number = opened.step, opened.state.turn
+            turn, compiled = opened.turns[number]
+            run = self._execution(opened, turn, compiled)
+            for waiting in run.run(HANDLERS):
+                raise PipefitError(f"the turn waits for ever at '{waiting}'")
+            loss, held_out = self._keep(opened, turn, run)
+        except BaseException:
+            self.close()  # what the device holds is no longer what the tier has
+            raise
+        if self.capacity_bytes and opened.resident.is_shared():
+            self.forget()
+        read_s, write_s = (_copies_s(run, op) for op in (Op.FETCH, Op.EVICT))
+        return TurnDone(self.number, step, number, start_s, time.monotonic(), loss, held_out, read_s, write_s)
+
+    def _execution(self, opened: _Opened, turn: Turn, compiled: CompiledRank) -> Execution:
+        """The executor's state before a turn."""
+        state, worker, spilling = opened.state, opened.worker, opened.spilling
+        if not opened.has_arena:
+            self._attach(spilling, opened.program)
+            opened.has_arena = True
+        self._load_residents(opened, turn.stage)
+        store = spilling.stores[turn.stage]
+        if store.num_updates != opened.step:
+            store.hold(opened.step)
+        store.reached = set(state.reached.get(turn.stage, ()))
+        spilling.parts.clear()
+        for stage, norms in state.norms.items():
+            spilling.parts[0, stage] = [_double(norm, self.device) for norm in norms]
+        worker.train(True)
+        feed = self._feed(opened)
+        transport = LocalTransport(0, Mailbox())
+        transport.begin(feed.signatures)
+        flags = {
+            (int(stage), signature): list(found)
+            for (stage, _, signature), found in ((key.partition(":"), found) for key, found in state.flags.items())
+        }
+        run = Execution(compiled, worker, transport, feed, flags, Progress())
+        for key, (marks, structure) in state.payloads.items():
+            kind, stage_name, mb = key.split(":")
+            run.values[PARKED + kind, int(stage_name), int(mb)] = Message([], list(marks), _structure(structure))
+        if state.squares:
+            run.norms[0] = torch.tensor(state.squares, dtype=torch.float64, device=self.device)
+        return run
+
+    def _feed(self, opened: _Opened) -> Feed:
+        batch = pair_of(opened.recipe.batch_at(opened.step))
+        count = self.trial.microbatches
+        feed = feed_of([batch], count, opened.step * count, "train")
+        return replace(feed, signatures=[_shapes(part) for part in cut(batch[0], count)])
+
+    def _load_residents(self, opened: _Opened, stage: int) -> None:
+        for home in sorted(opened.resident.homes(stage)):
+            version = opened.state.residents[home]
+            if opened.loaded.get(home, (-1, b""))[0] != version:
+                copy, tensors = opened.spilling.parked.read(Key(home, _RESIDENT, version % 2), keep=True)
+                copy.wait()
+                data = bytes(tensors()[0].cpu().numpy())
+                opened.resident.unpack(home, data)
+                opened.loaded[home] = version, data
+
+    # ---- keeping it ------------------------------------------------------------------------------------------------
+
+    def _keep(self, opened: _Opened, turn: Turn, run: Execution) -> tuple[float, float]:
+        """Commits what the turn has made.
+
+        Returns:
+            The step's loss when it is complete, and that on held-out data when it is due; else NaN.
+        """
+        state = opened.state
+        if run.losses:
+            state.loss = _mean_loss(run, self.trial.microbatches)
+            if not math.isfinite(state.loss):
+                what = f"the loss of step {opened.step + 1} is {state.loss}"
+                raise NonFiniteLossError(f"{what}: lower the learning rate or clip the gradients")
+        self._note(opened, turn, run)
+        ops = {i.op for i in run.compiled.instructions}
+        for home in sorted(opened.resident.homes(turn.stage)):
+            if (home == turn.stage and turn.steps) or (opened.resident.has_tensors(home) and ops & {Op.FWD, Op.BWD}):
+                self._keep_resident(opened, home)
+        if state.turn + 1 < len(opened.turns):
+            state.turn += 1
+            self._commit(opened, opened.step)
+            return math.nan, math.nan
+        loss, held_out = state.loss, math.nan
+        for store in opened.spilling.stores.values():
+            store.rebase()
+        if self.trial.evaluate:
+            held_out = self._evaluate(opened)
+        write_loss(self.folder, opened.step, loss, held_out)
+        state.turn, state.norms, state.squares, state.payloads, state.reached = 0, {}, [], {}, {}
+        self._commit(opened, opened.step + 1)
+        return loss, held_out
+
+    def _note(self, opened: _Opened, turn: Turn, run: Execution) -> None:
+        """What the turn leaves for the next, in addition to tensors."""
+        state = opened.state
+        for (_, stage), norms in opened.spilling.parts.items():
+            state.norms[stage] = [float(norm) for norm in norms]
+        if run.norms:
+            state.squares = run.norms[0].tolist()
+        for (stage, signature), found in run.flags.items():
+            state.flags[f"{stage}:{signature}"] = list(found)
+        state.reached[turn.stage] = sorted(opened.spilling.stores[turn.stage].reached)
+        for (kind, stage, mb), value in run.values.items():
+            if kind.startswith(PARKED):
+                structure = None if value.structure is None else pytree.treespec_dumps(value.structure)
+                state.payloads[f"{kind.removeprefix(PARKED)}:{stage}:{mb}"] = list(value.flags), structure
+
+    def _keep_resident(self, opened: _Opened, stage: int) -> None:
+        """Writes the resident state of a shard where it has changed: not over the one that the last commit names."""
+        before, known = opened.loaded.get(stage, (-1, b""))
+        data = opened.resident.pack(stage)
+        if data != known:
+            version = before + 1
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            opened.spilling.writes.append(opened.spilling.parked.write(Key(stage, _RESIDENT, version % 2), [tensor]))
+            opened.loaded[stage] = version, data
+            opened.state.residents[stage] = version
+
+    def _commit(self, opened: _Opened, step: int) -> None:
+        state, spilling = opened.state, opened.spilling
+        state.parked = spilling.parked.describe()
+        spilling.commit(step, msgspec.to_builtins(state, str_keys=True))
+        spilling.settle()
+        opened.step, opened.mark = step, self._mark()
+
+    def _evaluate(self, opened: _Opened) -> float:
+        """The mean loss on held-out data after the step under way; NaN where it is not due."""
+        done, every = opened.step + 1, self.trial.evaluate
+        if done % every and done != self.trial.steps:
+            return math.nan
+        recipe, worker = opened.recipe, opened.worker
+        assert recipe.held_out is not None
+        for stage, store in opened.spilling.stores.items():
+            self._load_residents(opened, stage)
+            if store.num_updates != done:
+                store.hold(done)
+        engine = Engine([worker], len(worker.stages), Session(0, 1, None, Progress()), self.device)
+        whole = TensorParallel.on(recipe.layers, Mesh())
+        loss, _ = evaluate(engine, opened.program.header, whole, recipe.held_out(), None, None)
+        return loss
+
+    # ---- export ----------------------------------------------------------------------------------------------------
+
+    def export(self, path: str) -> str:
+        """Writes the model's `state_dict` as a safetensors file; a weight of several names stands under each.
+
+        Raises:
+            PipefitError: the trial has no state, or the file cannot be written.
+        """
+        if not has_state(self.folder):
+            raise PipefitError(f"{self.folder}: there is no state to export")
+        opened = self._open()
+        if not opened.has_arena:
+            self._attach(opened.spilling, opened.program)
+            opened.has_arena = True
+        stand_ins: dict[str, Tensor] = {}
+        for stage, own in opened.worker.stages.items():
+            self._load_residents(opened, stage)
+            opened.spilling.stores[stage].hold(opened.step)
+            stand_ins |= own.state_dict()
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.writing")
+        temporary.unlink(missing_ok=True)
+        try:
+            write_tensors(temporary, stand_ins, {"format": "pt"}, _weights(opened.worker))
+            temporary.replace(target)
+        except OSError as problem:
+            raise PipefitError(f"{target}: cannot be written: {problem.strerror}") from None
+        self.forget()
+        return str(target)
+
+
+def _weights(worker: Worker) -> Iterator[Tensor]:
+    """Weights and buffers, a shard on the device at a time."""
+    for stage, own in worker.stages.items():
+        with worker.presence(stage):
+            yield from own.state_dict().values()
+
+
+def _copies_s(run: Execution, op: Op) -> float:
+    """Seconds of a turn's fetches or evictions."""
+    ran = zip(run.compiled.instructions, run.starts, run.ends, strict=True)
+    return sum(end - start for i, start, end in ran if i.op is op)
+
+
+def _structure(text: str | None) -> Any:
+    if text is None:
+        return None
+    single = flatten(torch.empty(0))[1]
+    spec = pytree.treespec_loads(text)
+    return single if spec == single else spec
+
+
+def _double(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=device)
+
+
+def _mean_loss(run: Execution, num_microbatches: int) -> float:
+    """The mean loss of the step, added up as `Pipeline` does."""
+    table = torch.zeros(num_microbatches, dtype=torch.float64)
+    losses = dict(run.losses)
+    table[list(losses)] = torch.stack([loss.reshape(()).double() for loss in losses.values()]).cpu()
+    return float(table.view(1, -1).sum(1)[0])
+
+
+def _shapes(payload: Any) -> str:
+    return ",".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in pytree.tree_leaves(payload))
