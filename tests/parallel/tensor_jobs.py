@@ -17,7 +17,7 @@ from pipefit.checkpoint import export
 from pipefit.errors import PipefitError
 from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
-from pipefit.parallel import Region, TensorRule, divide, make_mesh
+from pipefit.parallel import Region, TensorRule, make_mesh, shard_layers
 from pipefit.planner import by_hand, plan
 from pipefit.runtime.session import current
 from pipefit.spec import Layer, Profile, Topology
@@ -136,7 +136,7 @@ def differences_from_dtensor() -> dict[str, float]:
     """A block of pipefit beside the same block divided by torch: output and gradients."""
     mesh = make_mesh(1, 2, current().rank, 2, torch.device("cpu"))
     ours, theirs = model()[1], model()[1]
-    divide([("block", ours)], mesh)
+    shard_layers([("block", ours)], mesh)
     columns, rows = ColwiseParallel(), RowwiseParallel()
     # torch cuts a fused projection through the middle, so its heads are laid side by side first.
     half = SIZES["hidden"] // 2

@@ -136,8 +136,8 @@ def test_what_cannot_be_divided_is_refused_alike_on_every_process() -> None:
     words = [
         "2 processes cannot be a mesh of tensor=3 × a pipeline; start a multiple of 3",
         "layer 0 (Linear) has no tensor rule",
-        "heads=1 cannot be divided by tensor=2",
-        "vocab=13 cannot be divided by tensor=2",
+        "heads=1 is no multiple of tensor=2",
+        "vocab=13 is no multiple of tensor=2",
         "sequence parallelism divides the sequence by tensor=2, but an input has shape [4, 5]",
         "replicas [2, 1] need 3 ranks, there are 1",
     ]

@@ -1,6 +1,6 @@
 """Saving: every rank writes its own file into a fresh directory, which gets its name only when all is on the disk.
 
-    temporary directory ─► rank files, each forced to disk ─► all ranks tell how it went ─► any error: no commit
+    temporary directory ─► rank files, each forced to disk ─► all ranks report ─► any error: no commit
                         ─► manifest, forced to disk ─► rename ─► parent forced to disk ─► older checkpoints to the trash
 
 A run killed anywhere leaves either no new checkpoint or a whole one, and never touches those before.

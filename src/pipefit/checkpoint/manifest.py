@@ -26,7 +26,7 @@ _STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
 
 class Optimization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one stage's optimizer and learning-rate schedule held beside tensors.
+    """The numbers of one stage's optimizer and learning-rate schedule, without their tensors.
 
     Attributes:
         optimizer: name of its class.
@@ -49,7 +49,7 @@ class Optimization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         step: weight updates done.

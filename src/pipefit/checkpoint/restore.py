@@ -32,7 +32,7 @@ _log = logging.getLogger("pipefit.checkpoint")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
         path: its directory.
@@ -51,7 +51,7 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     """Takes weights, optimizer states and the place in the training from a checkpoint. Every rank must call it.
 
     The run may have another number of ranks, other stages or another schedule than the one that saved. After this,
-    training goes on with the numbers it would have had without an interruption.
+    training continues with the numbers it would have had without an interruption.
 
     Args:
         pipeline: of the same model.
@@ -221,7 +221,7 @@ def _compare(pipeline: Trained, weights: dict[str, _Saved], weights_only: bool) 
         if value.dtype != found.dtype and not weights_only:
             raise ModelError(
                 f"{name}: the model has {value.dtype}, the checkpoint {found.dtype}; make the model of that type, or "
-                "convert the weights alone: load(…, weights_only=True)"
+                "convert only the weights: load(…, weights_only=True)"
             )
 
 

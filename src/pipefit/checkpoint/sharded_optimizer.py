@@ -1,4 +1,4 @@
-"""Optimizers that are divided over replicas, whole for as long as a checkpoint is written or read.
+"""Optimizers that are sharded over replicas, made whole while a checkpoint is written or read.
 
 A checkpoint has one form, whoever writes or reads it: whole states under the parameters' names. Before a stage's first
 replica writes, the others send it their parts; after all have read whole states, each keeps its part.

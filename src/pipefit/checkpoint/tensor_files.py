@@ -52,7 +52,7 @@ def write_tensors(
         path: must not exist yet.
         tensors: by name; on any device, copied to the host one at a time.
         metadata: of the file.
-        values: what to write in place of the tensors, which then only tell shapes and types; in their order, one at a
+        values: to write in place of the tensors, which then only give shapes and types; in their order, one at a
             time.
 
     Returns:

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from pipefit.models.gpt import Block, Embedding, Head
 from pipefit.parallel.region import Region
-from pipefit.parallel.tensor_rule import Cut, TensorRule
+from pipefit.parallel.tensor_rule import ShardSpec, TensorRule
 
 __all__ = ["SharedBlock", "SharedEmbedding", "SharedHead"]
 
-_COLUMNS, _ROWS = Cut(0), Cut(1)  # of the product; torch keeps weights transposed
+_COLUMNS, _ROWS = ShardSpec(0), ShardSpec(1)  # of the product; torch keeps weights transposed
 
 
 class SharedEmbedding(Embedding):
@@ -113,12 +113,12 @@ def _head_sizes(layer: Head) -> dict[str, int]:
     return {"vocab": layer.project.out_features}
 
 
-Embedding.tensor_rule = TensorRule(SharedEmbedding, {"token.weight": Cut(0)}, _embedding_sizes, takes_whole=True)
+Embedding.tensor_rule = TensorRule(SharedEmbedding, {"token.weight": ShardSpec(0)}, _embedding_sizes, takes_whole=True)
 Block.tensor_rule = TensorRule(
     SharedBlock,
     {
-        "attention.qkv.weight": Cut(0, parts=3),
-        "attention.qkv.bias": Cut(0, parts=3),
+        "attention.qkv.weight": ShardSpec(0, parts=3),
+        "attention.qkv.bias": ShardSpec(0, parts=3),
         "attention.out.weight": _ROWS,
         "up.weight": _COLUMNS,
         "up.bias": _COLUMNS,
@@ -126,4 +126,4 @@ Block.tensor_rule = TensorRule(
     },
     _block_sizes,
 )
-Head.tensor_rule = TensorRule(SharedHead, {"project.weight": Cut(0)}, _head_sizes, gives_shares=True)
+Head.tensor_rule = TensorRule(SharedHead, {"project.weight": ShardSpec(0)}, _head_sizes, gives_shares=True)

@@ -1,7 +1,7 @@
-"""Dividing a model over processes: the mesh, tensor-parallel layers and losses, buckets of gradients."""
+"""A model sharded over processes: the mesh, tensor-parallel layers and losses, buckets of gradients."""
 
-from pipefit.parallel.mesh import Mesh, divide, make_mesh, release, widths_of
+from pipefit.parallel.mesh import Mesh, make_mesh, release, shard_layers, widths_of
 from pipefit.parallel.region import Region
-from pipefit.parallel.tensor_rule import Cut, TensorRule, rule_of
+from pipefit.parallel.tensor_rule import ShardSpec, TensorRule, rule_of
 
-__all__ = ["Cut", "Mesh", "Region", "TensorRule", "divide", "make_mesh", "release", "rule_of", "widths_of"]
+__all__ = ["Mesh", "Region", "ShardSpec", "TensorRule", "make_mesh", "release", "rule_of", "shard_layers", "widths_of"]

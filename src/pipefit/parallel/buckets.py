@@ -3,10 +3,10 @@
     backward of the stage, last layers first    │ 7 6 5 │ 4 3 2 │ 1 0 │
     a bucket is full: its reduction starts              ▶── bucket 0 ──▶
                                                                 ▶── bucket 1 ──▶
-    the `reduce` instruction starts what is left, and whoever needs the gradients waits for all of them
+    the `reduce` instruction starts the others, and whoever needs the gradients waits for all of them
 
 A gradient is a view of its bucket, so nothing is packed before a reduction or unpacked after it. Autograd lays the
-first gradient of an update down by itself (nothing is added to zeros); it is moved to its place once, and those of
+first gradient of an update down (nothing is added to zeros); it is moved to its place once, and those of
 later micro-batches are added there.
 
 DDP's reducer is not used: it belongs to one module that is run forwards and backwards once between two reductions.
@@ -81,7 +81,7 @@ def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None =
 
     Args:
         parameters: of a stage.
-        parts: every bucket can be divided into as many equal ones.
+        parts: every bucket can be split into as many equal ones.
         cap_bytes: a bucket takes no further parameter once it holds this much; None: by the size of all.
     """
     if cap_bytes is None:
@@ -136,7 +136,7 @@ class GradientBuckets:
 
     Args:
         parameters: in the model's order.
-        parts: every bucket can be divided into as many equal ones.
+        parts: every bucket can be split into as many equal ones.
         spilled: they lie in the slot in which the stage sits; `place_in` says where that is.
 
     Attributes:
@@ -168,7 +168,7 @@ class GradientBuckets:
         # this, though the parameters are the user's and may.
         itself = weakref.ref(self)
         handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_told, itself, self._bucket_of[index]))
+            parameter.register_post_accumulate_grad_hook(partial(_gradient_added, itself, self._bucket_of[index]))
             for index, parameter in enumerate(self.parameters)
         ]
         weakref.finalize(self, _remove, handles)
@@ -251,7 +251,7 @@ class GradientBuckets:
         self._started += 1
 
     def finish(self) -> None:
-        """Launches what is left: buckets with a parameter that the last backward has not reached."""
+        """Launches the other buckets: those with a parameter that the last backward has not reached."""
         self._adopted = False
         self.idle = []
         if self._started == len(self.flats):
@@ -268,8 +268,8 @@ class GradientBuckets:
             self._start()
 
 
-def _told(buckets: weakref.ref[GradientBuckets], number: int, parameter: Tensor) -> None:
-    """What autograd calls when it has added to a parameter's gradient."""
+def _gradient_added(buckets: weakref.ref[GradientBuckets], number: int, parameter: Tensor) -> None:
+    """The hook that autograd calls when it has added to a parameter's gradient."""
     own = buckets()
     if own is not None and own.is_watching:
         own.arrived(number)

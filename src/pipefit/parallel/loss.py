@@ -1,4 +1,4 @@
-"""Losses over an output that is divided along the vocabulary."""
+"""Losses over an output that is sharded along the vocabulary."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cross_entropy(logits: Tensor, target: Tensor, *, region: Region, ignore_inde
 
 
 class _CrossEntropy(Function):
-    """Of each token: log Σ exp(logits) − logits[target]; (n, V/t) and (n,) -> (n,)."""
+    """Loss of each token: log Σ exp(logits) − logits[target]; (n, V/t) and (n,) -> (n,)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, region: Region) -> Tensor:

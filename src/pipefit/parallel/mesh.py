@@ -17,33 +17,33 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipefit.errors import ModelError, PlanError
 from pipefit.parallel.region import Region
-from pipefit.parallel.tensor_rule import Cut, TensorRule, rule_of
+from pipefit.parallel.tensor_rule import ShardSpec, TensorRule, rule_of
 from pipefit.parallel.threads import giving_way
 
-__all__ = ["Mesh", "divide", "make_mesh", "release", "widths_of"]
+__all__ = ["Mesh", "make_mesh", "release", "widths_of"]
 
 
 @dataclass
 class Mesh:
-    """Where this process stands. The default is a run without tensor parallelism.
+    """The place of this process. The default is a run without tensor parallelism.
 
     Attributes:
         tensor: processes that share a rank, t.
         index: which of them this is, j.
-        region: how they talk to each other; None without tensor parallelism.
-        cuts: of every divided weight, by the user's name; tied ones under all their names.
+        region: how they communicate; None without tensor parallelism.
+        shards: how each sharded weight is split, by the user's name; tied ones under all their names.
         devices: torch's mesh of all processes, dimensions "rank" and "tensor".
     """
 
     tensor: int = 1
     index: int = 0
     region: Region | None = None
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    shards: Mapping[str, ShardSpec] = field(default_factory=dict)
     devices: DeviceMesh | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for its rank: what all hold whole is counted and saved once."""
+        """Whether this process speaks for its rank: weights that all hold whole are counted and saved once."""
         return self.index == 0
 
     def rank_of(self, process: int) -> int:
@@ -55,23 +55,23 @@ class Mesh:
         return rank * self.tensor
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This process's part of a weight, or all of one that is not divided."""
-        cut = self.cuts.get(name)
-        return whole if cut is None else cut.part(whole, self.index, self.tensor)
+        """This process's part of a weight, or all of one that is not sharded."""
+        spec = self.shards.get(name)
+        return whole if spec is None else spec.part(whole, self.index, self.tensor)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """A weight from its parts; every process of the rank must call it, in one order."""
-        cut = self.cuts.get(name)
-        if cut is None or self.region is None:
+        spec = self.shards.get(name)
+        if spec is None or self.region is None:
             return part
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.tensor)]
         dist.all_gather(parts, part.detach().contiguous(), group=self.region.group)
-        return cut.whole(parts)
+        return spec.whole(parts)
 
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
         """The shape of the whole weight."""
-        cut = self.cuts.get(name)
-        return part if cut is None else cut.shape(part, self.tensor)
+        spec = self.shards.get(name)
+        return part if spec is None else spec.shape(part, self.tensor)
 
 
 _meshes: dict[tuple[str, int, int], tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup]] = {}
@@ -115,35 +115,35 @@ def make_mesh(
     return Mesh(tensor, process % tensor, region, devices=devices)
 
 
-def divide(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:
+def shard_layers(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:
     """Turns the layers of a whole model into those of this process, in place: same names, smaller weights.
 
     Args:
         layers: (the user's prefix, layer) of all layers, with the weights that all processes have alike.
-        mesh: gets the cuts.
+        mesh: gets the specification of each sharded weight.
 
     Raises:
-        ModelError: a layer has no rule, or a size that the width does not divide; nothing is changed then.
+        ModelError: a layer has no rule, or a size that is no multiple of the width; nothing is changed then.
     """
     if mesh.region is None:
         return
     rules = [_checked(prefix, layer, mesh.tensor) for prefix, layer in layers]
     if mesh.region.sequence and not (rules[0].takes_whole and rules[-1].gives_shares):
         raise ModelError(
-            "sequence parallelism divides what flows between layers, so the model must begin with a layer that takes "
+            "sequence parallelism shards what flows between layers, so the model must begin with a layer that takes "
             f"the input whole and end with one that joins it; {layers[0][0]} … {layers[-1][0]} do not"
         )
-    cuts: dict[str, Cut] = {}
+    shards: dict[str, ShardSpec] = {}
     done: set[int] = set()
     for (prefix, layer), rule in zip(layers, rules, strict=True):
-        for name, parameter, cut in _divided(layer, rule):
-            cuts[f"{prefix}.{name}"] = cut
+        for name, parameter, spec in _sharded(layer, rule):
+            shards[f"{prefix}.{name}"] = spec
             if id(parameter) not in done:
                 done.add(id(parameter))
-                parameter.data = cut.part(parameter.data, mesh.index, mesh.tensor)
+                parameter.data = spec.part(parameter.data, mesh.index, mesh.tensor)
         layer.__class__ = rule.becomes
         layer.region = mesh.region
-    mesh.cuts = cuts
+    mesh.shards = shards
 
 
 def release(layers: Sequence[tuple[str, nn.Module]]) -> None:
@@ -167,12 +167,12 @@ def _checked(prefix: str, layer: nn.Module, width: int) -> TensorRule:
     rule = rule_of(layer)
     if rule is None:
         raise ModelError(
-            f"layer {prefix} ({type(layer).__name__}) has no tensor rule, so it cannot be divided over {width} "
+            f"layer {prefix} ({type(layer).__name__}) has no tensor rule, so it cannot be sharded over {width} "
             "processes; use tensor=1, a gpt, or give its class a `tensor_rule` (pipefit.parallel.TensorRule)"
         )
     for what, size in rule.sizes(layer).items():
         if size % width:
-            raise ModelError(f"layer {prefix}: {what}={size} cannot be divided by tensor={width}; {_nearest(size)}")
+            raise ModelError(f"layer {prefix}: {what}={size} is no multiple of tensor={width}; {_nearest(size)}")
     return rule
 
 
@@ -181,7 +181,7 @@ def _nearest(size: int) -> str:
     return f"widths that divide it: {', '.join(map(str, widths))}"
 
 
-def _divided(layer: nn.Module, rule: TensorRule) -> Iterator[tuple[str, nn.Parameter, Cut]]:
+def _sharded(layer: nn.Module, rule: TensorRule) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
     parameters = dict(layer.named_parameters(remove_duplicate=False))
-    for name, cut in rule.cuts.items():
-        yield name, parameters[name], cut
+    for name, spec in rule.shards.items():
+        yield name, parameters[name], spec

@@ -10,7 +10,7 @@
 Source: Shoeybi et al. 2019 §3 (f and g), Korthikanti et al. 2022 §4.2 (g and its conjugate along the sequence).
 
 The layers are pipefit's own and not DTensor's: weight versions are swapped under the live parameters, gradients lie in
-flat buckets, and messages are cut into pieces, all of which need plain tensors; and every wait is where the layer says.
+flat buckets, and messages are split into pieces, all of which need plain tensors; every wait is where the layer says.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["Region"]
 
 @dataclass
 class Region:
-    """The processes that share a rank, as one of them sees them.
+    """The processes that share a rank, as seen by one of them.
 
     Attributes:
         group: of the processes.
         size: how many they are, t.
         index: which of them this is, j.
-        sequence: whether what all would compute alike is divided along the sequence (dimension 1).
+        sequence: whether work that all would do alike is split along the sequence (dimension 1).
         moved_bytes: bytes that this process has sent to the others so far, counted as a ring sends them.
     """
 
@@ -59,7 +59,7 @@ class Region:
         return _Shared.apply(self, *weights) if self.sequence else weights
 
     def join(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Parts of an output put together for what all processes then compute alike (a loss): the gradient is cut."""
+        """Parts of an output joined for what all processes then compute alike (a loss): the gradient is split."""
         return _JoinAlike.apply(x, self, dim % x.dim())
 
     def own(self, x: Tensor, dim: int) -> Tensor:
@@ -67,7 +67,7 @@ class Region:
         return x.chunk(self.size, dim)[self.index]
 
     def dropout(self, x: Tensor, rate: float, training: bool) -> Tensor:
-        """Dropout of (b, s, h), or of this process's (b, s/t, h): the mask is that of one process alone.
+        """Dropout of (b, s, h), or of this process's (b, s/t, h): the mask is that of a single process.
 
         The mask of the whole is drawn everywhere, from the same seed, and each takes its part.
         """
@@ -109,7 +109,7 @@ class Region:
         return out.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
     def scattered(self, x: Tensor, dim: int) -> Tensor:
-        """Reduce-scatter along a dimension that the processes divide."""
+        """Reduce-scatter along a dimension."""
         self.moved_bytes += (self.size - 1) / self.size * x.nbytes
         if self._is_pair(x):
             parts = x.chunk(2, dim)
@@ -125,11 +125,11 @@ class Region:
         return given.sum(0)
 
     def _is_pair(self, x: Tensor) -> bool:
-        """Two processes on CPUs have as little to send, and wait only once, where each gives the other what it has."""
+        """Two processes on CPUs send as little, and wait only once, if each gives the other its whole tensor."""
         return self.size == 2 and not x.is_cuda
 
     def _exchanged(self, x: Tensor) -> Tensor:
-        """What the other of two processes gives for x; a tensor of its own."""
+        """The tensor that the other of two processes gives in exchange for x."""
         x = x.contiguous()
         other, peer = torch.empty_like(x), 1 - self.index
         coming = self.group.recv([other], peer, 0)
@@ -139,7 +139,7 @@ class Region:
 
 
 def _mask(x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-    """What torch's dropout on a CPU multiplies by, of this shape."""
+    """The factors of torch's dropout on a CPU, of this shape."""
     kept = x.new_empty(shape).bernoulli_(1 - rate)
     return kept.div_(1 - rate) if rate < 1 else kept
 
@@ -191,7 +191,7 @@ class _Share(Function):
 
 
 class _JoinAlike(_Join):
-    """Where every process goes on with the same, each takes its own part of a gradient that all have."""
+    """A join whose gradient all processes have alike: each takes its own part of it."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""One process as if it shared a rank with others: the work of its part without the exchanges, which are noted."""
+"""One process as if it shared a rank with others: the work of its part without the exchanges, which are recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Exchange", "Rehearsal"]
 
 
 class Exchange(NamedTuple):
-    """What the processes of a rank do together: the name of a method of `Region`, and what it is given."""
+    """An exchange of the processes of a rank: the name of a method of `Region`, and shape and type of its input."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Rehearsal(Region):
-    """The first of several processes, alone: it takes what it has for what the others give.
+    """The first of several processes in isolation: its own tensors take the place of the others'.
 
     Results have the right shapes, and no process waits for another. What a layer computes in it takes as long as in a
     run; what `exchanges` names is missing.

@@ -1,4 +1,4 @@
-"""Weights of a replicated stage whose optimizer is divided over the replicas.
+"""Weights of a replicated stage whose optimizer is sharded over the replicas.
 
 Weights lie in flat buckets, as their gradients do. Of each bucket a replica steps one part, so it keeps one part of
 the optimizer's state; then the replicas put the new weights together.
@@ -7,7 +7,7 @@ the optimizer's state; then the replicas put the new weights together.
     replica 0  │ steps this half │
     replica 1                    │ and this one │
 
-`fully_shard` is not used: it divides the weights too and fetches them for every forward and backward, which a pipeline
+`fully_shard` is not used: it shards the weights too and fetches them for every forward and backward, which a pipeline
 would do once for every micro-batch. `ZeroRedundancyOptimizer` gives whole weights to ranks, so that one large weight
 sits on one rank, and sends them one by one.
 """
@@ -28,7 +28,7 @@ from pipefit.stage.weights import WeightStore
 __all__ = ["ELEMENTWISE", "Piece", "ShardedStore", "shard"]
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers that treat every number by itself, so that a part of a weight can be stepped alone."""
+"""Optimizers that treat every number separately, so that a part of a weight can be stepped."""
 
 
 class Piece(NamedTuple):
@@ -73,8 +73,8 @@ class ShardedStore(WeightStore):
     def __init__(
         self, parameters: Sequence[nn.Parameter], whole: Sequence[bool], replica: int, num_replicas: int
     ) -> None:
-        self._own = [index for index, alone in enumerate(whole) if not alone]
-        self._whole = [index for index, alone in enumerate(whole) if alone]
+        self._own = [index for index, is_whole in enumerate(whole) if not is_whole]
+        self._whole = [index for index, is_whole in enumerate(whole) if is_whole]
         self._replica, self._num = replica, num_replicas
         self.buckets = GradientBuckets([parameters[index] for index in self._own], num_replicas)
         flats = [
@@ -117,7 +117,7 @@ class ShardedStore(WeightStore):
         return index in self._whole
 
     def stepped(self, index: int) -> list[nn.Parameter]:
-        """What the optimizer steps of a parameter: its pieces here, maybe none, or all of it."""
+        """The parameters that the optimizer steps for one of the stage: its pieces here, maybe none, or all of it."""
         if self.is_whole(index):
             return [self.masters[index]]
         return [piece.master for piece in self.pieces if piece.index == index]
@@ -193,7 +193,7 @@ def shard(optimizer: Optimizer, store: ShardedStore, masters: Sequence[nn.Parame
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise PlanError(
-            f"a sharded optimizer must treat every number by itself: {known} do, {type(optimizer).__name__} is not "
+            f"a sharded optimizer must treat every number separately: {known} do, {type(optimizer).__name__} is not "
             "known to; use one of them, or do not shard the optimizer (plan with sharded=False)"
         )
     if optimizer.state:

@@ -1,4 +1,4 @@
-"""How a weight is divided over tensor-parallel processes, and what says so for a layer."""
+"""How weights are sharded over tensor-parallel processes, and the rule that says so for a layer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Cut", "TensorRule", "rule_of"]
+__all__ = ["ShardSpec", "TensorRule", "rule_of"]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One dimension of a weight, divided evenly; where it joins several weights, each of these is divided by itself.
+class ShardSpec:
+    """One dimension of a weight, split evenly; where it joins several weights, each of these is split separately.
 
     A fused projection for query, key and value has rows [q | k | v] and `parts=3`: process j gets the j-th share of the
     heads of each, again as [q | k | v].
 
     Attributes:
-        dim: the dimension that is divided.
+        dim: the dimension that is split.
         parts: how many weights are joined along it.
     """
 
@@ -27,9 +27,9 @@ class Cut:
     parts: int = 1
 
     def part(self, whole: Tensor, index: int, width: int) -> Tensor:
-        """What process `index` of `width` has; a tensor of its own.
+        """The part of process `index` of `width`; a new tensor.
 
-        >>> Cut(0, parts=2).part(torch.arange(8), 1, 2)
+        >>> ShardSpec(0, parts=2).part(torch.arange(8), 1, 2)
         tensor([2, 3, 6, 7])
         """
         size = whole.shape[self.dim] // (self.parts * width)
@@ -39,7 +39,7 @@ class Cut:
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """The weight from the parts of all processes.
 
-        >>> Cut(0, parts=2).whole([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])])
+        >>> ShardSpec(0, parts=2).whole([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])])
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
         """
         shares = [part.unflatten(self.dim, (self.parts, -1)) for part in parts]
@@ -55,16 +55,16 @@ class TensorRule:
     """How one kind of layer runs over several processes: its class has this as `tensor_rule`.
 
     Attributes:
-        becomes: class whose `forward` uses the parts and talks to the other processes through `self.region`; the
-            layer's own class is exchanged for it, its parameters keep their names.
-        cuts: of each parameter that is divided, by its name in the layer; all processes hold the others whole.
-        sizes: the numbers of a layer that the width must divide, by name.
+        becomes: class whose `forward` uses the parts and communicates through `self.region`; the layer's own class
+            is exchanged for it, its parameters keep their names.
+        shards: how each sharded parameter is split, by its name in the layer; all processes hold the others whole.
+        sizes: the numbers of a layer that must be multiples of the width, by name.
         takes_whole: its input is the model's, the same on every process, even under sequence parallelism.
-        gives_shares: its output is divided along the last dimension (the vocabulary); the loss joins it.
+        gives_shares: its output is split along the last dimension (the vocabulary); the loss joins it.
     """
 
     becomes: type[nn.Module]
-    cuts: Mapping[str, Cut]
+    shards: Mapping[str, ShardSpec]
     sizes: Callable[[nn.Module], Mapping[str, int]]
     takes_whole: bool = False
     gives_shares: bool = False

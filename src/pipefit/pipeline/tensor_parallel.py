@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
-from pipefit.parallel import Mesh, divide, make_mesh, release, rule_of
+from pipefit.parallel import Mesh, make_mesh, release, rule_of, shard_layers
 from pipefit.parallel.loss import shared_loss
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
@@ -52,7 +52,7 @@ class TensorParallel:
             ModelError: the model cannot be sharded so.
         """
         last = rule_of(layers[-1].module)
-        divide([(layer.prefix, layer.module) for layer in layers], mesh)
+        shard_layers([(layer.prefix, layer.module) for layer in layers], mesh)
         return cls(mesh, layers, mesh.region is not None and last is not None and last.gives_shares)
 
     def loss(self, loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:

@@ -136,7 +136,7 @@ def counted_parts(run: Execution) -> list[Tensor]:
         if isinstance(store, ShardedStore) and header.is_sharded(stage):
             owned = worker.owned[stage]
             for piece in store.pieces:
-                if worker.mesh.is_first or owned[piece.index].name in worker.mesh.cuts:
+                if worker.mesh.is_first or owned[piece.index].name in worker.mesh.shards:
                     part = store.gradient_part(piece.bucket)
                     found.append(part[piece.offset : piece.offset + piece.stop - piece.start])
             if header.placement[stage][0] == worker.rank:

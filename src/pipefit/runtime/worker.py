@@ -151,7 +151,7 @@ class Worker:
         """
         counted = (o for o in self.owned[stage] if o.tie is None or o.tie.owner == o.name)
         if not self.mesh.is_first:
-            counted = (o for o in counted if o.name in self.mesh.cuts)
+            counted = (o for o in counted if o.name in self.mesh.shards)
         return [o.parameter.grad for o in counted if o.parameter.grad is not None]
 
 

@@ -1,4 +1,4 @@
-"""The arena: a device's memory for shards, allocated once and divided into flat slots; parameters are views of them.
+"""The arena: a device's memory for records, allocated once and divided into flat slots; parameters are views of them.
 
 Nothing is allocated while training, so a cap on the device's memory can be stated before it starts.
 """
@@ -28,7 +28,7 @@ def pin(memory: Tensor) -> None:
     """Pins host memory where it lies, to the byte: torch's own pinned memory comes in powers of two.
 
     For all devices of the process, whichever is the current one. Copies to and from it are asynchronous; torch's
-    allocator does not know it and cannot keep it from being let go meanwhile, so whoever lets it go waits for them.
+    allocator does not know it and cannot keep it from being freed meanwhile, so whoever frees it waits for them.
 
     Args:
         memory: whole pages, as of `aligned`.
@@ -40,7 +40,7 @@ def pin(memory: Tensor) -> None:
 
 
 def unpin(memory: Tensor) -> None:
-    """Takes the pins out, before the memory is let go."""
+    """Removes the pins, before the memory is freed."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
@@ -65,11 +65,11 @@ class Slot:
 
 
 class Arena:
-    """The slots of one device; several trials may take turns in them.
+    """The slots of one device; several trials may use them one after another.
 
-    Copy streams read and write slots that the caller's stream has allocated. Nothing must be told to torch's allocator
-    (`Tensor.record_stream`), since no slot goes back to it before the lanes are closed; and what the memory was used
-    for before is over when a copy begins, because that waits for all that the caller's stream had been given.
+    Copy streams read and write slots that the caller's stream has allocated. Nothing must be
+    reported to torch's allocator (`Tensor.record_stream`), since no slot goes back to it before the lanes are closed;
+    and earlier uses of the memory are over when a copy begins: it waits for what was launched on the caller's stream.
 
     Args:
         sizes: bytes of the largest record of each kind ("weights", "wgrad", "optim").
@@ -90,7 +90,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """What all slots take together, with what is left out before the first so that they are aligned."""
+        """Bytes of all slots, with those before the first that align it."""
         return self._memory.untyped_storage().nbytes()
 
     def slot(self, kind: str, index: int) -> Slot:

@@ -22,7 +22,7 @@ class MovedStates:
         stage: whose they are, for messages.
         specs: which there are, and of what parameter.
         rules: of the optimizer.
-        device: of what stands for them while they are away.
+        device: of their stand-ins while they are away.
 
     Attributes:
         layout: of the record.

@@ -1,7 +1,7 @@
 """The form of a record in a disk tier's file: a header of one block, then the payload.
 
-A record has two copies that are written in turn, so that there is always a whole one: a header names the version and
-the checksum of its payload, and a payload that does not fit its header was cut off while it was written.
+A record that is committed has two copies, written alternately, so that one is always whole: a header names the version
+and the checksum of its payload, and a payload that does not have it was cut off while it was written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = ALIGNMENT // 8
 
 
 class RecordHeader(NamedTuple):
-    """What stands before a payload.
+    """The block before a payload.
 
     Attributes:
         name: of the record.

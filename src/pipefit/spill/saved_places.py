@@ -1,4 +1,4 @@
-"""What autograd saves of a stage whose weights may leave their slot before its backward.
+"""The tensors that autograd saves of a stage whose weights may leave their slot before its backward.
 
 A saved tensor that is a view of the weights would be a view of the slot, which holds another stage by then. So its
 place in the record is saved instead, and the view is made anew where the weights are when the backward asks for it.

@@ -3,8 +3,8 @@
     with torch.device("meta"):
         model = gpt(layers=48, hidden=2048, heads=16)
 
-What a layer draws depends on the seed and its place in the model alone, so the weights are the same however the model
-is cut and wherever they lie.
+The weights of a layer depend only on the seed and its place in the model, so they are the same however the model is
+split and wherever they lie.
 """
 
 from __future__ import annotations

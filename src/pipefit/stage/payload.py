@@ -1,4 +1,4 @@
-"""What flows between stages: any pytree of tensors, flattened to its leaves for the road."""
+"""Payloads between stages: any pytree of tensors, flattened to its leaves for sending."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], pytre
         if not isinstance(leaf, Tensor):
             raise ModelError(
                 f"{where} holds a {type(leaf).__name__} ({leaf!r:.60}); between layers only tensors can flow, "
-                "alone or in tuples, lists and dicts: turn it into a tensor, or keep it inside one layer"
+                "single or in tuples, lists and dicts: turn it into a tensor, or keep it inside one layer"
             )
     return leaves, structure
 

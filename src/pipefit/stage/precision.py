@@ -1,4 +1,4 @@
-"""Mixed precision: which type stages compute and talk in, and the scale of the loss that keeps small gradients alive.
+"""Mixed precision: the type stages compute and send in, and the scale of the loss that keeps small gradients alive.
 
 Weights, their gradients and the optimizer stay in float32. Under `bf16` or `fp16` layers run under torch's autocast;
 what needs a gradient crosses from stage to stage in the half type and is taken up as float32 again, so a message has
@@ -38,24 +38,24 @@ def half_of(name: str) -> torch.dtype | None:
     return PRECISIONS[name]
 
 
-def first_scale(half: torch.dtype | None, asked: float | None) -> float | None:
-    """The first scale of the loss: what was asked for, or the usual one for a type that needs it.
+def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:
+    """The first scale of the loss: the one given, or the usual one for a type that needs it.
 
     Raises:
         PipefitError: it is not positive.
     """
-    if asked is not None and not 0 < asked <= _LARGEST_SCALE:
-        raise PipefitError(f"loss_scale: expected a positive number that float32 can hold, got {asked}")
-    return _FIRST_SCALE if asked is None and half is torch.float16 else asked
+    if scale is not None and not 0 < scale <= _LARGEST_SCALE:
+        raise PipefitError(f"loss_scale: expected a positive number that float32 can hold, got {scale}")
+    return _FIRST_SCALE if scale is None and half is torch.float16 else scale
 
 
 def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype) -> list[Tensor]:
-    """What a stage has got from the one before, as float32 where it carries a gradient."""
+    """The input from the stage before, as float32 where it carries a gradient."""
     return [leaf.float() if flag and leaf.dtype == half else leaf for leaf, flag in zip(leaves, flags, strict=True)]
 
 
 def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype) -> list[Tensor]:
-    """What a stage gives to the next, in the half type where it carries a gradient.
+    """The output for the next stage, in the half type where it carries a gradient.
 
     Masks and tables of positions carry none and stay as they are: the least float32 would become −∞.
     """
@@ -97,9 +97,9 @@ class LossScale:
     rule and its constants are those of `torch.amp.GradScaler`.
 
     Attributes:
-        scale: what the next update's loss is multiplied with.
-        interval: good updates in a row after which it doubles.
-        streak: good updates in a row so far.
+        scale: the factor of the next update's loss.
+        interval: consecutive good updates after which it doubles.
+        streak: consecutive good updates so far.
         skipped: updates that were skipped since training began.
     """
 
@@ -139,9 +139,9 @@ class LossScale:
         return self._finite[update]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         return {"scale": self.scale, "streak": self.streak, "skipped": self.skipped}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes over what a checkpoint says."""
+        """Takes the state from a checkpoint."""
         self.scale, self.streak, self.skipped = float(state["scale"]), int(state["streak"]), int(state["skipped"])

@@ -28,7 +28,7 @@ class Field(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, record: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Layout:
 
 
 def laid_out_bytes(tensors: Iterable[Tensor]) -> int:
-    """What tensors take in a record, beside others."""
+    """Bytes of tensors inside a record."""
     return sum(padded(tensor.nbytes, _GRAIN) for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""A model as a list of layers, and its layers dealt out to stages."""
+"""A model as a list of layers, and its layers assigned to stages."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class WeightStore:
     parameters would be seen by autograd as a change of what micro-batches in flight have saved, and refused.
 
     Attributes:
-        masters: what the optimizer gets.
+        masters: the parameters that the optimizer gets.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
