@@ -12,6 +12,7 @@ from pipefit.runtime.session import Session
 from pipefit.schedules import program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Layer, Profile, Topology
+from pipefit.timeline import by_kind
 
 PROFILE = Profile("m", 1, tuple(Layer(f"l{k}", 1e-3, 1e-3, 1e-3, 0, 0, 4) for k in range(2)), loss_s=2e-3)
 
@@ -32,7 +33,7 @@ def test_the_cost_of_messages_is_the_one_with_which_the_passes_were_simulated():
     costs = USUAL._replace(host_s={"load": 0.0})
     cost = of_plan(PROFILE, plan, links, state_per_weight=0.0, runtime=costs._replace(arrival_s=3e-4))
     timeline = simulate(program_of(plan), cost, repeats=8)
-    kinds = {key: item.median_s for key, item in timeline.by_kind().items()}
+    kinds = {key: item.median_s for key, item in by_kind(timeline).items()}
     pipe = SimpleNamespace(plan=plan)
     assert arrival_s(timeline, kinds, costs, pipe, PROFILE, links) == pytest.approx(3e-4, rel=0.1)
 

@@ -23,7 +23,7 @@ from pipefit.simulate import simulate
 from pipefit.simulate.engine import Engine
 from pipefit.simulate.layout import layout_of
 from pipefit.spec import Tier
-from pipefit.timeline import from_chrome_trace
+from pipefit.timeline import critical_path, from_chrome_trace, to_chrome_trace
 from pipefit.verify import verify
 
 WO = ("weights", "optim")
@@ -188,7 +188,7 @@ def test_the_critical_path_leads_through_the_copies_that_were_waited_for(name, p
     chunks = 3 if name == "interleaved" else 1
     program = generate(name, Shape(2, 4, num_chunks=chunks, spill=Spill.of(2 * chunks, slots=1), prefetch=prefetch))
     timeline = simulate(program, unit(program.header, 4, 8, copy=40), rendezvous=False)
-    path = timeline.critical_path()
+    path = critical_path(timeline)
     assert path[0].start_s == timeline.start_s and path[-1].end_s == timeline.end_s
     work = [event for event in path if timeline.instruction(event).op not in (Op.SEND, Op.RECV)]
     gaps = [later.start_s - event.end_s for event, later in pairwise(work)]
@@ -205,7 +205,7 @@ def test_what_is_needed_first_is_written_back_first():
 @pytest.mark.parametrize(("on_host", "more"), [((), set()), ((0, 2), {"host_step"})])
 def test_a_trace_has_a_lane_for_each_direction_and_one_for_steps_on_the_host(on_host, more):
     program = generate("spilled", Shape(3, 1, spill=Spill("host", 2, 1, True, (0, 1, 2), on_host=on_host)))
-    trace = simulate(program, unit(program.header)).to_chrome_trace()
+    trace = to_chrome_trace(simulate(program, unit(program.header)))
     names = {item["args"]["name"] for item in trace["traceEvents"] if item["name"] == "thread_name"}
     assert names == {"compute", "fetch", "evict"} | more
     assert from_chrome_trace(trace).program == program

@@ -25,7 +25,7 @@ from pipefit.schedules import program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.published import load_profile
-from pipefit.timeline import save_trace
+from pipefit.timeline import by_kind, save_trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,7 +124,7 @@ def test_refit_finds_the_times_of_a_run_that_was_slower():
             found, wanted = (sum(getattr(one.layers[i], field) for i in stage.layers) for one in (fitted, truth))
             assert found == pytest.approx(wanted)
     assert (fitted.loss_s, fitted.optimizer_s) == pytest.approx((5e-4, 3e-3))
-    steps = {stage: item.median_s for (op, stage), item in measured.by_kind().items() if op == "step"}
+    steps = {stage: item.median_s for (op, stage), item in by_kind(measured).items() if op == "step"}
     for index, stage in enumerate(made.partition.stages):
         assert fitted.optimizer_of(stage.layers) == pytest.approx(steps[index])
     assert again.makespan_s == pytest.approx(measured.makespan_s, rel=1e-6)

@@ -11,6 +11,7 @@ from pipefit.ir.op import Op
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.spec import Level, Topology
+from pipefit.timeline import waited_for
 
 
 def lab(num_ranks, port=True, bandwidth=1, **rest):
@@ -34,7 +35,9 @@ def test_one_sender_and_two_receivers_share_the_senders_port():
     assert arrivals(simulate(program, cost_of(2, lab(3, port=False)))) == [(11, 1), (12, 2), (13, 1), (14, 2)]
     timeline = simulate(program, cost_of(2, lab(3)))
     assert arrivals(timeline) == [(11, 1), (21, 2), (31, 1), (41, 2)]
-    held_up = [timeline.waited_for(e) for e in timeline.events if e.rank == 2 and timeline.instruction(e).op is Op.RECV]
+    held_up = [
+        waited_for(timeline, e) for e in timeline.events if e.rank == 2 and timeline.instruction(e).op is Op.RECV
+    ]
     assert [(wait.reason, wait.by.end_s) for wait in held_up[:2]] == [("link", 11), ("link", 31)]
 
 

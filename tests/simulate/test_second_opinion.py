@@ -14,6 +14,7 @@ from pipefit.ir.values import makes, needs
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.spec import Level, Topology
+from pipefit.timeline import critical_path, waited_for
 
 
 class HangError(Exception):
@@ -236,9 +237,9 @@ def test_the_critical_path_is_without_gaps_and_as_long_as_the_makespan(program, 
         timeline = simulate(program, cost, **options)
     except InvalidProgramError:
         assume(False)
-    path = timeline.critical_path()
+    path = critical_path(timeline)
     assert path[-1].end_s == timeline.end_s
-    assert timeline.waited_for(path[0]).reason == "start"
+    assert waited_for(timeline, path[0]).reason == "start"
     covered = path[0].end_s
     for event in path[1:]:
         # Beside the links of the path there are only the posts, during which the rank is busy too.

@@ -15,6 +15,7 @@ from pipefit.ir.text import parse
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import metrics, simulate, steady_period_s
 from pipefit.spec import Topology
+from pipefit.timeline import waited_for
 
 times = st.integers(1, 9).map(Fraction)
 latencies = st.integers(0, 5).map(Fraction)
@@ -292,7 +293,7 @@ def test_contention_lets_one_message_through_a_link_at_a_time():
     cost = CostModel((1, 1), (1, 1), (1, 1), act_bytes=(10, 0), bandwidth_bytes_per_s=5, latency_s=3)
     timeline = simulate(program, cost, contention=True)
     assert ends(timeline, 1, Op.RECV) == [6, 11, 16]
-    assert [timeline.waited_for(e).reason for e in timeline.events if e.rank == 1] == ["sender", "link", "link"]
+    assert [waited_for(timeline, e).reason for e in timeline.events if e.rank == 1] == ["sender", "link", "link"]
 
 
 def test_a_blocking_send_holds_its_rank_until_it_has_arrived():
@@ -302,7 +303,7 @@ def test_a_blocking_send_holds_its_rank_until_it_has_arrived():
     assert ends(timeline, 0, Op.FWD) == [1, 5, 9]
     assert ends(simulate(program, cost), 0, Op.FWD) == [1, 2, 3]
     loads = [e for e in timeline.events if timeline.instruction(e).op is Op.LOAD]
-    assert [timeline.waited_for(e).reason for e in loads] == ["start", "message", "message"]
+    assert [waited_for(timeline, e).reason for e in loads] == ["start", "message", "message"]
 
 
 def test_issuing_a_message_takes_the_ranks_time():

@@ -13,7 +13,18 @@ from pipefit.errors import PipefitError
 from pipefit.ir.op import Lane, Op
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
-from pipefit.timeline import Event, Timeline, compare, from_chrome_trace, load_trace, save_trace, to_chrome_trace
+from pipefit.timeline import (
+    Event,
+    Timeline,
+    by_kind,
+    compare,
+    critical_path,
+    from_chrome_trace,
+    load_trace,
+    save_trace,
+    to_chrome_trace,
+    waited_for,
+)
 
 
 def run(name="1f1b", p=4, m=8, c=0, *, repeats=1, **shape):
@@ -41,7 +52,7 @@ def test_an_empty_timeline_has_figures_too():
     timeline = Timeline(generate("1f1b", Shape(2, 2)), ())
     figures = timeline.makespan_s, timeline.period_s, timeline.bubble_fraction, timeline.bubble_over_ideal
     assert figures == (0, 0, 0, 0)
-    assert timeline.critical_path() == []
+    assert critical_path(timeline) == []
     assert timeline.peak_bytes(0) == timeline.utilisation(0) == 0
 
 
@@ -75,7 +86,7 @@ def test_neither_fill_nor_drain_counts_in_the_period():
 
 def test_the_critical_path_of_gpipe_goes_down_to_the_last_rank_and_back():
     timeline = run("gpipe", 3, 2, c=5, ahead=9)
-    assert shown(timeline, timeline.critical_path()) == [
+    assert shown(timeline, critical_path(timeline)) == [
         "0:fwd s0 m0 w0", "0:send s0 m0 act >1", "1:recv s0 m0 act <0", "1:fwd s1 m0 w0", "1:send s1 m0 act >2",
         "2:recv s1 m0 act <1", "2:fwd s2 m0 w0", "2:fwd s2 m1 w0", "2:bwd s2 m1 w0", "2:send s1 m1 grad >1",
         "1:recv s1 m1 grad <2", "1:bwd s1 m1 w0", "1:send s0 m1 grad >0", "0:recv s0 m1 grad <1", "0:bwd s0 m1 w0",
@@ -88,7 +99,7 @@ def test_an_event_says_what_it_waited_for():
 
     def wait(rank, op):
         event = next(e for e in timeline.events if e.rank == rank and timeline.instruction(e).op is op)
-        waited = timeline.waited_for(event)
+        waited = waited_for(timeline, event)
         return waited.reason, waited.by and str(timeline.instruction(waited.by)), waited.waited_s
 
     assert wait(0, Op.LOAD) == ("start", None, 0)
@@ -101,7 +112,7 @@ def test_an_event_says_what_it_waited_for():
 
 def test_a_receive_that_was_posted_late_is_what_the_message_waited_for():
     timeline = run("1f1b", 2, 4, ahead=0)
-    late = [e for e in timeline.events if timeline.waited_for(e).reason == "receiver"]
+    late = [e for e in timeline.events if waited_for(timeline, e).reason == "receiver"]
     assert late
     assert {timeline.instruction(e).op for e in late} == {Op.SEND}
 
@@ -110,8 +121,8 @@ def test_a_step_waits_for_the_reduction_of_its_gradients():
     program = generate("data-parallel", Shape(2, 2))
     timeline = simulate(program, CostModel((1,), (1,), (1,), weight_bytes=(8,), bandwidth_bytes_per_s=1))
     step = next(e for e in timeline.events if timeline.instruction(e).op is Op.STEP)
-    assert timeline.waited_for(step).reason == "reduction"
-    assert timeline.waited_for(step).waited_s == 8
+    assert waited_for(timeline, step).reason == "reduction"
+    assert waited_for(timeline, step).waited_s == 8
 
 
 # -------------------------------------------------------------------------------------------------------- comparisons
@@ -119,7 +130,7 @@ def test_a_step_waits_for_the_reduction_of_its_gradients():
 
 def test_times_by_kind_count_every_event():
     timeline = run("1f1b", 2, 4, repeats=2)
-    kinds = timeline.by_kind()
+    kinds = by_kind(timeline)
     assert kinds["fwd", 0] == (8, 8, 1)
     assert kinds["bwd", 1] == (8, 16, 2)
     assert sum(kind.num_times for kind in kinds.values()) == len(timeline.events)
@@ -160,7 +171,7 @@ def test_a_saved_trace_loads_back(tmp_path):
 
 
 def test_slices_of_one_thread_never_cross():
-    trace = run("1f1b", 4, 8, c=3, ahead=3).to_chrome_trace()
+    trace = to_chrome_trace(run("1f1b", 4, 8, c=3, ahead=3))
     threads = {}
     for item in trace["traceEvents"]:
         if item["ph"] == "X":
@@ -173,7 +184,7 @@ def test_slices_of_one_thread_never_cross():
 
 def test_every_message_is_an_arrow_between_two_slices():
     timeline = run("1f1b", 3, 4, c=1)
-    items = timeline.to_chrome_trace()["traceEvents"]
+    items = to_chrome_trace(timeline)["traceEvents"]
     slices = [item for item in items if item["ph"] == "X"]
     num_messages = sum(item["cat"] == "send" for item in slices)
     for phase, op in (("s", "send"), ("f", "recv")):
@@ -190,7 +201,7 @@ def test_every_message_is_an_arrow_between_two_slices():
 
 def test_ranks_are_processes_lanes_are_threads_and_memory_is_a_counter():
     timeline = run("1f1b", 2, 2)
-    items = timeline.to_chrome_trace()["traceEvents"]
+    items = to_chrome_trace(timeline)["traceEvents"]
     names = {(i["pid"], i["tid"]): i["args"]["name"] for i in items if i["name"] == "thread_name"}
     assert names[0, 0] == Lane.COMPUTE.value
     assert names[0, 100] == Lane.COMM.value
@@ -209,7 +220,7 @@ def test_ranks_are_processes_lanes_are_threads_and_memory_is_a_counter():
     ],
 )
 def test_a_spoilt_trace_is_refused(spoil, message):
-    trace = run(m=2).to_chrome_trace()
+    trace = to_chrome_trace(run(m=2))
     spoil(trace)
     with pytest.raises(PipefitError, match=message):
         from_chrome_trace(trace, "run.json")

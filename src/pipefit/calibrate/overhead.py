@@ -21,7 +21,7 @@ from pipefit.runtime.session import Session
 from pipefit.simulate import simulate
 from pipefit.spec import Profile, Topology
 from pipefit.spec.options import Parallelism
-from pipefit.timeline import Timeline
+from pipefit.timeline import Timeline, by_kind
 
 __all__ = ["arrival_s", "runtime_costs"]
 
@@ -77,7 +77,7 @@ def _round(pipe: Pipeline, layers: Sequence[nn.Module], x: torch.Tensor, topolog
     profile = profile_layers(layers, x[:1], loss, x[:1], repeats=_REPEATS, threads=None, optimizer=_sgd)
     pipe.fit([(x, x)] * _PASSES)
     timeline = pipe.timeline(last=_PASSES)
-    kinds = {key: item.median_s for key, item in timeline.by_kind().items()}
+    kinds = {key: item.median_s for key, item in by_kind(timeline).items()}
     # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
     crowd = per_core(topology, len(layers))
     costs = _costs(kinds, profile)._replace(pass_s=_between_s(timeline) / crowd)

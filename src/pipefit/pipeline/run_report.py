@@ -11,7 +11,7 @@ from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
-from pipefit.timeline import Timeline
+from pipefit.timeline import Timeline, by_kind, save_trace
 from pipefit.units import format_bytes, format_seconds
 
 __all__ = ["PipelineReport", "Traffic", "traffic"]
@@ -68,7 +68,7 @@ class PipelineReport:
             *self._moved(),
             f"{'what':<14}{'median':>10}{'total':>10}{'count':>8}",
         ]
-        for (op, stage), times in sorted(measured.by_kind().items(), key=lambda item: (item[0][1], item[0][0])):
+        for (op, stage), times in sorted(by_kind(measured).items(), key=lambda item: (item[0][1], item[0][0])):
             if op in _SHOWN:
                 name = f"{op} s{stage}" if stage >= 0 else op
                 lines.append(
@@ -93,5 +93,5 @@ class PipelineReport:
         return {
             "picture": save(self.timeline, place / "measured.svg"),
             "page": write_atomically(place / "measured.html", html(self.timeline)),
-            "trace": self.timeline.save_trace(place / "measured.trace.json"),
+            "trace": save_trace(self.timeline, place / "measured.trace.json"),
         }

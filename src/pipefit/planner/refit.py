@@ -9,7 +9,7 @@ import msgspec
 from pipefit.errors import PlanError
 from pipefit.ir.op import Op
 from pipefit.spec import Layer, Plan, Profile
-from pipefit.timeline import Timeline
+from pipefit.timeline import Timeline, by_kind
 
 __all__ = ["refit"]
 
@@ -34,7 +34,7 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
             f"{plan.partition.num_layers} layers, the profile {len(profile)} layers; they must belong together"
         )
     figures = profile.at(plan.microbatch_size) if plan.microbatch_size else profile
-    times = {key: item.median_s for key, item in measured.by_kind().items()}
+    times = {key: item.median_s for key, item in by_kind(measured).items()}
     if not any(op == Op.FWD.value for op, _ in times):
         raise PlanError("refit: the trace holds no forward")
     factors = {index: _factors(figures, stage.layers, stage.tensor, times, index) for index, stage in enumerate(stages)}

@@ -16,7 +16,7 @@ from pipefit.run.metrics import METRICS
 from pipefit.spec import Plan, Prediction, Profile
 from pipefit.spec.files import write_atomically, write_json
 from pipefit.spec.options import as_flat
-from pipefit.timeline import Timeline
+from pipefit.timeline import Timeline, save_trace
 from pipefit.timeline.compare import Row
 
 __all__ = ["RunResult", "checkpoints_of", "write_folder"]
@@ -64,8 +64,8 @@ def write_folder(
     plan.save(folder / "plan.json")
     profile.save(folder / "profile.json")
     program_text.save(pipe.program, folder / "program.pipe")
-    predicted.save_trace(folder / "predicted.trace.json")
-    measured.save_trace(folder / "measured.trace.json")
+    save_trace(predicted, folder / "predicted.trace.json")
+    save_trace(measured, folder / "measured.trace.json")
     result.paths = _pictures(folder, measured, predicted)
     result.paths |= {"checkpoint": str(checkpoints_of(folder)), "metrics": str(folder / METRICS)}
     write_json(folder / "run.json", {"format": "pipefit.run/1", "config": as_flat(config), "result": _plain(result)})

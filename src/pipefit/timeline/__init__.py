@@ -1,7 +1,7 @@
 """When instructions ran, simulated or measured, and what that says."""
 
-from pipefit.timeline.compare import KindTimes, Row, compare
-from pipefit.timeline.path import Wait
+from pipefit.timeline.compare import KindTimes, Row, by_kind, compare
+from pipefit.timeline.path import Wait, critical_path, waited_for
 from pipefit.timeline.timeline import Event, Timeline
 from pipefit.timeline.trace import from_chrome_trace, load_trace, save_trace, to_chrome_trace
 
@@ -11,9 +11,12 @@ __all__ = [
     "Row",
     "Timeline",
     "Wait",
+    "by_kind",
     "compare",
+    "critical_path",
     "from_chrome_trace",
     "load_trace",
     "save_trace",
     "to_chrome_trace",
+    "waited_for",
 ]

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, Lane, Op
 from pipefit.ir.program import Program
-
-if TYPE_CHECKING:
-    from pipefit.timeline.compare import KindTimes
-    from pipefit.timeline.path import Wait
 
 __all__ = ["Event", "Timeline"]
 
@@ -199,35 +194,3 @@ class Timeline:
     def peak_bytes(self, rank: int) -> float:
         """The most bytes a rank holds at any time; 0 where memory was not followed."""
         return max((size for _, size in self.memory[rank]), default=0) if self.memory else 0
-
-    # ------------------------------------------------------------------------------------- why, how long, and as files
-
-    def waited_for(self, event: Event) -> Wait:
-        """What an event had to wait for; see `pipefit.timeline.path`."""
-        from pipefit.timeline.path import waited_for
-
-        return waited_for(self, event)
-
-    def critical_path(self) -> list[Event]:
-        """The chain of events that determines the makespan, in the order of time; see `pipefit.timeline.path`."""
-        from pipefit.timeline.path import critical_path
-
-        return critical_path(self)
-
-    def by_kind(self) -> dict[tuple[str, int], KindTimes]:
-        """Count, total and median seconds of each (operation, stage); see `pipefit.timeline.compare`."""
-        from pipefit.timeline.compare import by_kind
-
-        return by_kind(self)
-
-    def to_chrome_trace(self) -> dict[str, Any]:
-        """The timeline as a Chrome trace, which Perfetto opens; see `pipefit.timeline.trace`."""
-        from pipefit.timeline.trace import to_chrome_trace
-
-        return to_chrome_trace(self)
-
-    def save_trace(self, path: str | Path) -> Path:
-        """Writes the Chrome trace as JSON, atomically."""
-        from pipefit.timeline.trace import save_trace
-
-        return save_trace(self, path)
