@@ -17,7 +17,7 @@ from pipefit.ir.op import OP_SPEC, Lane
 from pipefit.ir.residency import kept_fetches
 from pipefit.ir.values import Value
 from pipefit.passes.stays import stays
-from pipefit.planner.limits import limit_of, traffic
+from pipefit.planner.lane_limits import limit_of, traffic
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.simulate.engine import Engine

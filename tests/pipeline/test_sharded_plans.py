@@ -30,7 +30,7 @@ def machine(memory_bytes: float) -> Topology:
 
 
 def found(memory_bytes: float, **options: object) -> Plan:
-    return plan(PROFILE, machine(memory_bytes), global_batch=8, depths=(1,), executable=True, **options)
+    return plan(PROFILE, machine(memory_bytes), global_batch=8, depths=(1,), **options)
 
 
 def test_a_sharded_optimizer_makes_plans_fit_that_would_not() -> None:

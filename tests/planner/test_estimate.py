@@ -3,7 +3,7 @@
 import pytest
 
 from pipefit.errors import PlanError
-from pipefit.planner.estimate import (
+from pipefit.planner.ptdp import (
     Gpt,
     activation_bytes_per_layer,
     best_microbatch,
@@ -18,7 +18,7 @@ from pipefit.planner.estimate import (
     throughput_samples_per_s,
     training_days,
 )
-from pipefit.planner.gpt import gpt_profile
+from pipefit.planner import gpt_profile
 from pipefit.spec import Device
 
 # Parameters in billions, heads, hidden, layers, GPUs, TFLOP/s per GPU, % of 312, PFLOP/s: Narayanan et al., table 1.

@@ -9,10 +9,11 @@ from tests.planner.cases import model
 from pipefit.errors import InfeasibleError, PlanError, ProfileError, TopologyError
 from pipefit.ir.liveness import lifetimes, peak, peak_inflight
 from pipefit.planner import gpt_profile, plan
-from pipefit.planner.asked import ground_of, space_of
-from pipefit.planner.held import holds_all
-from pipefit.planner.judge import costs_of, judge, plan_of
-from pipefit.planner.rehearse import rehearse
+from pipefit.planner.candidate import costs_of, plan_of
+from pipefit.planner.estimate import estimate
+from pipefit.planner.holdings import holds_all
+from pipefit.planner.methods import problem_of, space_of
+from pipefit.planner.simulated import simulated
 from pipefit.planner.space import Config, configs
 from pipefit.schedules import Shape, find, generate, names, program_of
 from pipefit.simulate import simulate
@@ -32,9 +33,9 @@ def test_the_winner_is_within_3_percent_of_every_candidate_simulated(seed, bandw
     profile = model(6 + seed % 3, seed)
     topology = Topology((Level("machine", 4, bandwidth, 1e-4, one_port=port),))
     made = plan(profile, topology, global_batch=32)
-    ground = ground_of(profile, topology, 32)
-    space = space_of(ground, "auto", microbatch_sizes=(2,), executable=True)
-    everything = [rehearse(ground, judge(ground, config)) for config in configs(ground, space)]
+    problem = problem_of(profile, topology, 32)
+    space = space_of(problem, "auto", microbatch_sizes=(2,))
+    everything = [simulated(problem, estimate(problem, config)) for config in configs(problem, space)]
     best = min(one.period_s for one in everything if one)
     assert len(everything) > 20
     assert made.prediction.period_s <= 1.03 * best
@@ -58,21 +59,21 @@ def test_auto_is_never_behind_what_it_searches_too(name, method):
 def test_an_estimate_is_near_what_the_simulator_says(schedule, rate, recompute):
     """With hidden and with full links, replays that fill waits, and reductions behind backwards."""
     profile = model(8, weights=1e6 if rate > 1e7 else 2e4)
-    ground = ground_of(profile, Topology((Level("rack", 8, rate, 1e-4),)), 96)
+    problem = problem_of(profile, Topology((Level("rack", 8, rate, 1e-4),)), 96)
     chunks = 2 if find(schedule).chunks else 1
     for data, depth in ((1, 8), (2, 4), (4, 2)):
         if depth * chunks <= 8:
             config = Config(schedule, data, depth, 1, chunks, 2, 48, recompute)
-            judged = judge(ground, config)
-            assert judged.step_s == pytest.approx(rehearse(ground, judged).period_s, rel=0.12), config.summary
+            estimated = estimate(problem, config)
+            assert estimated.step_s == pytest.approx(simulated(problem, estimated).period_s, rel=0.12), config.summary
 
 
 def test_messages_take_turns_on_a_link():
     """GPipe sends all activations over the first link, then all gradients back: neither faster than it carries them."""
     profile = model(4, cut=4e6)
-    ground = ground_of(profile, Topology((Level("rack", 2, 1e8),)), 16)
-    told = rehearse(ground, judge(ground, Config("gpipe", 1, 2, 1, 1, 2, 8)))
-    assert told.period_s > 2 * 8 * 4e6 / 1e8
+    problem = problem_of(profile, Topology((Level("rack", 2, 1e8),)), 16)
+    found = simulated(problem, estimate(problem, Config("gpipe", 1, 2, 1, 1, 2, 8)))
+    assert found.period_s > 2 * 8 * 4e6 / 1e8
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -81,9 +82,9 @@ def test_a_candidate_is_slower_where_its_links_share_ports(tensor):
     times = []
     for port in (False, True):
         topology = Topology((Level("server", tensor, 1e12, 0.0), Level("rack", 4, 1e7, 0.0, one_port=port)))
-        ground = ground_of(model(8, cut=4e4), topology, 24)
+        problem = problem_of(model(8, cut=4e4), topology, 24)
         config = Config("interleaved", 1, 4, tensor, 2, 2, 12, "none")
-        times.append(rehearse(ground, judge(ground, config)).period_s)
+        times.append(simulated(problem, estimate(problem, config)).period_s)
     assert times[1] > 1.1 * times[0]
 
 
@@ -103,15 +104,15 @@ def test_every_plan_is_executable_and_verifies_clean(method):
 @pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("count", [3, 8, 24, 160])
 def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunks, recompute, count):
-    ground = ground_of(model(8), Topology.local(4), 2 * count)
+    problem = problem_of(model(8), Topology.local(4), 2 * count)
     config = Config(schedule, 1, 4, 1, chunks, 2, count, recompute)
-    judged = judge(ground, config)
-    program = program_of(plan_of(ground, judged.config, judged.partition))
-    _, cost = costs_of(ground, config, judged.partition)
+    estimated = estimate(problem, config)
+    program = program_of(plan_of(problem, estimated.config, estimated.partition))
+    _, cost = costs_of(problem, config, estimated.partition)
     for rank in range(4):
         held = peak(lifetimes(program, rank), cost.size_bytes) + cost.resident_bytes(program.header.stages_of(rank))
-        assert judged.peak_bytes[rank] >= held * (1 - 1e-9)
-        assert judged.peak_bytes[rank] == pytest.approx(held, rel=1e-9 if count < 160 else 0.25)
+        assert estimated.peak_bytes[rank] >= held * (1 - 1e-9)
+        assert estimated.peak_bytes[rank] == pytest.approx(held, rel=1e-9 if count < 160 else 0.25)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,11 @@ def test_memory_limits_hold_for_the_winner_by_liveness(share):
     limit = share * max(free.prediction.peak_bytes)
     topology = limited(4, limit)
     made = plan(profile, topology, global_batch=32, sharded=False)
-    ground = ground_of(profile, topology, 32)
+    problem = problem_of(profile, topology, 32)
     program = program_of(made)
     depth = len(made.partition.stages) // made.num_chunks
     config = Config(made.schedule, made.data, depth, 1, made.num_chunks, 2, 16)
-    _, cost = costs_of(ground, dataclasses.replace(config), made.partition)
+    _, cost = costs_of(problem, dataclasses.replace(config), made.partition)
     for rank in range(4):
         resident = cost.resident_bytes(program.header.stages_of(rank))
         assert peak(lifetimes(program, rank), cost.size_bytes) + resident <= limit
@@ -148,13 +149,13 @@ def test_memory_limits_hold_for_the_winner_by_liveness(share):
 
 def test_recompute_only_where_memory_asks_for_it():
     profile = model(8, weights=1e5, cut=1e6)
-    ground = ground_of(profile, Topology.local(4), 32)
-    plain = judge(ground, Config("1f1b", 1, 4, 1, 1, 2, 16, "none"))
-    full = judge(ground, Config("1f1b", 1, 4, 1, 1, 2, 16, "all"))
+    problem = problem_of(profile, Topology.local(4), 32)
+    plain = estimate(problem, Config("1f1b", 1, 4, 1, 1, 2, 16, "none"))
+    full = estimate(problem, Config("1f1b", 1, 4, 1, 1, 2, 16, "all"))
     limit = max(plain.peak_bytes) * 0.8
     assert max(full.peak_bytes) < limit
-    tight = ground_of(profile, limited(4, limit), 32)
-    some = judge(tight, Config("1f1b", 1, 4, 1, 1, 2, 16, "some"))
+    tight = problem_of(profile, limited(4, limit), 32)
+    some = estimate(tight, Config("1f1b", 1, 4, 1, 1, 2, 16, "some"))
     replayed = [stage.recompute for stage in some.partition.stages]
     assert some.fits and any(replayed) and not all(replayed)
     assert plain.step_s < some.step_s < full.step_s
@@ -208,13 +209,13 @@ def test_nothing_feasible_says_what_is_missing_and_what_would_help():
     ("model_name", "devices", "method"), [("vgg16", 16, "auto"), ("vgg16", 4, "2bw"), ("gnmt", 16, "auto")]
 )
 def test_who_asks_again_with_the_memory_of_the_cheapest_change_finds_a_plan(model_name, devices, method):
-    # Bounds that were no one's true need were once told as the least: 330 MiB where 6.9 GiB were needed.
+    # Bounds that were no one's true need were once found as the least: 330 MiB where 6.9 GiB were needed.
     profile = load_profile(model_name)
     with pytest.raises(InfeasibleError) as caught:
-        plan(profile, limited(devices, 1e8), method=method, executable=False)
+        plan(profile, limited(devices, 1e8), method=method)
     said = str(caught.value).split("devices with ")[1].split(" of memory")[0]
     enough = parse_quantity(said, "bytes", "memory")
-    assert plan(profile, limited(devices, enough), method=method, executable=False).prediction is not None
+    assert plan(profile, limited(devices, enough), method=method).prediction is not None
 
 
 def test_a_depth_that_does_not_divide_the_devices_is_refused_with_those_that_do():
@@ -228,7 +229,7 @@ def test_schedules_of_one_device_are_not_planned_over_many():
 
 
 def test_a_given_number_of_microbatches_stays():
-    made = plan(model(8, size=5), Topology.local(2), global_batch=33, num_microbatches=8, executable=True)
+    made = plan(model(8, size=5), Topology.local(2), global_batch=33, num_microbatches=8)
     assert made.num_microbatches == 8
 
 
@@ -345,14 +346,14 @@ def test_pipedream_plans_say_the_published_times():
 
 def test_an_extrapolated_time_is_that_of_the_whole_program():
     profile: Profile = model(8)
-    ground = ground_of(profile, Topology.local(4), 2 * 1600)
+    problem = problem_of(profile, Topology.local(4), 2 * 1600)
     for schedule, chunks in [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h2", 1)]:
-        judged = judge(ground, Config(schedule, 1, 4, 1, chunks, 2, 1600))
-        told = rehearse(ground, judged)
-        timing, _ = costs_of(ground, judged.config, judged.partition)
-        whole = simulate(program_of(plan_of(ground, judged.config, judged.partition)), timing, memory=False)
-        assert not told.whole
-        assert told.step_s == pytest.approx(whole.makespan_s, rel=0.005)
+        estimated = estimate(problem, Config(schedule, 1, 4, 1, chunks, 2, 1600))
+        found = simulated(problem, estimated)
+        timing, _ = costs_of(problem, estimated.config, estimated.partition)
+        whole = simulate(program_of(plan_of(problem, estimated.config, estimated.partition)), timing, memory=False)
+        assert not found.whole
+        assert found.step_s == pytest.approx(whole.makespan_s, rel=0.005)
 
 
 def test_split_backwards_are_looked_at_where_what_they_cost_was_measured_and_chosen_where_it_is_little():
@@ -374,5 +375,5 @@ def test_the_memory_that_a_refusal_asks_for_is_enough_for_split_backwards():
     profile = msgspec.structs.replace(model(8), layers=layers)
     with pytest.raises(InfeasibleError, match="devices with") as refusal:
         plan(profile, limited(4, 1e6), global_batch=32, depths=[4], schedules=["zb-h1"])
-    told = str(refusal.value).split("devices with ")[1].split(" of memory")[0]
-    assert plan(profile, limited(4, parse_quantity(told, "bytes")), global_batch=32, depths=[4], schedules=["zb-h1"])
+    found = str(refusal.value).split("devices with ")[1].split(" of memory")[0]
+    assert plan(profile, limited(4, parse_quantity(found, "bytes")), global_batch=32, depths=[4], schedules=["zb-h1"])

@@ -12,12 +12,15 @@ from pipefit.cost import FREE, of_plan
 from pipefit.errors import InfeasibleError, PipefitError, PlanError
 from pipefit.ir import Spill
 from pipefit.ir.liveness import device_peak_bytes
-from pipefit.planner import plan_spilling, spilling
+from pipefit.planner import Cap, gpt_profile, plan
+from pipefit.planner.estimate import estimate
 from pipefit.planner.explain import explain, spill_lines
-from pipefit.planner.gpt import gpt_profile
-from pipefit.planner.limits import limit_of, traffic
+from pipefit.planner.lane_limits import limit_of, traffic
 from pipefit.planner.machines import load_topology
-from pipefit.planner.shard_cuts import _even
+from pipefit.planner.simulated import simulated
+from pipefit.planner.spilled_candidates import spilled_configs
+from pipefit.planner.spilled_cuts import _even
+from pipefit.planner.under_cap import problem_under_cap
 from pipefit.schedules import Shape, generate
 from pipefit.schedules.from_plan import program_of, shape_of
 from pipefit.simulate import simulate
@@ -30,6 +33,12 @@ HOST, DISK = Tier("host", 64e9, 10e9, 10e9), Tier("disk", 1e12, 2e9, 1e9)
 MACHINE = Topology((Level("machine", 1, 1e9),), tiers=(HOST, DISK))
 
 
+def capped(profile, machine, *, num_microbatches=8, schedule=None, **cap):
+    """The plan under a cap."""
+    schedules = [schedule] if schedule else None
+    return plan(profile, machine, num_microbatches=num_microbatches, schedules=schedules, cap=Cap(**cap))
+
+
 def cost_of(plan, state=2.0):
     machine = SERVER if plan.placement.num_ranks > 1 else MACHINE
     return of_plan(PROFILE, plan, machine, state_per_weight=state, runtime=FREE)
@@ -38,7 +47,7 @@ def cost_of(plan, state=2.0):
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("device_bytes", [0.9e9, 1.5e9, 3e9])
 def test_a_plan_fits_its_cap_is_right_and_says_how_far_from_the_limit_it_is(tier, device_bytes):
-    plan = plan_spilling(PROFILE, MACHINE, device_bytes=device_bytes, num_microbatches=4, tier=tier)
+    plan = capped(PROFILE, MACHINE, device_bytes=device_bytes, num_microbatches=4, tier=tier)
     program, cost = program_of(plan), cost_of(plan)
     resident = 0.0 if plan.spill.optim_slots else cost.resident_bytes(range(len(plan.partition.stages)))
     assert device_peak_bytes(program, 0, cost.size_bytes, resident)[0] == plan.spill.peak_bytes <= device_bytes
@@ -51,7 +60,7 @@ def test_a_plan_fits_its_cap_is_right_and_says_how_far_from_the_limit_it_is(tier
 
 
 def test_layers_that_share_a_weight_get_a_slot_each():
-    plan = plan_spilling(PROFILE, MACHINE, device_bytes=1.2e9, num_microbatches=2, ties=[(0, 11)])
+    plan = capped(PROFILE, MACHINE, device_bytes=1.2e9, num_microbatches=2, ties=((0, 11),))
     assert plan.spill.weights_slots >= 2
     last = len(plan.partition.stages) - 1
     tied = generate(plan.schedule, shape_of(plan, ties=((0, last),)))
@@ -61,13 +70,13 @@ def test_layers_that_share_a_weight_get_a_slot_each():
 def test_activations_on_the_tier_make_room_for_more_micro_batches():
     wish = {"device_bytes": 0.9e9, "num_microbatches": 24}
     with pytest.raises(InfeasibleError):
-        plan_spilling(PROFILE, MACHINE, activations=False, **wish)
-    plan = plan_spilling(PROFILE, MACHINE, activations=True, **wish)
+        capped(PROFILE, MACHINE, activations=False, **wish)
+    plan = capped(PROFILE, MACHINE, activations=True, **wish)
     # Where nothing fits without, nobody need ask for it; where something does, it is not done.
-    unasked = plan_spilling(PROFILE, MACHINE, **wish)
+    unasked = capped(PROFILE, MACHINE, **wish)
     assert unasked.spill == replace_(plan.spill, resident_s=unasked.spill.resident_s) and unasked.spill.activations
     assert "waits on the tier until its replay" in explain(unasked, PROFILE)
-    assert not plan_spilling(PROFILE, MACHINE, device_bytes=0.9e9, num_microbatches=4).spill.activations
+    assert not capped(PROFILE, MACHINE, device_bytes=0.9e9, num_microbatches=4).spill.activations
     program, cost = program_of(plan), cost_of(plan)
     assert any(i.kind == "act" for i in program.ranks[0])
     resident = 0.0 if plan.spill.optim_slots else cost.resident_bytes(range(len(plan.partition.stages)))
@@ -78,46 +87,44 @@ def test_activations_on_the_tier_make_room_for_more_micro_batches():
 
 
 def test_a_plan_says_what_a_larger_device_would_do():
-    plan = plan_spilling(PROFILE, MACHINE, device_bytes=1.5e9, num_microbatches=4)
-    resident = plan_spilling(PROFILE, MACHINE, device_bytes=16e9, num_microbatches=4)
+    plan = capped(PROFILE, MACHINE, device_bytes=1.5e9, num_microbatches=4)
+    resident = capped(PROFILE, MACHINE, device_bytes=16e9, num_microbatches=4)
     assert plan.spill.resident_s == resident.prediction.period_s < plan.prediction.period_s
     share = resident.prediction.period_s / plan.prediction.period_s
     assert f"speed: {share:.0%} of that of a device which holds the whole model" in explain(plan, PROFILE)
 
 
-def test_no_choice_that_fits_is_faster_than_the_one_that_is_taken(monkeypatch):
+def test_no_candidate_that_fits_is_faster_than_the_winner():
     # With one slot copies wait for each other, which no limit of a lane knows: many such promise more than they keep.
-    tried, tasks = [], []
-    promise, fitting = spilling._promise, spilling.fitting
-    monkeypatch.setattr(spilling, "_promise", lambda choice: tried.append(choice) or promise(choice))
-    monkeypatch.setattr(spilling, "fitting", lambda task, cuts: tasks.append(task) or fitting(task, cuts))
-    machine = load_topology("one-gpu")
+    machine, cap = load_topology("one-gpu"), Cap(10e9)
     profile = gpt_profile(layers=12, hidden=2560, heads=32, device=machine.device)
-    plan = plan_spilling(profile, machine, device_bytes=10e9, num_microbatches=4)
-    periods = [found.period_s for choice in tried if (found := spilling._timed(tasks[-1], choice))]
-    assert len(periods) > 40 and plan.prediction.period_s == pytest.approx(min(periods))
+    winner = plan(profile, machine, num_microbatches=4, cap=cap)
+    problem, resident = problem_under_cap(profile, machine, cap, 4, None, None, None)
+    estimates = [estimate(problem, config) for config in spilled_configs(problem, resident, activations=False)]
+    periods = [found.period_s for each in estimates if each.fits and (found := simulated(problem, each))]
+    assert len(periods) > 40 and winner.prediction.period_s == pytest.approx(min(periods))
 
 
 def test_a_model_that_fits_is_not_spilled():
-    plan = plan_spilling(PROFILE, MACHINE, device_bytes=16e9)
+    plan = capped(PROFILE, MACHINE, device_bytes=16e9)
     assert plan.spill is None and len(plan.partition.stages) == 1
 
 
 def test_a_larger_cap_never_makes_it_slower():
     caps = (0.9e9, 1.2e9, 2e9, 4e9)
-    periods = [plan_spilling(PROFILE, MACHINE, device_bytes=cap, tier="disk").prediction.period_s for cap in caps]
+    periods = [capped(PROFILE, MACHINE, device_bytes=cap, tier="disk").prediction.period_s for cap in caps]
     assert periods == sorted(periods, reverse=True)
 
 
 def test_a_cap_too_small_is_refused_with_the_smallest_that_works():
     with pytest.raises(InfeasibleError, match=r"the smallest cap that works is .*, with .* layer0, has 95.37 MiB") as e:
-        plan_spilling(PROFILE, MACHINE, device_bytes=2e8)
+        capped(PROFILE, MACHINE, device_bytes=2e8)
     from pipefit.units import parse_quantity
 
     smallest = parse_quantity(str(e.value).split("works is ")[1].split(",")[0], "bytes")
-    assert plan_spilling(PROFILE, MACHINE, device_bytes=smallest * 1.001).spill.peak_bytes <= smallest * 1.001
+    assert capped(PROFILE, MACHINE, device_bytes=smallest * 1.001).spill.peak_bytes <= smallest * 1.001
     with pytest.raises(InfeasibleError):
-        plan_spilling(PROFILE, MACHINE, device_bytes=smallest * 0.99)
+        capped(PROFILE, MACHINE, device_bytes=smallest * 0.99)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +137,11 @@ def test_a_cap_too_small_is_refused_with_the_smallest_that_works():
 )
 def test_wishes_without_meaning_are_refused(wish, says):
     with pytest.raises((PlanError, InfeasibleError), match=says):
-        plan_spilling(PROFILE, MACHINE, **wish)
+        capped(PROFILE, MACHINE, **wish)
 
 
 def test_a_plan_that_spills_comes_back_from_its_file(tmp_path):
-    plan = plan_spilling(PROFILE, MACHINE, device_bytes=1.5e9)
+    plan = capped(PROFILE, MACHINE, device_bytes=1.5e9)
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
     with pytest.raises(PipefitError, match="host or disk"):
         SpillSpec("moon", 1.0)
@@ -170,7 +177,7 @@ SERVER = replace_(MACHINE, levels=(Level("server", 4, 10e9), Level("rack", 2, 1e
 def test_a_plan_for_several_ranks_keeps_the_cap_on_each_and_visits_a_stage_for_all_micro_batches(
     num_ranks, device_bytes
 ):
-    plan = plan_spilling(PROFILE, SERVER, device_bytes=device_bytes, num_microbatches=6, num_ranks=num_ranks)
+    plan = capped(PROFILE, SERVER, device_bytes=device_bytes, num_microbatches=6, num_ranks=num_ranks)
     num_stages = len(plan.partition.stages)
     assert plan.schedule == "breadth-first" and num_stages == num_ranks * plan.num_chunks > num_ranks
     assert plan.placement.ranks == tuple((stage % num_ranks,) for stage in range(num_stages))
@@ -198,7 +205,7 @@ def test_a_plan_for_several_ranks_keeps_the_cap_on_each_and_visits_a_stage_for_a
 
 def test_more_ranks_make_it_faster_and_a_model_that_fits_them_together_is_not_spilled():
     plans = [
-        plan_spilling(PROFILE, SERVER, device_bytes=1.5e9, num_microbatches=8, num_ranks=num_ranks)
+        capped(PROFILE, SERVER, device_bytes=1.5e9, num_microbatches=8, num_ranks=num_ranks)
         for num_ranks in (1, 2, 3, 4)
     ]
     periods = [plan.prediction.period_s for plan in plans]
@@ -213,8 +220,8 @@ def test_more_ranks_make_it_faster_and_a_model_that_fits_them_together_is_not_sp
 def test_copies_of_a_spilled_pipeline_keep_the_cap_and_halve_the_work(num_ranks, depth):
     wish = {"device_bytes": 1.15e9, "num_microbatches": 8}
     fast = replace_(SERVER, tiers=(Tier("host", 64e9, 1e12, 1e12),))
-    one = plan_spilling(PROFILE, fast, num_ranks=depth, **wish)
-    two = plan_spilling(PROFILE, fast, num_ranks=num_ranks, copies=2, **wish)
+    one = capped(PROFILE, fast, num_ranks=depth, **wish)
+    two = capped(PROFILE, fast, num_ranks=num_ranks, copies=2, **wish)
     assert two.data == 2 and two.placement.num_ranks == num_ranks and {len(r) for r in two.placement.ranks} == {2}
     assert one.spill and two.spill and max(two.prediction.peak_bytes) == two.spill.peak_bytes <= 1.15e9
     program = program_of(two)
@@ -226,15 +233,15 @@ def test_copies_of_a_spilled_pipeline_keep_the_cap_and_halve_the_work(num_ranks,
 def test_ranks_of_one_machine_share_the_rates_and_the_room_of_its_tiers():
     assert [SERVER.tiers_among(n)[0].read_bytes_per_s for n in (1, 2, 4, 8)] == [10e9, 5e9, 2.5e9, 2.5e9]
     wish = {"device_bytes": 1.2e9, "num_microbatches": 4, "num_ranks": 2}
-    assert plan_spilling(PROFILE, SERVER, host_bytes=3.7e9, **wish).spill
+    assert capped(PROFILE, SERVER, host_bytes=3.7e9, **wish).spill
     with pytest.raises(InfeasibleError, match="does not fit the host"):
-        plan_spilling(PROFILE, SERVER, host_bytes=3.5e9, **wish)
+        capped(PROFILE, SERVER, host_bytes=3.5e9, **wish)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 3), ("breadth-first", 2), ("gpipe", 0), ("1f1b", 0)])
 def test_a_schedule_and_chunks_that_are_asked_for_are_planned(schedule, chunks):
     cap = 3.5e9 if not chunks else 1.5e9
-    plan = plan_spilling(
+    plan = capped(
         PROFILE, SERVER, device_bytes=cap, num_microbatches=4, num_ranks=2, schedule=schedule, num_chunks=chunks
     )
     assert (plan.schedule, plan.num_chunks) == (schedule, chunks or 1)
@@ -244,15 +251,15 @@ def test_a_schedule_and_chunks_that_are_asked_for_are_planned(schedule, chunks):
 def test_a_cap_too_small_for_several_ranks_is_refused_with_the_smallest_that_works():
     wish = {"num_microbatches": 4, "num_ranks": 5}
     with pytest.raises(InfeasibleError, match=r"on each of 5 ranks: the smallest cap .* one slot per rank") as e:
-        plan_spilling(PROFILE, replace_(SERVER, levels=(Level("server", 8, 1e9),)), device_bytes=2e8, **wish)
+        capped(PROFILE, replace_(SERVER, levels=(Level("server", 8, 1e9),)), device_bytes=2e8, **wish)
     from pipefit.units import parse_quantity
 
     smallest = parse_quantity(str(e.value).split("works is ")[1].split(",")[0], "bytes")
     many = replace_(SERVER, levels=(Level("server", 8, 1e9),))
-    plan = plan_spilling(PROFILE, many, device_bytes=smallest * 1.001, **wish)
+    plan = capped(PROFILE, many, device_bytes=smallest * 1.001, **wish)
     assert plan.spill.peak_bytes <= smallest * 1.001 and len(plan.partition.stages) == 10
     with pytest.raises(InfeasibleError):
-        plan_spilling(PROFILE, many, device_bytes=smallest * 0.99, **wish)
+        capped(PROFILE, many, device_bytes=smallest * 0.99, **wish)
 
 
 @pytest.mark.parametrize(
@@ -268,12 +275,12 @@ def test_a_cap_too_small_for_several_ranks_is_refused_with_the_smallest_that_wor
 )
 def test_orders_that_a_cap_has_no_meaning_for_are_refused(wish, says):
     with pytest.raises(PlanError, match=says):
-        plan_spilling(PROFILE, SERVER, device_bytes=1e9, **wish)
+        capped(PROFILE, SERVER, device_bytes=1e9, **wish)
 
 
 def test_tied_layers_on_several_ranks_fit_too():
-    wish = {"ties": [(0, 11)], "clip": True, "num_ranks": 2}
-    plan = plan_spilling(PROFILE, SERVER, device_bytes=1.2e9, num_microbatches=4, **wish)
+    wish = {"ties": ((0, 11),), "clip": True, "num_ranks": 2}
+    plan = capped(PROFILE, SERVER, device_bytes=1.2e9, num_microbatches=4, **wish)
     last = len(plan.partition.stages) - 1
     tied = generate(plan.schedule, shape_of(plan, ties=((0, last),), clip=True))
     assert verify(tied, capacity_bytes=1.2e9, size=cost_of(plan).size_bytes).ok
@@ -282,7 +289,7 @@ def test_tied_layers_on_several_ranks_fit_too():
 def planned(rate, step_on="auto", link=10e9, tier="host"):
     host = Tier("host", 64e9, link, link, step_bytes_per_s=rate)
     machine = Topology((Level("machine", 1, 1e9),), tiers=(host, DISK))
-    return plan_spilling(PROFILE, machine, device_bytes=1.5e9, num_microbatches=1, step_on=step_on, tier=tier)
+    return capped(PROFILE, machine, device_bytes=1.5e9, num_microbatches=1, step_on=step_on, tier=tier)
 
 
 @pytest.mark.parametrize(("rate", "on_host"), [(100e9, "some"), (1e9, "some"), (0.05e9, "none"), (0.0, "none")])
@@ -335,18 +342,16 @@ def test_shards_are_as_even_as_they_can_be(weights, count):
 @pytest.mark.parametrize(("num_ranks", "more_bytes"), [(1, 2.6e9), (2, 1.6e9)])
 def test_as_many_stages_keep_their_activations_as_the_cap_has_room_for(num_ranks, more_bytes):
     def planned(device_bytes, **wishes):
-        return plan_spilling(
-            PROFILE, SERVER, device_bytes=device_bytes, num_microbatches=6, num_ranks=num_ranks, **wishes
-        )
+        return capped(PROFILE, SERVER, device_bytes=device_bytes, num_microbatches=6, num_ranks=num_ranks, **wishes)
 
     few, many = planned(0.9e9), planned(more_bytes)
     assert 0 < len(few.spill.keeps) < len(few.partition.stages)
     assert set(range(len(many.partition.stages))) == set(many.spill.keeps)
     assert not program_of(many).recomputed
-    for plan in (few, many):
-        cost = cost_of(plan)
-        assert verify(program_of(plan), capacity_bytes=plan.spill.device_bytes, size=cost.size_bytes).ok
-        replaying = planned(plan.spill.device_bytes, keep=False)
+    for made in (few, many):
+        cost = cost_of(made)
+        assert verify(program_of(made), capacity_bytes=made.spill.device_bytes, size=cost.size_bytes).ok
+        replaying = planned(made.spill.device_bytes, keep=False)
         assert not replaying.spill.keeps and program_of(replaying).recomputed
-        assert plan.prediction.period_s < replaying.prediction.period_s
+        assert made.prediction.period_s < replaying.prediction.period_s
     assert "keep theirs; the others replay" in "".join(spill_lines(few))

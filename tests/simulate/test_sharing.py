@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipefit.cost import CostModel, unit
 from pipefit.errors import TopologyError
 from pipefit.ir.op import Op
-from pipefit.planner.space import _grouped
+from pipefit.planner.groups import grouped
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.simulate.engine import Engine
@@ -80,7 +80,7 @@ def test_machines_do_not_share_their_cores():
     crowded = CostModel((2.0,), (2.0,), (2.0,), topology=servers)
     assert simulate(copies(4), crowded).makespan_s == pytest.approx(12)
     assert [crowded.machine_of(rank) for rank in range(4)] == [(0, 1), (0, 1), (1, 1), (1, 1)]
-    assert _grouped(servers, 2).machine == (1, 0.5)
+    assert grouped(servers, 2).machine == (1, 0.5)
 
 
 rounds = st.integers(1, 9).map(Fraction)

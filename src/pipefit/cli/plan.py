@@ -63,7 +63,6 @@ def command(
     ] = None,
     state: Annotated[float | None, help_of("Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.")] = None,
     tensor: Annotated[str | None, help_of("Tensor widths to choose from, such as 1,2.", "--tensor", "-t")] = None,
-    executable: Annotated[bool, flag("Only what `pipefit train` runs for any model: no tensor width.")] = False,
     tokens: Annotated[float | None, help_of("Say how long training a GPT on so many tokens takes.")] = None,
     refit: Annotated[Path | None, help_of("Correct the profile by this measured trace; needs --of.")] = None,
     of: Annotated[Path | None, help_of("The plan (.json) that the trace of --refit ran.")] = None,
@@ -130,7 +129,7 @@ def command(
         "schedules": schedule.split(",") if schedule else None,
         "recompute": {"auto": None, "always": True, "never": False}[recompute],
         "state_per_weight": state,
-        "executable": executable or None,
+        "tensors": whole_numbers("--tensor", tensor) or None,
     }
     from pipefit.planner import plan
 
@@ -142,7 +141,6 @@ def command(
         depths=whole_numbers("--depth", depth) or None,
         cost=cost,
         straight=straight,
-        tensors=whole_numbers("--tensor", tensor) or None,
     )
     return _answer(made, figures, machine, tokens, picture, output, _charts(figures, machine, wishes, pareto, depths))
 
@@ -181,28 +179,27 @@ def _spilled(
     data_parallel: int | None,
 ) -> Plan:
     """The plan under --device-memory."""
-    from pipefit.planner import plan_spilling
+    from pipefit.planner import Cap, plan
     from pipefit.units import parse_quantity
 
-    if len(sizes) > 1:
-        raise PipefitError(f"--device-memory: expected one --microbatch-size, got {','.join(map(str, sizes))}")
-    if schedule is not None and "," in schedule:
-        raise PipefitError(f"--device-memory: expected one --schedule, got {schedule}")
-    size = sizes[0] if sizes else profile.microbatch_size
-    return plan_spilling(
-        profile,
-        machine,
+    cap = Cap(
         device_bytes=parse_quantity(device_memory, "bytes", "--device-memory"),
-        num_microbatches=microbatches or max((global_batch or 8 * size) // size, 1),
-        microbatch_size=size,
         tier=tier,
-        state_per_weight=state,
         step_on=step_on or "auto",
         keep=keep != "none",
         num_ranks=ranks or data_parallel or 1,
         copies=data_parallel or 1,
-        schedule=schedule,
         num_chunks=chunks or 0,
+    )
+    return plan(
+        profile,
+        machine,
+        global_batch=global_batch,
+        num_microbatches=microbatches,
+        microbatch_sizes=sizes or None,
+        schedules=schedule.split(",") if schedule else None,
+        state_per_weight=state,
+        cap=cap,
     )
 
 

@@ -84,7 +84,7 @@ def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profil
     Raises:
         PipefitError: there is none, or no machine to compute it for.
     """
-    from pipefit.planner.gpt import gpt_profile, gpt_settings
+    from pipefit.planner.computed_profile import gpt_profile, gpt_settings
     from pipefit.spec.published import load_profile
 
     if not name.startswith("gpt:"):

@@ -16,7 +16,7 @@ from torch import nn
 from pipefit.errors import PlanError
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.pipeline.workload import Workload
-from pipefit.planner.spilling import NOT_FROM_DISK, plan_spilling
+from pipefit.planner import NOT_FROM_DISK, Cap, plan
 from pipefit.profiling import analytic_profile, measure_device, measure_tier, with_measured_kinds
 from pipefit.profiling.agreed import merged
 from pipefit.profiling.links import links_of
@@ -33,7 +33,7 @@ __all__ = ["machine_tier", "measure_host_step", "plan_under_cap"]
 
 
 def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[Plan, Profile, Topology]:
-    """The plan for a cap on the device's memory: stages, slots, and what it should cost; see `planner.plan_spilling`.
+    """The plan for a cap on the device's memory: stages, slots, and what it should cost; see `planner.plan`.
 
     Layers may be on the meta device: one of each kind is run, on all ranks at the same time, as devices and tiers are
     measured too. The first rank plans for all.
@@ -56,25 +56,28 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     state = state_per_weight(work.layers, work.optimizer)
     measure = partial(_measured_profile, request, work, example, device, state)
     profile = _agreed(session, measure)
-    search = partial(
-        plan_spilling,
-        profile,
-        topology,
-        device_bytes=spill.cap_bytes,
-        num_microbatches=request.microbatches,
+    cap = Cap(
+        spill.cap_bytes,
         tier=tier.name,
         host_bytes=spill.host_bytes if tier.name == "host" else None,
-        state_per_weight=state,
-        clip=work.clips,
-        ties=tied_layers(work.layers),
         step_on=_step_on(spill, tier),
+        keep=_may_keep(spill),
         activations=spill.activations or None,
         num_ranks=num_ranks,
         copies=copies,
-        schedule=None if request.schedule == AUTO else request.schedule,
         num_chunks=request.parallelism.chunks if request.parallelism.chunks > 1 else 0,
-        keep=_may_keep(spill),
+        clip=work.clips,
+        ties=tuple(map(tuple, tied_layers(work.layers))),
         sizes=sizes_of(work.layers, work.optimizer, copies),
+    )
+    search = partial(
+        plan,
+        profile,
+        topology,
+        num_microbatches=request.microbatches,
+        schedules=[request.schedule] if request.schedule not in (None, AUTO) else None,
+        state_per_weight=state,
+        cap=cap,
     )
     found = msgspec.convert(from_first(session, lambda: msgspec.to_builtins(search())), Plan)
     return found, profile, topology

@@ -118,7 +118,6 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
             global_batch=batch,
             microbatch_sizes=[size for size in sizes if not batch % size],
             state_per_weight=state_per_weight(work.layers, work.optimizer),
-            executable=True,
             tensors=widths_of([layer.module for layer in work.layers], session.num_ranks),
             sharded=True if spread.shard_optimizer else None,
         )

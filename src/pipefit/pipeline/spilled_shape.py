@@ -8,7 +8,7 @@ import msgspec
 
 from pipefit.errors import PlanError
 from pipefit.ir.spill import Spill
-from pipefit.planner.spilling import NOT_FROM_DISK
+from pipefit.planner import NOT_FROM_DISK
 from pipefit.schedules.shape import Shape
 from pipefit.spec.options import KEEP, STEP_ON, Spilled
 

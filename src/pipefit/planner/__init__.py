@@ -1,8 +1,9 @@
-"""Search over plans: which cut, schedule, widths and micro-batch size, and why every other lost."""
+"""Search over plans: which cut, schedule, widths, micro-batch size and slots, and why every other lost."""
 
-from pipefit.planner.gpt import gpt_profile
+from pipefit.planner.computed_profile import gpt_profile
 from pipefit.planner.manual import by_hand, ranks_of
-from pipefit.planner.planning import METHODS, plan
-from pipefit.planner.spilling import plan_spilling
+from pipefit.planner.methods import METHODS
+from pipefit.planner.planning import plan
+from pipefit.planner.space import NOT_FROM_DISK, STEP_ON, Cap
 
-__all__ = ["METHODS", "by_hand", "gpt_profile", "plan", "plan_spilling", "ranks_of"]
+__all__ = ["METHODS", "NOT_FROM_DISK", "STEP_ON", "Cap", "by_hand", "gpt_profile", "plan", "ranks_of"]

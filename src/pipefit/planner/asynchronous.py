@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import PipeDreamResult, pipedream
-from pipefit.planner.space import Config, Ground, Space
+from pipefit.planner.space import Config, Problem, Space
 from pipefit.schedules import placement_of
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, StageSpec, Topology
 
@@ -90,22 +90,22 @@ def _candidates(profile: Profile, found: PipeDreamResult) -> tuple[Candidate, ..
     return tuple(lines)
 
 
-def replicated(ground: Ground, space: Space) -> list[Config]:
+def replicated(problem: Problem, space: Space) -> list[Config]:
     """1F1B over PipeDream's stages, where these have different numbers of replicas."""
-    if "1f1b" not in space.schedules or ground.topology.num_devices < 3:
+    if "1f1b" not in space.schedules or problem.topology.num_devices < 3:
         return []
     result = []
     for size in space.microbatch_sizes if space.num_microbatches is None else (None,):
-        batch = ground.global_batch
+        batch = problem.global_batch
         count = space.num_microbatches or 0
         if size is not None:
             if batch % size:
                 continue
             count = batch // size
-        profile = ground.at(-(-batch // count), 1)
+        profile = problem.at(-(-batch // count), 1)
         try:
             found = pipedream(
-                profile, ground.topology, weight_versions=False, state_factor=1 + ground.state, margin=0.0
+                profile, problem.topology, weight_versions=False, state_factor=1 + problem.state, margin=0.0
             )
         except PlanError:
             continue
@@ -113,7 +113,7 @@ def replicated(ground: Ground, space: Space) -> list[Config]:
             continue
         stages = found.partition.stages
         counts = tuple(stage.replicas for stage in stages)
-        if len(set(counts)) == 1 or sum(counts) != ground.topology.num_devices or count < max(counts):
+        if len(set(counts)) == 1 or sum(counts) != problem.topology.num_devices or count < max(counts):
             continue
         layers = tuple(stage.layers for stage in stages)
         for recompute in space.recompute:

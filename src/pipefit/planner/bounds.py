@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipefit.planner.closed_forms import Pace, closed_form_s, exposed_s
-from pipefit.planner.held import holds_all
-from pipefit.planner.space import Config, Ground
+from pipefit.planner.closed_forms import MicrobatchTimes, closed_form_s, exposed_s
+from pipefit.planner.holdings import holds_all
+from pipefit.planner.space import Config, Problem
 from pipefit.spec import Profile
 
 __all__ = ["quick_bytes", "quick_s"]
 
 
-def quick_s(ground: Ground, config: Config) -> float:
+def quick_s(problem: Problem, config: Config) -> float:
     """Seconds per update if the layers could be cut anywhere: a lower bound, roughly, for ranking."""
-    total = ground.once(
+    total = problem.once(
         ("quick", config.microbatch_size, config.tensor),
-        lambda: _totals(ground.at(config.microbatch_size, config.tensor)),
+        lambda: _totals(problem.at(config.microbatch_size, config.tensor)),
     )
     # Where the backward follows its forward at once nothing is replayed, as on the last rank of 1F1B.
     replayed = 1 - 1 / config.depth if config.recompute == "all" else 0.0
@@ -28,13 +28,13 @@ def quick_s(ground: Ground, config: Config) -> float:
         share = max(1 / config.depth, total.largest_s / (work or 1.0))
     message_s = way_s = trip_s = 0.0
     if config.depth > 1:
-        link = ground.ranks(config.tensor).level_between(0, 1)
+        link = problem.ranks(config.tensor).level_between(0, 1)
         hop_s = total.cut_bytes / config.tensor / link.bandwidth_bytes_per_s + link.latency_s
         message_s = hop_s * config.chunks / (max(config.replicas) if config.replicas else 1)
         way_s = hop_s * (config.num_stages - 1)
         trip_s = (work + 2 * way_s) / config.depth
-    pace = Pace(share * total.forward_s, share * backward_s, work, message_s, way_s, trip_s)
-    return closed_form_s(config, pace) + _quick_tail_s(ground, config, total.backward_s)
+    pace = MicrobatchTimes(share * total.forward_s, share * backward_s, work, message_s, way_s, trip_s)
+    return closed_form_s(config, pace) + _quick_tail_s(problem, config, total.backward_s)
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ def _totals(profile: Profile) -> _Totals:
     )
 
 
-def _quick_tail_s(ground: Ground, config: Config, backward_s: float) -> float:
+def _quick_tail_s(problem: Problem, config: Config, backward_s: float) -> float:
     """What reductions add if every stage has an equal share of the time, and the weights that lie there."""
     if config.data < 2:
         return 0.0
-    link = ground.ranks(config.tensor).level_between(0, config.depth)
+    link = problem.ranks(config.tensor).level_between(0, config.depth)
     per_byte = 2 * (config.data - 1) / config.data / link.bandwidth_bytes_per_s
-    weights = ground.once(
+    weights = problem.once(
         ("weights", config.microbatch_size, config.tensor, config.num_stages),
-        lambda: _shares(ground.at(config.microbatch_size, config.tensor), config.num_stages),
+        lambda: _shares(problem.at(config.microbatch_size, config.tensor), config.num_stages),
     )
     behind = [stage * backward_s / config.num_stages for stage in range(config.num_stages)]
     return exposed_s([size * per_byte for size in weights], behind)
@@ -82,10 +82,10 @@ def _shares(profile: Profile, num_stages: int) -> list[float]:
     return [float(size) for size in np.diff(ends)]
 
 
-def quick_bytes(ground: Ground, config: Config) -> float:
+def quick_bytes(problem: Problem, config: Config) -> float:
     """Bytes that some rank needs at least, however the layers are cut."""
-    profile = ground.at(config.microbatch_size, config.tensor)
-    weights, saved, cut = ground.once(
+    profile = problem.at(config.microbatch_size, config.tensor)
+    weights, saved, cut = problem.once(
         ("bytes", config.microbatch_size, config.tensor),
         lambda: (
             sum(x.weight_bytes for x in profile.layers),
@@ -93,7 +93,7 @@ def quick_bytes(ground: Ground, config: Config) -> float:
             min(profile.cut_bytes, default=0.0),
         ),
     )
-    state = ground.state / (config.data if config.sharded else 1)
+    state = problem.state / (config.data if config.sharded else 1)
     versions = 2 if config.schedule == "pipedream-2bw" else 1
     kept = saved if config.recompute == "none" else 0.0
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):

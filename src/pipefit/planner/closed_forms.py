@@ -10,15 +10,16 @@ from pipefit.cost import CostModel
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.values import Value
-from pipefit.planner.ranks import placement_for, positions, replayed, slowness_of
-from pipefit.planner.space import Config, Ground
+from pipefit.planner.devices import placement_for, positions, slowness_of
+from pipefit.planner.holdings import replayed
+from pipefit.planner.space import Config, Problem
 from pipefit.spec import Partition
 
-__all__ = ["Pace", "closed_form_s", "estimate_s", "exposed_s", "reduce_s"]
+__all__ = ["MicrobatchTimes", "closed_form_s", "estimate_s", "exposed_s", "reduce_s"]
 
 
 @dataclass(frozen=True)
-class Pace:
+class MicrobatchTimes:
     """What the closed forms take: seconds per micro-batch of one pipeline.
 
     Attributes:
@@ -38,7 +39,7 @@ class Pace:
     trip_s: float = 0.0
 
 
-def closed_form_s(config: Config, pace: Pace) -> float:
+def closed_form_s(config: Config, pace: MicrobatchTimes) -> float:
     """Seconds of an update without reductions: the schedules' closed forms, for stages and links that differ.
 
     A micro-batch takes the rhythm of whatever is slowest (a rank, a link, or a round trip that the schedule has too
@@ -77,10 +78,10 @@ def exposed_s(tails: list[float], behind: list[float]) -> float:
     return max(0.0, *(tail - rest for tail, rest in zip(tails, behind, strict=True)))
 
 
-def estimate_s(ground: Ground, config: Config, partition: Partition, cost: CostModel) -> float:
+def estimate_s(problem: Problem, config: Config, partition: Partition, cost: CostModel) -> float:
     """Seconds per update of a candidate that has been cut."""
     placement = placement_for(config).ranks
-    stages = _stage_seconds(ground, config, partition, cost)
+    stages = _stage_seconds(problem, config, partition, cost)
     hops = [_message_s(cost, stage, a[0], b[0]) for stage, (a, b) in enumerate(pairwise(placement))]
     tails = [reduce_s(cost, stage, ranks) + cost.step_s[stage] for stage, ranks in enumerate(placement)]
     alone = closed_form_s(config, _pace(config, stages, hops))
@@ -111,8 +112,8 @@ class _Stage(NamedTuple):
         return self.forward_s + self.backward_s + self.replay_s
 
 
-def _stage_seconds(ground: Ground, config: Config, partition: Partition, cost: CostModel) -> list[_Stage]:
-    slow = slowness_of(ground, config) if not config.replicas else [1.0] * config.depth
+def _stage_seconds(problem: Problem, config: Config, partition: Partition, cost: CostModel) -> list[_Stage]:
+    slow = slowness_of(problem, config) if not config.replicas else [1.0] * config.depth
     owner = positions(config)
     each = cost.overhead_s + 2 * cost.post_s
     again = replayed(config) if any(stage.recompute for stage in partition.stages) else ()
@@ -126,7 +127,7 @@ def _stage_seconds(ground: Ground, config: Config, partition: Partition, cost: C
     return found
 
 
-def _pace(config: Config, stages: list[_Stage], hops: list[float]) -> Pace:
+def _pace(config: Config, stages: list[_Stage], hops: list[float]) -> MicrobatchTimes:
     owner, copies = positions(config), config.replicas or (1,) * len(stages)
     forward, work, message, alone = ([0.0] * config.depth for _ in range(4))
     for stage, (rank, own) in enumerate(zip(owner, stages, strict=True)):
@@ -145,7 +146,7 @@ def _pace(config: Config, stages: list[_Stage], hops: list[float]) -> Pace:
             sum(max(own.backward_s + own.replay_s for own in chunk) for chunk in chunks),
         )
     trips = [(sum(alone[rank:]) + 2 * sum(hops[rank:])) / (config.depth - rank) for rank in range(config.depth)]
-    return Pace(*slowest, sum(alone), max(message), sum(hops), max(trips))
+    return MicrobatchTimes(*slowest, sum(alone), max(message), sum(hops), max(trips))
 
 
 def _flush_s(count: int, stages: list[_Stage], hops: list[float]) -> float:

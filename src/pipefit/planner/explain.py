@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pipefit.planner.estimate import Gpt, mfu, num_parameters, training_days
-from pipefit.planner.gpt import gpt_settings
-from pipefit.planner.held import small_program
+from pipefit.planner.computed_profile import gpt_settings
+from pipefit.planner.holdings import small_program
+from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
 from pipefit.spec import Plan, Profile, SpillSpec, StageSpec, Topology
 from pipefit.units import counted, format_bytes, format_seconds
 

@@ -9,11 +9,11 @@ from html import escape
 
 from pipefit.draw import chart
 from pipefit.errors import PipefitError
-from pipefit.planner.asked import ground_of, is_local, sizes_of, space_of
 from pipefit.planner.bounds import quick_bytes
-from pipefit.planner.judge import Judged, judge
-from pipefit.planner.rehearse import rehearse
-from pipefit.planner.space import Ground, configs
+from pipefit.planner.candidate import Estimate
+from pipefit.planner.estimate import estimate
+from pipefit.planner.methods import problem_of, sizes_to_try, space_of
+from pipefit.planner.space import Problem, configs
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.units import counted, format_bytes, format_seconds
 
@@ -53,41 +53,39 @@ def explore(
     microbatch_sizes: Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
     recompute: bool | None = None,
-    executable: bool | None = None,
-    simulated: bool = False,
+    tensors: Sequence[int] | None = None,
     state_per_weight: float | None = None,
 ) -> tuple[Point, ...]:
     """Every configuration with its throughput and memory, whether it fits or not.
 
-    Arguments as for `plan`; `simulated` asks the simulator in place of the closed forms.
+    Arguments as for `plan`; times are those of the closed forms.
     """
-    ground = ground_of(profile, topology, global_batch, state_per_weight)
+    problem = problem_of(profile, topology, global_batch, state_per_weight)
     if method == "pipedream":
         raise PipefitError("pipedream plans one partition by its own recurrence; there is nothing to explore")
     space = space_of(
-        ground,
+        problem,
         method,
-        microbatch_sizes=sizes_of(ground, microbatch_sizes),
+        microbatch_sizes=sizes_to_try(problem, microbatch_sizes),
         schedules=schedules,
         recompute=recompute,
-        executable=is_local(topology) if executable is None else executable,
+        tensors=tensors,
     )
     points = []
-    for config in configs(ground, space):
+    for config in configs(problem, space):
         if config.recompute == "some" or config.partitioner == "links":
             continue
-        judged = judge(ground, config)
-        if judged.partition is not None:
-            points.append(_point(ground, judged, simulated))
+        estimated = estimate(problem, config)
+        if estimated.partition is not None:
+            points.append(_point(problem, estimated))
     return tuple(points)
 
 
-def _point(ground: Ground, judged: Judged, simulated: bool) -> Point:
-    config = judged.config
-    told = rehearse(ground, judged) if simulated else None
-    seconds = told.period_s if told else judged.step_s
-    peak = max(judged.peak_bytes, default=quick_bytes(ground, config))
-    return Point(config.summary, config.depth, config.microbatch_size, ground.global_batch / seconds, peak, judged.fits)
+def _point(problem: Problem, estimated: Estimate) -> Point:
+    config = estimated.config
+    peak = max(estimated.peak_bytes, default=quick_bytes(problem, config))
+    rate = problem.global_batch / estimated.step_s
+    return Point(config.summary, config.depth, config.microbatch_size, rate, peak, estimated.fits)
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:

@@ -1,4 +1,4 @@
-"""What the planner chooses from: one Config per combination, and the ground on which all of them are judged.
+"""The search space: one Config per candidate, and the problem that all of them solve.
 
 Legend: d data-parallel copies, p depth, t tensor width, v chunks, b micro-batch size; n = d·p·t devices. Devices are
 numbered with t innermost, then p, then d: a group of t devices is one rank of the program.
@@ -8,16 +8,90 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
+from pipefit.cost import ModelBytes
 from pipefit.cost.tensor import tensor_shard
-from pipefit.spec import Device, Level, Profile, Topology
+from pipefit.planner.groups import grouped, groups_fit
+from pipefit.schedules import find
+from pipefit.spec import Partition, Profile, Tier, Topology
 
-__all__ = ["Config", "Ground", "Space", "configs", "data_parallel_name"]
+__all__ = ["NOT_FROM_DISK", "STEP_ON", "Cap", "Config", "Problem", "Slots", "Space", "configs", "data_parallel_name"]
 
 T = TypeVar("T")
+
+STEP_ON = ("auto", "device", "host")
+"""Where the stages of a plan that spills may step."""
+
+NOT_FROM_DISK = (
+    "a step on the host works on weights, gradients and states in its memory; from a disk they would all have to be "
+    "read just the same: spill to the host's memory, or step on the device"
+)
+
+
+@dataclass(frozen=True)
+class Cap:
+    """Cap on the memory of each device, and the tier that stages are spilled to where they do not fit.
+
+    Attributes:
+        device_bytes: what each device holds at most: slots, activations and all.
+        tier: "host" or "disk"; None: the first that the topology has.
+        host_bytes: what the tier of a machine holds at most; None: the tier's capacity.
+        step_on: "device", "host", or "auto": all stages there or there, or some on the host, as is fastest by the
+            tier's rates; without the rate of steps on the host it is the device.
+        keep: stages that the cap leaves room for keep what a forward saved for its backward, instead of replaying it.
+        activations: what enters a stage waits on the tier too, from its forward to its replay: room for more
+            micro-batches, and more to move; None: only where nothing fits without.
+        num_ranks: devices of all pipelines; those of one machine share its tiers.
+        copies: of the pipeline, which add up their gradients.
+        num_chunks: stages on each rank; 0: as many as are best.
+        clip: gradients are clipped by their global norm, which costs another visit of the stages that could not stay.
+        ties: groups of layers that share a weight; their stages need a slot each, and come again for their step.
+        sizes: exact bytes of the layers, where they are at hand; None: what the profile says.
+    """
+
+    device_bytes: float
+    tier: str | None = None
+    host_bytes: float | None = None
+    step_on: str = "auto"
+    keep: bool = True
+    activations: bool | None = None
+    num_ranks: int = 1
+    copies: int = 1
+    num_chunks: int = 0
+    clip: bool = False
+    ties: tuple[tuple[int, ...], ...] = ()
+    sizes: ModelBytes | None = None
+
+    @property
+    def depth(self) -> int:
+        """Ranks of each pipeline."""
+        return self.num_ranks // self.copies
+
+    def ties_of(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
+        """The stages that share a weight because layers of them do."""
+        owner = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
+        groups = {tuple(sorted({owner[layer] for layer in tie})) for tie in self.ties}
+        return tuple(sorted(group for group in groups if len(group) > 1))
+
+
+class Slots(NamedTuple):
+    """The spilling dimension of a candidate.
+
+    Attributes:
+        weights: slots on each rank for the weights and gradients of its stages; 0: nothing is spilled.
+        optim: slots for the states of their optimizers; 0: these stay on the device.
+        activations: whether what enters a stage waits on the tier.
+        on_host: the stages that step on the host.
+    """
+
+    weights: int = 0
+    optim: int = 0
+    activations: bool = False
+    on_host: tuple[int, ...] = ()
+
+
+RESIDENT = Slots()
 
 
 @dataclass(frozen=True, order=True)
@@ -37,6 +111,7 @@ class Config:
         partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
         replicas: of each stage where they differ; then data is 1.
         layers: of each stage, where a partitioner has chosen them already.
+        slots: of the tier, where stages are spilled.
     """
 
     schedule: str
@@ -51,6 +126,7 @@ class Config:
     partitioner: str = "minmax"
     replicas: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
+    slots: Slots = RESIDENT
 
     @property
     def num_stages(self) -> int:
@@ -64,7 +140,10 @@ class Config:
 
     @property
     def family(self) -> str:
-        """Candidates of one family compete first among themselves."""
+        """Candidates of one family compete first among themselves; under a cap, those that step in the same place."""
+        if self.slots.weights:
+            on_host = len(self.slots.on_host)
+            return "device" if not on_host else "host" if on_host == self.num_stages else "split"
         if self.depth == 1:
             return "data parallel" if self.tensor == 1 else "data and tensor parallel"
         return f"{self.schedule}, depth {self.depth}" + (", stages replicated" if self.replicas else "")
@@ -106,21 +185,23 @@ class Space:
 
 
 @dataclass
-class Ground:
-    """What every candidate is judged on: the model, the machine, the batch; and what was worked out once.
+class Problem:
+    """The model, the machine and the batch that every candidate is for; and what was worked out once.
 
     Attributes:
         profile: at one or several micro-batch sizes.
         topology: links and devices.
         global_batch: samples per weight update.
         state: optimizer bytes per weight byte.
+        cap: on the devices' memory, beyond what the topology says; None: none, and nothing is spilled.
     """
 
     profile: Profile
     topology: Topology
     global_batch: int
     state: float
-    _known: dict[Any, Any] = field(default_factory=dict)
+    cap: Cap | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of a key, made when first asked for."""
@@ -134,40 +215,45 @@ class Ground:
         key = ("profile", microbatch_size, tensor)
         return self.once(key, lambda: tensor_shard(self.profile.at(microbatch_size), tensor, self.topology))
 
+    @property
+    def tier(self) -> Tier:
+        """The tier that stages are spilled to, at the rates that each rank has of it."""
+        assert self.cap is not None
+        name, tiers = self.cap.tier, self.topology.tiers_among(self.cap.num_ranks)
+        return self.once("tier", lambda: next(tier for tier in tiers if tier.name == name))
+
     def ranks(self, tensor: int) -> Topology:
         """The topology of groups of `tensor` devices, each group one rank."""
-        return self.once(("ranks", tensor), lambda: _grouped(self.topology, tensor))
+        return self.once(("ranks", tensor), lambda: grouped(self.topology, tensor))
 
 
-def configs(ground: Ground, space: Space) -> Iterator[Config]:
-    """Every combination that uses all devices and cuts the batch evenly."""
-    num_devices, num_layers = ground.topology.num_devices, len(ground.profile)
+def configs(problem: Problem, space: Space) -> Iterator[Config]:
+    """Every combination that uses all devices and splits the batch evenly."""
+    num_devices, num_layers = problem.topology.num_devices, len(problem.profile)
     for tensor in space.tensors:
-        if num_devices % tensor or not _groups_fit(ground.topology, tensor):
+        if num_devices % tensor or not groups_fit(problem.topology, tensor):
             continue
         ranks = num_devices // tensor
         for depth in _divisors(ranks):
             if depth > num_layers or (space.depths is not None and depth not in space.depths):
                 continue
-            for data, size, count in _cuts(ground, space, ranks // depth):
+            for data, size, count in _batches(problem, space, ranks // depth):
                 yield from _at_shape(space, data, depth, tensor, size, count, num_layers)
 
 
-def _cuts(ground: Ground, space: Space, data: int) -> Iterator[tuple[int, int, int]]:
+def _batches(problem: Problem, space: Space, data: int) -> Iterator[tuple[int, int, int]]:
     if space.num_microbatches is not None:
         if space.num_microbatches % data == 0:
-            yield data, -(-ground.global_batch // space.num_microbatches), space.num_microbatches
+            yield data, -(-problem.global_batch // space.num_microbatches), space.num_microbatches
         return
     for size in space.microbatch_sizes:
-        if ground.global_batch % (size * data) == 0:
-            yield data, size, ground.global_batch // size
+        if problem.global_batch % (size * data) == 0:
+            yield data, size, problem.global_batch // size
 
 
 def _at_shape(
     space: Space, data: int, depth: int, tensor: int, size: int, count: int, num_layers: int
 ) -> Iterator[Config]:
-    from pipefit.schedules import find
-
     names = dict.fromkeys(data_parallel_name(depth, name) for name in space.schedules)
     shards = [sharded for sharded in space.sharded if data > 1 or not sharded] or [False]
     for name in names:
@@ -190,36 +276,3 @@ def _at_shape(
 
 def _divisors(number: int) -> list[int]:
     return [k for k in range(1, number + 1) if number % k == 0]
-
-
-def _groups_fit(topology: Topology, tensor: int) -> bool:
-    """Whether the levels of a topology can be divided into groups of so many neighbours."""
-    rest = tensor
-    for level in topology.levels:
-        if rest % level.width and level.width % rest:
-            return False
-        rest = max(rest // level.width, 1)
-    return True
-
-
-def _grouped(topology: Topology, tensor: int) -> Topology:
-    levels: list[Level] = []
-    rest = tensor
-    for level in topology.levels:
-        cores = level.cores and level.cores / tensor
-        width = max(level.width // rest, 1)
-        levels.append(msgspec.structs.replace(level, width=width, cores=cores))
-        rest = max(rest // level.width, 1)
-    kept = [level for level in levels if level.width > 1 or level.cores] or levels[-1:]
-    devices: tuple[Device, ...] = ()
-    if topology.devices:
-        groups = (topology.devices[k : k + tensor] for k in range(0, len(topology.devices), tensor))
-        # A group is as fast, and holds as much, as the weakest in it.
-        devices = tuple(
-            msgspec.structs.replace(
-                min(group, key=lambda device: device.flops * device.efficiency),
-                memory_bytes=min(device.memory_bytes for device in group),
-            )
-            for group in groups
-        )
-    return Topology(tuple(kept), topology.device, devices, topology.tiers, topology.name)

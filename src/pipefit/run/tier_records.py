@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipefit.errors import PlanError, TierError
 from pipefit.pipeline.resume import check_same, committed_step
-from pipefit.planner.spilling import NOT_FROM_DISK
+from pipefit.planner import NOT_FROM_DISK
 from pipefit.run.config import RunConfig, facts_of
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import tier_name

@@ -16,7 +16,7 @@ from pipefit.spec.files import decode, encode, read_json, write_json
 __all__ = ["ARITHMETIC", "Layer", "Profile"]
 
 ARITHMETIC = "GPT arithmetic"
-"""How the source of a computed profile begins (`pipefit.planner.gpt`)."""
+"""How the source of a computed profile begins (`pipefit.planner.computed_profile`)."""
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Where a model may be cut into shards that come and go: as many for each rank, even by weights, or as Hydra cuts."""
+"""Where a model may be cut into stages that are spilled: as many for each rank, even by weights, or as Hydra cuts."""
 
 from __future__ import annotations
 
@@ -8,51 +8,60 @@ from contextlib import suppress
 from pipefit.errors import InfeasibleError
 from pipefit.partition.balance import minmax
 from pipefit.partition.capacity import hydra
-from pipefit.planner.task import Task
+from pipefit.planner.space import Problem
 from pipefit.spec import Partition
 
-__all__ = ["cuts_of", "finest"]
+__all__ = ["layers_of", "spilled_cuts"]
 
 _NUM_CUTS = 12
 
 
-def cuts_of(task: Task) -> Iterator[Partition]:
-    """Cuts worth a try, the coarsest first, each once."""
-    weights = [layer.weight_bytes for layer in task.profile.layers]
+def spilled_cuts(problem: Problem, microbatch_size: int, finest: bool = False) -> Iterator[Partition]:
+    """Cuts worth a try, the coarsest first, each once.
+
+    Args:
+        problem: with a cap.
+        microbatch_size: that the times are for.
+        finest: at the end also the one with the smallest stages.
+    """
+    cap, profile = problem.cap, problem.at(microbatch_size, 1)
+    assert cap is not None
+    weights = [layer.weight_bytes for layer in profile.layers]
     num_layers = len(weights)
     counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}
-    if task.num_chunks:
-        counts = {task.depth * task.num_chunks}
-    found = {_dealt(_even(weights, count), weights, task.depth) for count in counts}
-    if task.depth > 1:
-        # Stages work side by side: those that take as long.
+    if cap.num_chunks:
+        counts = {cap.depth * cap.num_chunks}
+    found = {_dealt(_even(weights, count), weights, cap.depth) for count in counts}
+    if cap.depth > 1:
+        # Stages work at the same time: those that take as long.
         for count in {len(layers) for layers in found}:
-            found.add(_layers_of(minmax(task.profile, count)))
+            found.add(_counts_of(minmax(profile, count)))
     for share in (0.25, 0.5, 0.75, 1.0):
         for double in (False, True):
             with suppress(InfeasibleError):
-                cut = hydra(task.profile, share * task.device_bytes, task.state, double)
-                found.add(_dealt(_layers_of(cut), weights, task.depth))
-    if task.num_chunks:
-        found = {layers for layers in found if len(layers) == task.depth * task.num_chunks}
+                cut = hydra(profile, share * cap.device_bytes, problem.state, double)
+                found.add(_dealt(_counts_of(cut), weights, cap.depth))
+    if cap.num_chunks:
+        found = {layers for layers in found if len(layers) == cap.depth * cap.num_chunks}
     for layers in sorted(found, key=lambda layers: (len(layers), layers)):
         yield Partition.from_counts(layers, num_layers)
+    if finest and cap.num_chunks:
+        yield minmax(profile, cap.depth * cap.num_chunks, weights)
+    elif finest:
+        yield Partition.from_counts(_dealt([1] * num_layers, weights, cap.depth), num_layers)
 
 
-def finest(task: Task) -> Partition:
-    """The cut with the smallest stages."""
-    weights = [layer.weight_bytes for layer in task.profile.layers]
-    if task.num_chunks:
-        return minmax(task.profile, task.depth * task.num_chunks, weights)
-    return Partition.from_counts(_dealt([1] * len(weights), weights, task.depth), len(weights))
+def layers_of(partition: Partition) -> tuple[tuple[int, ...], ...]:
+    """The layers of each stage."""
+    return tuple(stage.layers for stage in partition.stages)
 
 
-def _layers_of(partition: Partition) -> tuple[int, ...]:
+def _counts_of(partition: Partition) -> tuple[int, ...]:
     return tuple(len(stage.layers) for stage in partition.stages)
 
 
 def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """As many shards for each rank: the heaviest are halved, or, where that cannot be, the lightest joined.
+    """As many stages for each rank: the heaviest are halved, or, where that cannot be, the lightest joined.
 
     >>> _dealt([3, 1], [1, 1, 1, 1], 4), _dealt([1, 1, 1], [2, 1, 1], 2)
     ((1, 1, 1, 1), (1, 2))
@@ -73,7 +82,7 @@ def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> t
 
 
 def _even(weights: Sequence[float], count: int) -> list[int]:
-    """Layer counts of at most `count` shards whose largest is as small as it can be.
+    """Layer counts of at most `count` stages whose largest is as small as it can be.
 
     >>> _even([3, 1, 1, 1, 4], 3)
     [2, 2, 1]

@@ -16,6 +16,7 @@ from pipefit.cost import CostModel
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
+from pipefit.planner.space import Config
 from pipefit.schedules import Shape, find, generate
 from pipefit.simulate.simulate import collector_paused
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["Holding", "filling", "held", "held_replicated", "holds_all", "peaks", "replays", "small_program"]
+__all__ = ["Both", "Holding", "filling", "holdings_of", "holds_all", "mixed", "peaks", "replayed", "small_program"]
 
 Key = tuple[str, int]
 
@@ -64,6 +65,37 @@ class Holding:
         return float(((self.rows + further * self.growth) @ sizes).max())
 
 
+Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
+"""What each rank holds without and with recompute."""
+
+
+def holdings_of(config: Config) -> tuple[Both, int]:
+    """What ranks hold without and with recompute, and the micro-batches beyond those counted."""
+    if config.replicas:
+        found, more = _held_by_replicas(
+            config.schedule, config.replicas, config.num_microbatches, config.recompute == "all"
+        )
+        return (found, found), more
+    name, count = config.schedule, config.per_pipeline
+    plain, counted = _held_by_all(name, config.depth, count, config.chunks, config.recompute == "all")
+    replayed = _held_by_all(name, config.depth, count, config.chunks, True)[0] if config.recompute == "some" else plain
+    return (plain, replayed), count - counted
+
+
+def replayed(config: Config) -> tuple[float, ...]:
+    """Of each stage the share of its forwards that are replayed: none where the backward follows at once."""
+    if config.replicas:
+        return (1.0,) * len(config.replicas)
+    return _replays(config.schedule, config.depth, config.per_pipeline, config.chunks)
+
+
+def mixed(both: Both, recomputed: set[int]) -> tuple[Holding, ...]:
+    """What each rank holds when some of them recompute."""
+    return tuple(
+        replayed if rank in recomputed else plain for rank, (plain, replayed) in enumerate(zip(*both, strict=True))
+    )
+
+
 @lru_cache(maxsize=8)
 def small_program(
     schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool | tuple[int, ...]
@@ -77,7 +109,7 @@ def small_program(
         return generate(schedule, shape)
 
 
-def held(
+def _held_by_all(
     schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool
 ) -> tuple[tuple[Holding, ...], int]:
     """What each rank of a pipeline holds, and the micro-batches that were really counted.
@@ -107,7 +139,7 @@ def _counted(schedule: str, depth: int, num_microbatches: int, chunks: int) -> i
 
 
 @lru_cache(maxsize=512)
-def replays(schedule: str, depth: int, num_microbatches: int, chunks: int) -> tuple[float, ...]:
+def _replays(schedule: str, depth: int, num_microbatches: int, chunks: int) -> tuple[float, ...]:
     """Of each stage the share of its forwards that a program replays, if all stages keep only their input."""
     program = small_program(schedule, depth, _counted(schedule, depth, num_microbatches, chunks), chunks, True)
     count = Counter(stage for stage, _ in program.recomputed)
@@ -167,7 +199,7 @@ def holds_all(schedule: str, chunks: int) -> bool:
 
 
 @lru_cache(maxsize=64)
-def held_replicated(
+def _held_by_replicas(
     schedule: str, replicas: tuple[int, ...], num_microbatches: int, recompute: bool
 ) -> tuple[tuple[Holding, ...], int]:
     """What one rank of each stage holds where stages have different numbers of replicas; nothing is extrapolated."""

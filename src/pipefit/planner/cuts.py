@@ -6,10 +6,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipefit.partition import gpipe, uniform
+from pipefit.planner.devices import placement_for, positions, slowness_of
 from pipefit.planner.divide import divide, spans
-from pipefit.planner.held import Holding
-from pipefit.planner.ranks import holdings_of, placement_for, positions, slowness_of
-from pipefit.planner.space import Config, Ground
+from pipefit.planner.holdings import Holding, holdings_of
+from pipefit.planner.space import Config, Problem
 from pipefit.spec import Partition, StageSpec
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Within(NamedTuple):
 
 
 def cut(
-    ground: Ground,
+    problem: Problem,
     config: Config,
     recomputed: set[int],
     within: Within | None = None,
@@ -38,7 +38,7 @@ def cut(
     """The stages of a candidate; None when no cut fits the memory.
 
     Args:
-        ground: what it is judged on.
+        problem: what it is estimated on.
         config: the candidate.
         recomputed: the stages that replay their forward.
         within: the memory that a cut must fit; None: time alone decides. One stage per rank, then.
@@ -47,22 +47,22 @@ def cut(
         stages = zip(config.layers, config.replicas or (1,) * len(config.layers), strict=True)
         everywhere = config.recompute == "all"
         return Partition(tuple(StageSpec(layers, count, recompute=everywhere) for layers, count in stages))
-    profile = ground.at(config.microbatch_size, config.tensor)
+    profile = problem.at(config.microbatch_size, config.tensor)
     if config.partitioner in ("gpipe", "uniform"):
         found = (gpipe if config.partitioner == "gpipe" else uniform)(profile, config.num_stages)
         counts: list[int] | None = [len(stage.layers) for stage in found.stages]
     else:
-        slow = slowness_of(ground, config)
+        slow = slowness_of(problem, config)
         # Only what decides the cut belongs to the key: many candidates share one.
         key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), tuple(sorted(recomputed)))
         where = config.depth if config.partitioner == "links" else 0
         if within is None:
-            counts = ground.once(
-                (key, config.partitioner, where), lambda: divide(_time_spans(ground, config, recomputed, slow))
+            counts = problem.once(
+                (key, config.partitioner, where), lambda: divide(_time_spans(problem, config, recomputed, slow))
             )
         else:
-            times = _time_spans(ground, config, recomputed, slow)
-            counts = divide(_within_memory(ground, config, times, within))
+            times = _time_spans(problem, config, recomputed, slow)
+            counts = divide(_within_memory(problem, config, times, within))
     if counts is None:
         return None
     plain = Partition.from_counts(counts)
@@ -74,18 +74,18 @@ def cut(
     )
 
 
-def _time_spans(ground: Ground, config: Config, recomputed: set[int], slow: list[float]) -> list[Array]:
-    profile = ground.at(config.microbatch_size, config.tensor)
+def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: list[float]) -> list[Array]:
+    profile = problem.at(config.microbatch_size, config.tensor)
 
     def make() -> tuple[Array, Array]:
         times = [layer.total_s for layer in profile.layers]
         times[-1] += profile.loss_s
         return spans(times), spans([layer.forward_s for layer in profile.layers])
 
-    whole, forward = ground.once(("spans", config.microbatch_size, config.tensor), make)
+    whole, forward = problem.once(("spans", config.microbatch_size, config.tensor), make)
     replayed = whole + forward
     kinds: dict[tuple[float, bool], Array] = {}
-    links = _link_spans(ground, config) if config.partitioner == "links" else 0.0
+    links = _link_spans(problem, config) if config.partitioner == "links" else 0.0
     result = []
     owner = positions(config)
     for stage in range(config.num_stages):
@@ -96,13 +96,13 @@ def _time_spans(ground: Ground, config: Config, recomputed: set[int], slow: list
     return result
 
 
-def _link_spans(ground: Ground, config: Config) -> Array:
+def _link_spans(problem: Problem, config: Config) -> Array:
     """What a stage would pay for its messages, in and out, both ways, if none overlapped with its work."""
     import numpy as np
 
-    profile = ground.at(config.microbatch_size, config.tensor)
+    profile = problem.at(config.microbatch_size, config.tensor)
     ranks = placement_for(config).ranks
-    topology = ground.ranks(config.tensor)
+    topology = problem.ranks(config.tensor)
     joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
     bandwidth = min(level.bandwidth_bytes_per_s for level in joints)
     latency = max(level.latency_s for level in joints)
@@ -111,11 +111,11 @@ def _link_spans(ground: Ground, config: Config) -> Array:
     return both
 
 
-def least_bytes(ground: Ground, config: Config) -> float:
+def least_bytes(problem: Problem, config: Config) -> float:
     """The memory with which a candidate of one stage per rank fits, cut for memory alone."""
     both, further = holdings_of(config)
     holdings = both[0] if config.recompute == "none" else both[1]
-    needs = _needs(ground, config, holdings, further)
+    needs = _needs(problem, config, holdings, further)
     counts = divide(needs)
     if counts is None:
         return float("inf")
@@ -123,27 +123,27 @@ def least_bytes(ground: Ground, config: Config) -> float:
     return max(float(need[end - count, end]) for need, end, count in zip(needs, ends, counts, strict=True))
 
 
-def _within_memory(ground: Ground, config: Config, times: list[Array], within: Within) -> list[Array]:
+def _within_memory(problem: Problem, config: Config, times: list[Array], within: Within) -> list[Array]:
     """The times, infinite where a stage would not fit its rank. One stage per rank."""
     import numpy as np
 
-    needs = _needs(ground, config, within.holdings, within.further)
+    needs = _needs(problem, config, within.holdings, within.further)
     return [
         np.where(need <= limit, time, np.inf) for need, limit, time in zip(needs, within.limits, times, strict=True)
     ]
 
 
-def _needs(ground: Ground, config: Config, holdings: tuple[Holding, ...], further: int) -> list[Array]:
+def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...], further: int) -> list[Array]:
     """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
     import numpy as np
 
-    profile = ground.at(config.microbatch_size, config.tensor)
+    profile = problem.at(config.microbatch_size, config.tensor)
     names = ("weight_bytes", "saved_bytes", "kept_bytes")
     sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in names}
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
     weights, saved = sums["weight_bytes"], sums["saved_bytes"]
     entering, leaving = cuts[:, None] + 0 * weights, cuts[None, :] + 0 * weights
-    state = ground.state / (config.data if config.sharded else 1)
+    state = problem.state / (config.data if config.sharded else 1)
     result = []
     for stage, holding in enumerate(holdings):
         half = sums["kept_bytes"] if stage else leaving

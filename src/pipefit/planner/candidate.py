@@ -1,0 +1,157 @@
+"""A candidate: its estimate, its plan, its program and its costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pipefit.cost import FREE, CostModel, of_plan
+from pipefit.ir.program import Program
+from pipefit.planner.devices import placement_for
+from pipefit.planner.lane_limits import Limit
+from pipefit.planner.space import Config, Problem
+from pipefit.schedules import generate
+from pipefit.schedules.from_plan import shape_of
+from pipefit.spec import Partition, Plan, SpillSpec, StageSpec
+
+__all__ = ["Estimate", "costs_of", "plan_of", "program_for"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate after a closer look.
+
+    Attributes:
+        config: the candidate.
+        partition: its stages; None: it has no meaning, see `why`.
+        peak_bytes: of each rank of one pipeline (of all ranks where stages are replicated unevenly).
+        limit_bytes: of the same ranks.
+        step_s: estimated seconds per weight update.
+        fits: whether every rank has the memory.
+        why: why it does not.
+        keeps: spilled stages that keep what a forward saved for its backward.
+        limit: of a candidate that spills, the lane that binds; then no simulated time is below `step_s`.
+    """
+
+    config: Config
+    partition: Partition | None
+    peak_bytes: tuple[float, ...]
+    limit_bytes: tuple[float, ...]
+    step_s: float
+    fits: bool
+    why: str = ""
+    keeps: tuple[int, ...] = ()
+    limit: Limit | None = None
+
+    @property
+    def overflow(self) -> float:
+        """The worst of needed over available bytes."""
+        return max((need / limit for need, limit in zip(self.peak_bytes, self.limit_bytes, strict=True)), default=1e9)
+
+
+def plan_of(
+    problem: Problem,
+    config: Config,
+    partition: Partition,
+    method: str = "auto",
+    *,
+    keeps: tuple[int, ...] = (),
+    tensor: int | None = None,
+) -> Plan:
+    """The plan of a candidate, still without a prediction.
+
+    Args:
+        problem: that it solves.
+        config: the candidate.
+        partition: its stages.
+        method: by which it was found.
+        keeps: spilled stages that keep what a forward saved for its backward; the others replay it.
+        tensor: width to note; None: the candidate's.
+    """
+    slots, cap = config.slots, problem.cap
+    spill = None
+    if slots.weights:
+        assert cap is not None and cap.tier is not None and cap.host_bytes is not None
+        spill = SpillSpec(
+            tier=cap.tier,
+            device_bytes=cap.device_bytes,
+            host_bytes=None if math.isinf(cap.host_bytes) else cap.host_bytes,
+            weights_slots=slots.weights,
+            optim_slots=slots.optim,
+            activations=slots.activations,
+            on_host=slots.on_host,
+            keeps=keeps,
+        )
+    # The schedule for one rank replays without being told.
+    replays = spill is not None and config.schedule != "spilled"
+    stages = tuple(
+        StageSpec(
+            stage.layers,
+            stage.replicas,
+            tensor or config.tensor,
+            stage.recompute or (replays and index not in keeps),
+        )
+        for index, stage in enumerate(partition.stages)
+    )
+    # A pipeline that visits a stage for all micro-batches at once need not replay the last.
+    turned = spill is not None and config.schedule == "breadth-first"
+    return Plan(
+        Partition(stages),
+        placement_for(config),
+        config.schedule,
+        config.num_microbatches,
+        config.microbatch_size,
+        config.chunks,
+        options={"turn": 1} if turned else {},
+        data=config.data,
+        sharded_optimizer=config.sharded,
+        spill=spill,
+        model=problem.profile.model,
+        method=method,
+    )
+
+
+def program_for(problem: Problem, plan: Plan) -> Program:
+    """The program of a candidate's plan, with the ties and the clipping that a cap has to make room for."""
+    cap = problem.cap
+    ties = cap.ties_of(plan.partition) if cap else ()
+    return generate(plan.schedule, shape_of(plan, ties=ties, clip=cap is not None and cap.clip))
+
+
+def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
+    """Costs for time, and costs for memory: with scatter/gather a message is 1/t of the value that is held."""
+    if problem.cap is None:
+        cost = _costs(problem, config, partition)
+    else:
+        # Slots, and where stages step, change nothing.
+        key = ("costs", config.layers, config.slots.activations)
+        cost = problem.once(key, lambda: _costs(problem, config, partition))
+    if config.tensor == 1:
+        return cost, cost
+    link = problem.topology.level_between(0, config.tensor - 1)
+    per_byte = (config.tensor - 1) / config.tensor / link.bandwidth_bytes_per_s
+    forward, backward = list(cost.forward_s), list(cost.backward_input_s)
+    for stage in range(1, cost.num_stages):
+        forward[stage] += cost.act_bytes[stage - 1] * per_byte
+        backward[stage - 1] += cost.grad_bytes[stage - 1] * per_byte
+    timing = replace(
+        cost,
+        forward_s=tuple(forward),
+        backward_input_s=tuple(backward),
+        recompute_s=cost.forward_s,
+        act_bytes=tuple(size / config.tensor for size in cost.act_bytes),
+        grad_bytes=tuple(size / config.tensor for size in cost.grad_bytes),
+    )
+    return timing, cost
+
+
+def _costs(problem: Problem, config: Config, partition: Partition) -> CostModel:
+    return of_plan(
+        problem.at(config.microbatch_size, config.tensor),
+        # On groups of t devices: each is one.
+        plan_of(problem, config, partition, tensor=1),
+        problem.ranks(config.tensor),
+        state_per_weight=problem.state,
+        runtime=FREE,
+        sizes=problem.cap.sizes if problem.cap else None,
+    )

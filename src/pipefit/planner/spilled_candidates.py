@@ -1,0 +1,200 @@
+"""Candidates that spill: of each cut the slots, and where its stages step; what they hold, and the lane that binds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from pipefit.cost import CostModel
+from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
+from pipefit.ir.op import Op
+from pipefit.ir.program import Header, Program
+from pipefit.ir.spill import UNDER_WAY
+from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
+from pipefit.planner.cuts import cut
+from pipefit.planner.lane_limits import limit_of, traffic
+from pipefit.planner.space import Config, Problem, Slots
+from pipefit.planner.spilled_cuts import layers_of, spilled_cuts
+from pipefit.simulate import FEW_SENDS
+from pipefit.spec import Partition
+from pipefit.timeline import Timeline
+
+__all__ = ["estimate_spilled", "has_room", "peaks_of", "spilled_configs"]
+
+_SLOTS = (1, 2, 3, 4, 6, 8)
+
+_SHARES = (0.25, 0.5, 0.75)
+"""Of the stages, that step on the host where the others step on the device."""
+
+
+def spilled_configs(problem: Problem, resident: Config, activations: bool, finest: bool = False) -> Iterator[Config]:
+    """Every choice of cut, slots and places to step.
+
+    Args:
+        problem: with a cap.
+        resident: a candidate that spills nothing; these are it with slots.
+        activations: whether what enters a stage waits on the tier.
+        finest: also the cut with the smallest stages.
+    """
+    cap = problem.cap
+    assert cap is not None
+    for partition in spilled_cuts(problem, resident.microbatch_size, finest):
+        cutted = replace(resident, chunks=len(partition.stages) // cap.depth, layers=layers_of(partition))
+        for weights, optim in _slots(cutted.chunks, problem.state):
+            if weights >= _largest_tie(problem, partition):
+                for on_host in _on_host(problem, partition, optim):
+                    yield replace(cutted, slots=Slots(weights, optim, activations, on_host))
+
+
+def _slots(most: int, state: float) -> Iterator[tuple[int, int]]:
+    """Slots for weights and for states; none for states that stay on the device."""
+    several = [count for count in _SLOTS if count <= most]
+    for weights in several:
+        yield weights, 0
+        yield from ((weights, optim) for optim in several[:2] if state)
+
+
+def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterator[tuple[int, ...]]:
+    """The stages that may step on the host, together; of a split the last, which step first.
+
+    Their steps have the longest until their weights are needed again.
+    """
+    cap, tier, num_stages = problem.cap, problem.tier, len(partition.stages)
+    assert cap is not None
+    tied = {stage for tie in cap.ties_of(partition) for stage in tie}
+    free = tuple(stage for stage in range(num_stages) if stage not in tied)
+    if cap.step_on != "host" or not free:
+        yield ()
+    knows = tier.step_bytes_per_s > 0 and cap.step_on == "auto"
+    if tier.name != "host" or not free or not (knows or cap.step_on == "host"):
+        return
+    if len(free) < num_stages or not optim_slots:
+        yield free
+    if cap.step_on == "auto":
+        counts = (round(share * len(free)) for share in _SHARES)
+        yield from (free[-count:] for count in counts if 0 < count < len(free))
+
+
+def _largest_tie(problem: Problem, partition: Partition) -> int:
+    """The most stages of a rank that share one weight: their gradients meet on its device."""
+    assert problem.cap is not None
+    ties = [Counter(stage % problem.cap.depth for stage in tie) for tie in problem.cap.ties_of(partition)]
+    return max((1, *(count for tie in ties for count in tie.values())))
+
+
+def estimate_spilled(problem: Problem, config: Config) -> Estimate:
+    """Counts time and memory of a candidate that spills.
+
+    Its time is the limit of its lanes, or the computation with the bubble of its pipeline: a lower bound.
+    """
+    cap, slots = problem.cap, config.slots
+    partition = cut(problem, config, set())
+    assert cap is not None and partition is not None
+    limits = (cap.device_bytes,) * cap.num_ranks
+    ranks = range(cap.num_ranks)
+    _, cost = costs_of(problem, config, partition)
+    # Where what is moved does not depend on the number of micro-batches, one of each copy says all.
+    moves_once = not slots.activations and config.schedule in ("spilled", "breadth-first")
+    counted = config.data if moves_once else config.num_microbatches
+    plan = msgspec.structs.replace(plan_of(problem, config, partition), num_microbatches=counted)
+    program = program_for(problem, plan)
+    others = _beside_slots(problem, config, partition, cost)
+    peaks = [
+        others[rank] + arena_bytes(program.header, rank, cost.size_bytes) + cost.staying_bytes(program.header, rank)
+        for rank in ranks
+    ]
+    if max(peaks) > cap.device_bytes or not has_room(problem, program, cost):
+        return Estimate(config, partition, tuple(peaks), limits, math.inf, False)
+    keeps = _keeping(problem, config, program, cost, peaks)
+    if keeps:
+        plan = plan_of(problem, config, partition, keeps=keeps)
+        program = program_for(problem, msgspec.structs.replace(plan, num_microbatches=counted))
+    times = config.num_microbatches / counted
+    moved = [traffic(program, rank, cost) for rank in ranks]
+    lanes = [limit_of(replace(each, compute_s=each.compute_s * times), problem.tier) for each in moved]
+    limit = max(lanes, key=lambda found: found.limit_s)
+    work_s = sum(each.compute_s * times for each in moved)
+    bubble_s = (config.depth - 1) / (config.num_stages * config.num_microbatches) * work_s
+    step_s = max(limit.limit_s, max(each.lanes["compute"] for each in lanes) + bubble_s)
+    return Estimate(config, partition, tuple(peaks), limits, step_s, True, keeps=keeps, limit=limit)
+
+
+def _keeping(
+    problem: Problem, config: Config, program: Program, cost: CostModel, peaks: list[float]
+) -> tuple[int, ...]:
+    """Stages that keep what was saved instead of replaying it, as far as their device has room; adds it to `peaks`.
+
+    First come those whose replay takes the longest for the room that it saves.
+    """
+    assert problem.cap is not None
+    replayed = {i.stage for instructions in program.ranks for i in instructions if i.op is Op.RECOMPUTE}
+    if not problem.cap.keep or not replayed:
+        return ()
+    kept = set()
+    for stage in sorted(replayed, key=lambda stage: (-cost.forward_s[stage] / max(cost.saved_bytes[stage], 1), stage)):
+        rank = stage % config.depth
+        saved = config.per_pipeline * cost.saved_bytes[stage]
+        if peaks[rank] + saved <= problem.cap.device_bytes:
+            peaks[rank] += saved
+            kept.add(stage)
+    return tuple(range(config.num_stages)) if kept == replayed else tuple(sorted(kept))
+
+
+def _beside_slots(problem: Problem, config: Config, partition: Partition, cost: CostModel) -> Sequence[float]:
+    """Bytes of each device in addition to its slots: activations at the cuts, and what one micro-batch saves."""
+    # With activations on the tier, what stays here where passes turn depends on the slots.
+    weights = config.slots.weights if config.slots.activations else max(2, _largest_tie(problem, partition))
+    slots = Slots(min(weights, config.num_stages), 0, config.slots.activations)
+
+    def count() -> list[float]:
+        program = program_for(problem, plan_of(problem, replace(config, slots=slots), partition))
+        return [
+            device_peak_bytes(program, rank, cost.size_bytes)[0]
+            - arena_bytes(program.header, rank, cost.size_bytes)
+            + _in_flight(program.header, cost)
+            for rank in range(program.header.num_ranks)
+        ]
+
+    return problem.once(("beside slots", config.layers, slots), count)
+
+
+def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:
+    """Whether the tier of every machine holds what the ranks there keep on it."""
+    cap = problem.cap
+    assert cap is not None and cap.host_bytes is not None
+    held = [tier_peak_bytes(program, rank, cost.size_bytes)[0] for rank in range(cap.num_ranks)]
+    share = problem.topology.tier_shares(cap.num_ranks)
+    return all(sum(held[first : first + share]) <= cap.host_bytes for first in range(0, cap.num_ranks, share))
+
+
+def _in_flight(header: Header, cost: CostModel) -> float:
+    """Bytes that a rank holds of what is on its way: messages that it sends, and activations to the tier."""
+    if header.num_stages == 1:
+        return 0.0
+    # What the last stage gives goes nowhere.
+    acts, grads = max(cost.act_bytes[:-1]), max(map(sum, zip(cost.act_bytes[:-1], cost.grad_bytes[:-1], strict=True)))
+    parks = header.spill is not None and header.spill.activations
+    return (FEW_SENDS * grads if len(set(header.placement)) > 1 else 0.0) + (UNDER_WAY * acts if parks else 0.0)
+
+
+def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[float, ...]:
+    """The most that each rank has on its device at once, with what stays there.
+
+    In a pipeline what is sent is held for a few messages longer, or until it has arrived by the clock.
+
+    Args:
+        program: that runs.
+        cost: of its stages.
+        timeline: of the program, with its memory where there are several ranks.
+    """
+    header = program.header
+    ranks = range(header.num_ranks)
+    listed = [device_peak_bytes(program, rank, cost.size_bytes, cost.staying_bytes(header, rank))[0] for rank in ranks]
+    more = _in_flight(header, cost)
+    if len(ranks) == 1:
+        return (listed[0] + more,)
+    return tuple(max(amount + more, timeline.peak_bytes(rank)) for rank, amount in zip(ranks, listed, strict=True))
