@@ -3,6 +3,7 @@
 import pytest
 
 from pipefit.errors import PlanError
+from pipefit.planner import gpt_profile
 from pipefit.planner.ptdp import (
     Gpt,
     activation_bytes_per_layer,
@@ -18,7 +19,6 @@ from pipefit.planner.ptdp import (
     throughput_samples_per_s,
     training_days,
 )
-from pipefit.planner import gpt_profile
 from pipefit.spec import Device
 
 # Parameters in billions, heads, hidden, layers, GPUs, TFLOP/s per GPU, % of 312, PFLOP/s: Narayanan et al., table 1.
