@@ -16,12 +16,9 @@ from pipefit.planner.groups import grouped, groups_fit
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile, Tier, Topology
 
-__all__ = ["NOT_FROM_DISK", "STEP_ON", "Cap", "Config", "Problem", "Slots", "Space", "configs", "data_parallel_name"]
+__all__ = ["NOT_FROM_DISK", "Cap", "Config", "Problem", "Slots", "Space", "configs", "data_parallel_name"]
 
 T = TypeVar("T")
-
-STEP_ON = ("auto", "device", "host")
-"""Where the stages of a plan that spills may step."""
 
 NOT_FROM_DISK = (
     "a step on the host works on weights, gradients and states in its memory; from a disk they would all have to be "

@@ -21,12 +21,13 @@ from pipefit.planner.estimate import estimate
 from pipefit.planner.lane_limits import Limit, limit_of, traffic
 from pipefit.planner.search import Outcome, SearchResult
 from pipefit.planner.simulated import simulated
-from pipefit.planner.space import NOT_FROM_DISK, STEP_ON, Cap, Config, Problem
+from pipefit.planner.space import NOT_FROM_DISK, Cap, Config, Problem
 from pipefit.planner.spilled_candidates import has_room, spilled_configs
 from pipefit.planner.spilled_cuts import layers_of
 from pipefit.schedules import find
 from pipefit.schedules.registry import Schedule
 from pipefit.spec import Candidate, Partition, Profile, Topology
+from pipefit.spec.options import STEP_ON
 from pipefit.spec.topology import Tier
 from pipefit.units import format_bytes, format_seconds
 
