@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from benchmarks.network.spec import Planned
 from pipefit.partition import pipedream
-from pipefit.partition.costs import convention_named, stage_s
+from pipefit.partition.conventions import convention_named, stage_s
 from pipefit.schedules import placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec, Topology
 

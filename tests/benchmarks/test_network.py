@@ -21,7 +21,7 @@ from benchmarks.network.traffic import program_bytes
 
 from pipefit.cost import CostModel
 from pipefit.errors import PipefitError
-from pipefit.partition.costs import convention_named, stage_s
+from pipefit.partition.conventions import convention_named, stage_s
 from pipefit.schedules import Shape, generate, program_of
 from pipefit.spec import Layer, Level, Profile, Topology
 

@@ -119,10 +119,10 @@ def test_bounds_and_blocks_of_long_chains_lose_nothing(seed, convention, width):
     """Above 200 states a coarse search bounds the fine one, and pairs are joined by blocks."""
     import random
 
-    from pipefit.partition.costs import CONVENTIONS
-    from pipefit.partition.problem import Problem
-    from pipefit.partition.program import all_pairs
-    from pipefit.partition.states import find_states
+    from pipefit.partition.conventions import CONVENTIONS
+    from pipefit.partition.down_sets import find_states
+    from pipefit.partition.dynamic_program import all_pairs
+    from pipefit.partition.stage_costs import Problem
 
     rng = random.Random(seed)
     n = 230

@@ -20,7 +20,7 @@ from pipefit.passes.stays import stays
 from pipefit.planner.lane_limits import limit_of, traffic
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
-from pipefit.simulate.engine import Engine
+from pipefit.simulate.event_engine import Engine
 from pipefit.simulate.layout import layout_of
 from pipefit.spec import Tier
 from pipefit.timeline import critical_path, from_chrome_trace, to_chrome_trace

@@ -13,7 +13,7 @@ from pipefit.ir.op import Op
 from pipefit.planner.groups import grouped
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
-from pipefit.simulate.engine import Engine
+from pipefit.simulate.event_engine import Engine
 from pipefit.simulate.layout import layout_of
 from pipefit.simulate.sharing import Machine, SharingEngine
 from pipefit.spec import Level, Topology

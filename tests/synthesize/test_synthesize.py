@@ -17,9 +17,9 @@ from pipefit.schedules import Shape, find, generate
 from pipefit.simulate import simulate
 from pipefit.synthesize import header_of, synthesize
 from pipefit.synthesize.bound import bound_s
-from pipefit.synthesize.clock import timed
 from pipefit.synthesize.greedy import listed, policies
-from pipefit.synthesize.problem import FORWARD, INPUT, WEIGHT, Limit, Problem
+from pipefit.synthesize.order_problem import FORWARD, INPUT, WEIGHT, Limit, Problem
+from pipefit.synthesize.order_times import timed
 from pipefit.verify import verify
 
 QUICK = {"candidates": 400, "seconds": 60.0}

@@ -9,7 +9,7 @@ from tests.testing.equality_models import make
 
 from pipefit.runtime.launch import launch
 from pipefit.testing import Outcome, Task, check, compare, expected, run, run_pipeline, tolerance_of
-from pipefit.testing.check import layer_counts
+from pipefit.testing.equality import layer_counts
 
 pytestmark = pytest.mark.dist
 

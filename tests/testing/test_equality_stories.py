@@ -13,7 +13,7 @@ from pipefit.errors import ModelError, PipefitError
 from pipefit.models import build
 from pipefit.runtime.local import LocalTransport
 from pipefit.testing import Outcome, Task, check, compare, expected, make_pipeline, run_pipeline, tolerance_of
-from pipefit.testing.check import layer_counts
+from pipefit.testing.equality import layer_counts
 
 
 def task_of(model: nn.Sequential, example: Any, *, steps: int = 2, size: int = 9, **options: Any) -> Task:

@@ -10,8 +10,8 @@ from tests.stage.test_precision import float_model
 from pipefit.errors import PipefitError
 from pipefit.models import build
 from pipefit.testing import check
-from pipefit.testing.check import compare, expected, run
-from pipefit.testing.task import Task
+from pipefit.testing.equality import compare, expected, run
+from pipefit.testing.equality_task import Task
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1f1b": {"num_ranks": 3},

@@ -14,10 +14,10 @@ from pipefit.models.blocks import chain
 from pipefit.models.convolution import alexnet, convnet, vgg16
 from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.models.factory import call_factory, find_factory
+from pipefit.models.factory_options import check_options, parse_text, valid_options
 from pipefit.models.gnmt import gnmt
 from pipefit.models.gpt import gpt
 from pipefit.models.mlp import mlp
-from pipefit.models.options import check_options, parse_text, valid_options
 from pipefit.models.resnet import resnet50
 
 __all__ = ["BUILT_IN", "BuiltIn", "ModelBundle", "build", "parse_options"]

@@ -1,6 +1,6 @@
 """PipeDream's partitioner (Harlap et al. 2018; Narayanan et al., SOSP 2019, section 3.1): stages and their replicas.
 
-    A^k(i→j, m) = min over s, m' of max{ A^k(i→s, m−m'), 2a_s/B_k, T^k(s+1→j, m') },   T^k as in `costs.py`,
+    A^k(i→j, m) = min over s, m' of max{ A^k(i→s, m−m'), 2a_s/B_k, T^k(s+1→j, m') },   T^k as in `conventions.py`,
     A^0(i→j, 1) = Σ T_l,   T_l the forward and backward time of layer l,
 
 level by level from the inside: a stage of one level owns whole components of the level below, and A^{k−1} is its time
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pipefit.errors import PlanError
-from pipefit.partition.costs import Convention, convention_named, data_parallel_s
-from pipefit.partition.problem import Memory, Problem
-from pipefit.partition.program import Run, base_s, best_time, runs
-from pipefit.partition.states import find_states
+from pipefit.partition.conventions import Convention, convention_named, data_parallel_s
+from pipefit.partition.down_sets import find_states
+from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
+from pipefit.partition.stage_costs import Memory, Problem
 from pipefit.spec import Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 

@@ -10,7 +10,7 @@ from pipefit.ir.op import OP_SPEC, Lane
 from pipefit.ir.program import Program
 
 if TYPE_CHECKING:
-    from pipefit.simulate.engine import Engine
+    from pipefit.simulate.event_engine import Engine
 
 __all__ = ["memory_over_time"]
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipefit.simulate.engine import UNKNOWN, Engine
+from pipefit.simulate.event_engine import UNKNOWN, Engine
 from pipefit.simulate.layout import Code
 
 __all__ = ["Machine", "SharingEngine"]

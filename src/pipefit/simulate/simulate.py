@@ -14,7 +14,7 @@ from pipefit.ir.graph import Graph, collective_members
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Kind, Lane, Op
 from pipefit.ir.program import Program
 from pipefit.ir.residency import kept_fetches
-from pipefit.simulate.engine import Engine, Key, Prices
+from pipefit.simulate.event_engine import Engine, Key, Prices
 from pipefit.simulate.layout import Code, Layout, layout_of
 from pipefit.simulate.occupancy import memory_over_time
 from pipefit.simulate.sharing import Machine, SharingEngine

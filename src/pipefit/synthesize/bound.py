@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-from pipefit.synthesize.problem import BACKWARD, FORWARD, INPUT, WEIGHT, Problem
+from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Problem
 
 __all__ = ["bound_s"]
 

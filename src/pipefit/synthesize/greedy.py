@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from random import Random
 
-from pipefit.synthesize.problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, Problem
+from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, Problem
 
 __all__ = ["Policy", "listed", "nearby", "policies"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from pipefit.synthesize.clock import Times, timed
-from pipefit.synthesize.problem import BACKWARD, INPUT, WEIGHT, Order, Problem
+from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Order, Problem
+from pipefit.synthesize.order_times import Times, timed
 
 __all__ = ["improved", "with_whole_backwards"]
 

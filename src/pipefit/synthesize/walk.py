@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 
-from pipefit.synthesize.clock import timed
 from pipefit.synthesize.greedy import Policy, listed, nearby, policies
 from pipefit.synthesize.improve import improved
-from pipefit.synthesize.problem import Order, Problem
+from pipefit.synthesize.order_problem import Order, Problem
+from pipefit.synthesize.order_times import timed
 
 __all__ = ["Walk"]
 

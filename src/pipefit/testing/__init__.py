@@ -1,8 +1,8 @@
 """Is a pipeline's training that of one process? References that share nothing with the executor, and the comparison."""
 
-from pipefit.testing.check import CheckResult, check, compare, expected, run, tolerance_of
+from pipefit.testing.equality import CheckResult, check, compare, expected, run, tolerance_of
+from pipefit.testing.equality_task import Outcome, Task
 from pipefit.testing.pipelined import make_pipeline, run_pipeline
-from pipefit.testing.task import Outcome, Task
 
 __all__ = [
     "CheckResult",

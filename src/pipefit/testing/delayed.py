@@ -32,8 +32,8 @@ from pipefit.errors import PipefitError
 from pipefit.stage.batchnorm import deferred
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
+from pipefit.testing.equality_task import Outcome, Task
 from pipefit.testing.reference import aliases, as_sent, for_the_loss, micro_batches, on_device, shares_of
-from pipefit.testing.task import Outcome, Task
 
 __all__ = ["delayed_reference", "version_rule"]
 

@@ -12,7 +12,7 @@ from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find
 from pipefit.spec.options import Parallelism, Precision, Updates
-from pipefit.testing.task import Outcome, Task
+from pipefit.testing.equality_task import Outcome, Task
 
 __all__ = ["make_pipeline", "run_pipeline"]
 

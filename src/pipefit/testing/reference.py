@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pipefit.stage.batchnorm import deferred
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
-from pipefit.testing.task import Outcome, Task
+from pipefit.testing.equality_task import Outcome, Task
 
 __all__ = ["aliases", "as_sent", "for_the_loss", "micro_batches", "on_device", "reference", "shares_of"]
 

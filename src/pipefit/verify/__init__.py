@@ -1,6 +1,6 @@
 """Proof that a program computes what its header claims, without a hang and within memory. No torch here."""
 
-from pipefit.verify.check import verify
 from pipefit.verify.report import RULES, Report, Violation
+from pipefit.verify.verifier import verify
 
 __all__ = ["RULES", "Report", "Violation", "verify"]

@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
-from pipefit.verify.collectives import collectives
+from pipefit.verify.collective_rules import collectives
 from pipefit.verify.complete import complete, ownership
 from pipefit.verify.deadlock import deadlock
 from pipefit.verify.excerpt import excerpt
-from pipefit.verify.memory_rule import capacities, memory, tiers
+from pipefit.verify.memory_rules import capacities, memory, tiers
 from pipefit.verify.messages import fifo, messages
 from pipefit.verify.order import dependencies, use_after_free
 from pipefit.verify.report import RULES, Report, Violation
 from pipefit.verify.sense import set_aside
 from pipefit.verify.spill_rules import residency
 from pipefit.verify.subject import Finding, Rule, Subject
-from pipefit.verify.versions import versions
+from pipefit.verify.version_rules import versions
 
 __all__ = ["verify"]
 

@@ -19,7 +19,7 @@ from pipefit.schedules.written import layout_of, written
 from pipefit.simulate import simulate
 from pipefit.synthesize.bound import bound_s
 from pipefit.synthesize.improve import with_whole_backwards
-from pipefit.synthesize.problem import BACKWARD, INPUT, WEIGHT, Limit, Order, Problem
+from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Limit, Order, Problem
 from pipefit.synthesize.walk import Walk
 from pipefit.verify import verify
 

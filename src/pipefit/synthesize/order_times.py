@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipefit.synthesize.problem import WEIGHT, Order, Problem
+from pipefit.synthesize.order_problem import WEIGHT, Order, Problem
 
 __all__ = ["Times", "timed"]
 

@@ -1,6 +1,6 @@
 """The dynamic program of PipeDream's partitioner.
 
-With S(t→u, r) the cost of a stage from state t to state u on r components (`problem.py`), and V(t→j, n) the best time
+With S(t→u, r) the cost of a stage from state t to state u on r components (`stage_costs.py`), and V(t→j, n) the best time
 of the layers from t to j on n components,
 
     V(t→j, n) = min over u, r of max{ S(t→u, r), V(u→j, n − r) },     V(t→j, n) = S(t→j, n) where it is not split,
@@ -18,7 +18,7 @@ from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from pipefit.partition.problem import Problem
+from pipefit.partition.stage_costs import Problem
 
 if TYPE_CHECKING:
     import numpy as np

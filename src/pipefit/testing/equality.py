@@ -19,9 +19,9 @@ from pipefit.schedules import find
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.testing.delayed import delayed_reference
+from pipefit.testing.equality_task import Outcome, Task, descend, mean_cross_entropy
 from pipefit.testing.pipelined import run_pipeline
 from pipefit.testing.reference import reference
-from pipefit.testing.task import Outcome, Task, descend, mean_cross_entropy
 
 __all__ = ["CheckResult", "check", "compare", "expected", "layer_counts", "run", "tolerance_of"]
 

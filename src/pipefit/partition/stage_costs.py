@@ -13,8 +13,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipefit.partition.costs import Convention, stage_s
-from pipefit.partition.states import States
+from pipefit.partition.conventions import Convention, stage_s
+from pipefit.partition.down_sets import States
 
 if TYPE_CHECKING:
     import numpy as np
