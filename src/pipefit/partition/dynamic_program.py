@@ -1,7 +1,7 @@
 """The dynamic program of PipeDream's partitioner.
 
-With S(t→u, r) the cost of a stage from state t to state u on r components (`stage_costs.py`), and V(t→j, n) the best time
-of the layers from t to j on n components,
+With S(t→u, r) the cost of a stage from state t to state u on r components (`stage_costs.py`), and V(t→j, n) the best
+time of the layers from t to j on n components,
 
     V(t→j, n) = min over u, r of max{ S(t→u, r), V(u→j, n − r) },     V(t→j, n) = S(t→j, n) where it is not split,
 
