@@ -1,9 +1,12 @@
 """The Python that README and manual show runs as it stands, page by page in one namespace."""
 
+import importlib
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from docs.pages import pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -24,6 +27,21 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     namespace = {"__name__": "__main__"}
     for number, block in enumerate(found, 1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_imports_and_names_is_there(page):
+    import pipefit
+
+    text = page.read_text()
+    for module, names in re.findall(r"^ *from (pipefit[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    named = {name for name in re.findall(r"\bpf\.(\w+)", text)}
+    assert sorted(named - set(pipefit.__all__)) == []
+    for path in re.findall(r"`(pipefit\.\w+(?:\.\w+)+)", text):
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name) or importlib.util.find_spec(path), path
 
 
 def test_the_training_script_of_the_readme_is_the_example():
