@@ -241,6 +241,30 @@ def test_weights_that_are_still_in_their_slots_are_not_read_again_and_not_steppe
     pipe.close()
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_states_that_are_still_in_their_slots_are_not_stepped_while_they_are_written(tmp_path, stages):
+    pipe = Pipeline(
+        nn.Sequential(*(nn.Linear(64, 64) for _ in range(stages))),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.Adam(p, 0.1),
+        stages=stages,
+        spill=Spilled(disk=tmp_path, slots=2, optim_slots=2),
+        parallelism=Parallelism(chunks=stages),
+    )
+    tier = pipe.workers[0].spilling.tier
+    write = tier._file.write
+    tier._file.write = lambda *what: (time.sleep(0.05), write(*what))
+    for _ in range(3):
+        pipe.step(torch.ones(8, 64), torch.ones(8, 64))
+    pipe.settle()
+    for stage in range(stages):
+        key = Key(stage, "optim")
+        room = memoryview(aligned(tier.sizes[key]).numpy())
+        for copy in (0, 1):
+            assert tier._load(key, tier._records[key], copy, room).checksum == chunk_sum(room)
+    pipe.close()
+
+
 def beside_a_gpu(monkeypatch):
     """An optimizer's single numbers stay out of the records, as they do beside a GPU; trials are made on the CPU."""
 

@@ -247,11 +247,12 @@ class SpilledStore:
         assert version == self._version, f"stage {self.stage}: version {self._version} is there, not {version}"
 
     def begin_step(self, version: int, in_place: bool) -> None:
-        """Hands the gradients to the optimizer, which works in the slot, once that is not being written any more."""
+        """Hands the gradients to the optimizer, which works in the slots once they are no longer being written."""
         self.at(version)
-        if WEIGHTS in self._slots:
-            for copy in self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).taken():
-                copy.wait()
+        for kind in (WEIGHTS, OPTIM):
+            if kind in self._slots:
+                for copy in self._arena.slot(kind, self._slots[kind]).taken():
+                    copy.wait()
         for parameter, master in zip(self._trained, self.masters, strict=True):
             master.grad = parameter.grad
         self._version = version + 1
