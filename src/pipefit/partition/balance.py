@@ -7,18 +7,16 @@ positions: the earliest first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.errors import PlanError
 from pipefit.spec import Partition, Profile
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+__all__ = ["by_hand", "gpipe", "minmax", "spans", "uniform"]
 
-    Array = NDArray[np.float64]
-
-__all__ = ["by_hand", "gpipe", "minmax", "uniform"]
+Array = NDArray[np.float64]
 
 # Costs closer than this, relatively, are a tie: sums in another order differ by as much.
 _TIE = 1e-12
@@ -59,12 +57,10 @@ def gpipe(profile: Profile, num_stages: int, costs: Sequence[float] | None = Non
     Raises:
         PlanError: fewer layers than stages, or another number of costs than layers.
     """
-    import numpy as np
-
     _check(profile, num_stages)
-    spans = _spans(_costs(profile, costs))
-    mean = spans[0, -1] / num_stages
-    return _divide((spans - mean) ** 2, num_stages, np.add, spans[0, -1] ** 2)
+    cost = spans(_costs(profile, costs))
+    mean = cost[0, -1] / num_stages
+    return _divide((cost - mean) ** 2, num_stages, np.add, cost[0, -1] ** 2)
 
 
 def minmax(
@@ -87,17 +83,15 @@ def minmax(
     Raises:
         PlanError: fewer layers than stages, another number of costs than layers, or no bandwidth.
     """
-    import numpy as np
-
     _check(profile, num_stages)
-    spans = _spans(_costs(profile, costs))
+    cost = spans(_costs(profile, costs))
     if bandwidth_bytes_per_s is not None:
         if not bandwidth_bytes_per_s > 0:
             raise PlanError(f"bandwidth_bytes_per_s: expected more than 0, got {bandwidth_bytes_per_s}")
         links = [0.0, *(2 * (size / bandwidth_bytes_per_s + latency_s) for size in profile.cut_bytes), 0.0]
-        spans = spans + np.array(links)[:, None] + np.array(links)[None, :]
-    worst = _least(spans, num_stages, np.maximum)[num_stages][0]
-    fast_enough = np.where(spans <= worst * (1 + _TIE), spans**2, np.inf)
+        cost = cost + np.array(links)[:, None] + np.array(links)[None, :]
+    worst = _least(cost, num_stages, np.maximum)[num_stages][0]
+    fast_enough = np.where(cost <= worst * (1 + _TIE), cost**2, np.inf)
     return _divide(fast_enough, num_stages, np.add, worst**2)
 
 
@@ -120,32 +114,28 @@ def _check(profile: Profile, num_stages: int) -> None:
         )
 
 
-def _spans(costs: Sequence[float]) -> Array:
-    """Array [a, b]: the cost of layers a…b−1; infinite where that is no stage."""
-    import numpy as np
-
+def spans(costs: Sequence[float]) -> Array:
+    """Array [a, b]: the cost of layers a…b−1; infinite where a is not before b."""
     total = np.concatenate(([0.0], np.cumsum(np.asarray(costs, dtype=np.float64))))
-    spans = total[None, :] - total[:, None]
-    return np.where(np.triu(np.ones_like(spans, dtype=bool), 1), np.maximum(spans, 0.0), np.inf)
+    cost = total[None, :] - total[:, None]
+    return np.where(np.triu(np.ones_like(cost, dtype=bool), 1), np.maximum(cost, 0.0), np.inf)
 
 
-def _least(spans: Array, num_stages: int, join: np.ufunc) -> list[Array]:
+def _least(cost: Array, num_stages: int, join: np.ufunc) -> list[Array]:
     """best[k][a]: the least joined cost of the layers from a on in k stages."""
-    import numpy as np
-
-    best = [np.append(np.full(len(spans) - 1, np.inf), 0.0)]
+    best = [np.append(np.full(len(cost) - 1, np.inf), 0.0)]
     for _ in range(num_stages):
-        best.append(join(spans, best[-1][None, :]).min(axis=1))
+        best.append(join(cost, best[-1][None, :]).min(axis=1))
     return best
 
 
-def _divide(spans: Array, num_stages: int, join: np.ufunc, scale: float) -> Partition:
+def _divide(cost: Array, num_stages: int, join: np.ufunc, scale: float) -> Partition:
     """The first partition, by cut positions, whose joined cost is least (to a tiny fraction of `scale`)."""
-    best = _least(spans, num_stages, join)
+    best = _least(cost, num_stages, join)
     counts, start = [], 0
     for left in range(num_stages, 0, -1):
-        reached = join(spans[start], best[left - 1])
+        reached = join(cost[start], best[left - 1])
         end = int((reached <= best[left][start] + _TIE * scale).argmax())
         counts.append(end - start)
         start = end
-    return Partition.from_counts(counts, len(spans) - 1)
+    return Partition.from_counts(counts, len(cost) - 1)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.errors import InfeasibleError, PlanError
+from pipefit.partition.balance import spans
 from pipefit.spec import Partition, Profile
 from pipefit.units import format_bytes
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
-
 __all__ = ["hydra", "shard_bytes", "smallest_capacity"]
+
+Array = NDArray[np.float64]
 
 # How many sizes of the double buffer are tried.
 _NUM_BUFFERS = 64
@@ -26,7 +25,7 @@ def hydra(
 ) -> Partition:
     """Cuts whenever the next layer would not fit (Nagrecha and Kumar, Hydra): the longest shards, from the front.
 
-    What a shard needs is said by `shard_bytes`. Boundary tensors may shrink as a shard grows, so a shard ends at the
+    `shard_bytes` gives the bytes of a shard. Boundary tensors may shrink as a shard grows, so a shard ends at the
     last layer up to which it fits and from which the rest can be cut too. With a double buffer part of the device is
     reserved for the shard that is loaded while another computes; of several sizes the one with fewest shards is taken.
 
@@ -42,24 +41,24 @@ def hydra(
     """
     if not capacity_bytes > 0:
         raise PlanError(f"capacity_bytes: expected more than 0, got {capacity_bytes}")
-    own, load = _needs(profile, optimizer_factor)
+    needed, load = _needs(profile, optimizer_factor)
     found: list[list[int]] = []
     for reserve in _reserves(load, double_buffer):
-        fits = own + reserve <= capacity_bytes
+        fits = needed + reserve <= capacity_bytes
         counts = _longest(fits & (load <= reserve) if double_buffer else fits)
         if counts:
             found.append(counts)
     if not found:
         raise InfeasibleError(
             f"{profile.model} cannot be cut into shards of {format_bytes(capacity_bytes)}: "
-            f"{_largest(own, profile)}; the smallest capacity that works is "
+            f"{_largest(needed, profile)}; the smallest capacity that works is "
             f"{format_bytes(smallest_capacity(profile, optimizer_factor, double_buffer))}"
         )
     return Partition.from_counts(min(found, key=len), len(profile))
 
 
 def shard_bytes(profile: Profile, first: int, end: int, optimizer_factor: float = 2.0) -> float:
-    """What the shard of the layers first…end−1 needs on the device while its backward runs.
+    """Bytes that the shard of the layers first…end−1 needs on the device while its backward runs.
 
     Weights, as many bytes of gradients, the optimizer's state, what autograd saves, and two boundary activations: what
     enters the shard and what leaves it (or their gradients in its place).
@@ -73,39 +72,31 @@ def shard_bytes(profile: Profile, first: int, end: int, optimizer_factor: float 
 
 def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_buffer: bool = False) -> float:
     """The least bytes of a device that `hydra` can cut this profile for."""
-    import numpy as np
-
-    own, load = _needs(profile, optimizer_factor)
+    needed, load = _needs(profile, optimizer_factor)
     least = math.inf
     for reserve in _reserves(load, double_buffer):
-        allowed = np.where(load <= reserve, own, np.inf) if double_buffer else own
-        worst = np.full(len(own), 0.0)
-        for first in range(len(own) - 2, -1, -1):
+        allowed = np.where(load <= reserve, needed, np.inf) if double_buffer else needed
+        worst = np.zeros(len(needed))
+        for first in range(len(needed) - 2, -1, -1):
             worst[first] = np.maximum(allowed[first, first + 1 :], worst[first + 1 :]).min()
         least = min(least, float(worst[0]) + reserve)
     return least
 
 
 def _needs(profile: Profile, optimizer_factor: float) -> tuple[Array, Array]:
-    """Arrays [a, b] for the shard of layers a…b−1: what it needs, and what of it is loaded ahead; else infinite."""
-    import numpy as np
+    """Arrays [a, b] for the shard of layers a…b−1: bytes that it needs, and those loaded ahead; else infinite."""
 
-    def spans(field: str) -> Array:
-        total = np.concatenate(([0.0], np.cumsum([getattr(layer, field) for layer in profile.layers])))
-        return np.maximum(total[None, :] - total[:, None], 0.0)  # type: ignore[no-any-return]
+    def layers(field: str) -> Array:
+        return spans([getattr(layer, field) for layer in profile.layers])
 
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
-    weights, entering = spans("weight_bytes"), cuts[:, None]
-    shard = np.triu(np.ones_like(weights, dtype=bool), 1)
-    own = weights * (2 + optimizer_factor) + spans("saved_bytes") + entering + cuts[None, :]
-    load = weights * (1 + optimizer_factor) + entering
-    return np.where(shard, own, np.inf), np.where(shard, load, np.inf)
+    weights, entering = layers("weight_bytes"), cuts[:, None]
+    needed = weights * (2 + optimizer_factor) + layers("saved_bytes") + entering + cuts[None, :]
+    return needed, weights * (1 + optimizer_factor) + entering
 
 
 def _reserves(load: Array, double_buffer: bool) -> list[float]:
     """Sizes of the buffer to try: closer together where they are small."""
-    import numpy as np
-
     if not double_buffer:
         return [0.0]
     # A shard holds at least one layer, and the cut in front of each shard may be any.
@@ -115,8 +106,6 @@ def _reserves(load: Array, double_buffer: bool) -> list[float]:
 
 def _longest(fits: NDArray[np.bool_]) -> list[int]:
     """Layer counts of the longest shards from the front, each one leaving a rest that can be cut; empty: none."""
-    import numpy as np
-
     rest_works = np.zeros(len(fits), dtype=bool)
     rest_works[-1] = True
     for first in range(len(fits) - 2, -1, -1):
@@ -131,9 +120,7 @@ def _longest(fits: NDArray[np.bool_]) -> list[int]:
     return counts
 
 
-def _largest(own: Array, profile: Profile) -> str:
-    import numpy as np
-
-    alone = np.diagonal(own, 1)
-    index = int(alone.argmax())
-    return f"layer {index} ({profile.layers[index].name}) alone needs {format_bytes(float(alone[index]))}"
+def _largest(needed: Array, profile: Profile) -> str:
+    layers = np.diagonal(needed, 1)
+    index = int(layers.argmax())
+    return f"layer {index} ({profile.layers[index].name}) alone needs {format_bytes(float(layers[index]))}"

@@ -1,4 +1,4 @@
-"""What communication costs PipeDream's partitioner, by named convention, because published answers depend on it.
+"""Costs of communication in PipeDream's partitioner, by named convention: published answers depend on it.
 
 Legend: m replicas of a stage, W its weight bytes, B bandwidth of the level, C its time on one component, g components
 of the level below, a bytes across a cut, m_left and m_right the replicas on the cut's two sides.
@@ -18,15 +18,11 @@ sending out of the level unless the model ends there, and uses all M workers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from pipefit.errors import PlanError, nearest
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
 
 __all__ = ["CONVENTIONS", "Convention", "convention_named", "data_parallel_s", "reduce_s", "stage_s"]
 
@@ -37,7 +33,7 @@ class Convention:
 
     Attributes:
         name: as users write it.
-        overlaps: reduction runs beside computation (their maximum counts), else after it (their sum).
+        overlaps: reduction overlaps computation (their maximum counts), else after it (their sum).
         divides: a cut's bytes are shared by the replicas of either side.
         exact: all workers of a level must be used.
         below: reduction of a level's first stage is divided by the width of the level below.
@@ -97,8 +93,6 @@ def stage_s(
         below: components of the level below (1 for devices).
         first: the stage is the first of its level, or its only one.
     """
-    import numpy as np
-
     reduction = reduce_s(rule, weight_bytes, replicas, bandwidth)
     if rule.overlaps:
         return np.maximum(compute_s, reduction) / replicas

@@ -1,4 +1,4 @@
-"""Where a graph can be cut: its down-sets, and the costs between them.
+"""Down-sets of a graph, where it can be split, and the costs between them.
 
 A stage boundary is a set of layers that holds, with every layer, all that feed it (a down-set, written D below).
 Then data only flows forward through it. Stages are the differences of a rising sequence of down-sets. A chain of N
@@ -11,17 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.spec import Profile
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
-
 __all__ = ["States", "find_states"]
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class States:
     @cached_property
     def member(self) -> Array:
         """Array [state, layer] of ones and zeros."""
-        import numpy as np
-
         num_layers = len(self.profile)
         width = (num_layers + 7) // 8
         raw = b"".join(mask.to_bytes(width, "little") for mask in self.masks)
@@ -55,15 +51,11 @@ class States:
     @cached_property
     def inside(self) -> NDArray[np.bool_]:
         """Array [a, b]: D_a is a proper subset of D_b, so the layers between them can be a stage."""
-        import numpy as np
-
         outside = self.member @ (1.0 - self.member).T
         return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool), dtype=np.bool_)
 
     def between(self, field: str) -> Array:
         """Array [a, b]: the sum of a layer's figure over D_b minus D_a; infinite where b does not hold a."""
-        import numpy as np
-
         total = self.member @ np.array([getattr(layer, field) for layer in self.profile.layers], dtype=np.float64)
         # Differences of sums leave rounding dust where the true value is 0.
         difference = np.maximum(total[None, :] - total[:, None], 0.0)
@@ -73,8 +65,6 @@ class States:
     @cached_property
     def crossing_bytes(self) -> Array:
         """Bytes that cross the boundary at each state: every output used outside of it, counted once."""
-        import numpy as np
-
         used_by = [0] * len(self.profile)
         for tail, head in self.profile.links:
             used_by[tail] |= 1 << head
@@ -180,8 +170,8 @@ def _along_orders(profile: Profile, start: int, end: int, feeds: list[int], rule
         """How much more crosses the boundary when a layer joins the set."""
         grown = mask | 1 << layer
         fed = [tail for tail in range(layer) if feeds[layer] >> tail & 1 and not users[tail] & ~grown]
-        own = profile.layers[layer].output_bytes if users[layer] & ~grown else 0.0
-        return own - sum(profile.layers[tail].output_bytes for tail in fed)
+        added = profile.layers[layer].output_bytes if users[layer] & ~grown else 0.0
+        return added - sum(profile.layers[tail].output_bytes for tail in fed)
 
     result = set()
     for rule in rules:

@@ -16,17 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.partition.stage_costs import Problem
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
-
 __all__ = ["Run", "all_pairs", "best_time", "runs"]
+
+Array = NDArray[np.float64]
 
 # Times closer than this, relatively, are a tie: sums in another order differ by as much.
 _TIE = 1e-12
@@ -99,8 +97,6 @@ class _Sides:
 
 
 def _sides(time_s: Array) -> _Sides:
-    import numpy as np
-
     tiles = range(0, len(time_s), _TILE)
     by_rows = np.minimum.reduceat(time_s, tiles, axis=0)
     return _Sides(time_s, by_rows, np.minimum.reduceat(by_rows, tiles, axis=1))
@@ -108,8 +104,6 @@ def _sides(time_s: Array) -> _Sides:
 
 def all_pairs(problem: Problem, level: int, beyond: Fraction) -> Array:
     """V(t→j) on one component of the level above, for every pair of states: N³/6 steps for each two replica counts."""
-    import numpy as np
-
     width = problem.levels[level - 1][0]
     inside = problem.states.inside
     made: dict[tuple[int, Fraction, bool, bool], _Sides] = {}
@@ -153,8 +147,6 @@ def _join(best: Array, left: _Sides, right: _Sides, inside: NDArray[np.bool_]) -
     For each pair only a few u lie near the balance of both sides. So a first pass over every so many u brings `best`
     near its value, and the second looks, tile by tile of t and u, only at the j where neither side is worse than it.
     """
-    import numpy as np
-
     num_states = len(best)
     small = num_states <= 8 * _TILE
     for u in range(1, num_states - 1) if small else range(_TILE // 2, num_states - 1, _FIRST):
@@ -192,8 +184,6 @@ def best_time(problem: Problem, level: int, beyond: Fraction, start: int, end: i
 
 def runs(problem: Problem, level: int, beyond: Fraction, start: int, end: int, time_s: float) -> list[Run]:
     """The stages of one level that reach `time_s`: the fewest, then the first by (end, replicas), stage after stage."""
-    import numpy as np
-
     states = _states_on_the_way(problem, start, end)
     limit = time_s * (1 + _TIE)
     counts = _table(problem, level, beyond, states, limit, count=True)
@@ -238,8 +228,6 @@ def _rows(
     problem: Problem, level: int, choices: list[_Choice], states: list[int], position: int, first: bool
 ) -> tuple[Array, Array]:
     """Cost of the stages from a position on: (choice, end) for ends before the last, and (choice,) for the last."""
-    import numpy as np
-
     row, columns = states[position], np.array(states[position + 1 :])
     replicas = np.array([[choice.replicas] for choice in choices], dtype=np.float64)
     if level == 1:
@@ -264,8 +252,6 @@ def _table(
 
     Stages slower than `limit` are left out.
     """
-    import numpy as np
-
     width = problem.levels[level - 1][0]
     choices = _choices(problem, level, beyond)
     join = np.add if count else np.maximum

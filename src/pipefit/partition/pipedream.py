@@ -33,7 +33,7 @@ _TIE = 1e-12
 
 @dataclass(frozen=True)
 class LevelStage:
-    """One stage of one level, and how a component of it is divided in turn (empty: it is a device).
+    """One stage of one level, and how a component of it is divided (empty: it is a device).
 
     Attributes:
         layers: indices in the profile.
@@ -48,10 +48,10 @@ class LevelStage:
 
 @dataclass(frozen=True)
 class PipeDreamResult:
-    """What the partitioner chose, and what else it found. Times are seconds per mini-batch in the steady state.
+    """The partition that was chosen, and other times found. Times are seconds per mini-batch in the steady state.
 
     Attributes:
-        partition: stages with their replicas; None when nothing fits (`why` says what is missing).
+        partition: stages with their replicas; None when nothing fits (`why` names the reason).
         time_s: of that partition; infinite when nothing fits.
         shape: "data parallel", "flat" or "hierarchical": which search it comes from.
         levels: the same stages as the levels divide them, outermost first.
@@ -64,37 +64,25 @@ class PipeDreamResult:
         straight_s: best pipeline without replicas.
         data_parallel_s: plain data parallelism over all devices, fitting or not; the better of the searches made.
         data_parallel_fits: whether it does.
-        single_device_s: everything on one device.
         exact: every possible boundary of the graph was considered.
         why: in words.
     """
 
-    partition: Partition | None
-    time_s: float
     shape: str
-    levels: tuple[LevelStage, ...]
-    in_flight: tuple[int, ...]
-    memory_bytes: tuple[float, ...]
     convention: str
+    time_s: float
     search_s: float
-    flat_s: float | None
-    hierarchical_s: float | None
-    straight_s: float
-    data_parallel_s: float
-    data_parallel_fits: bool
-    single_device_s: float
-    exact: bool
-    why: str
-
-    @property
-    def is_feasible(self) -> bool:
-        """Whether anything fits."""
-        return self.partition is not None
-
-    @property
-    def num_in_flight(self) -> int:
-        """NOAM of the paper: mini-batches in flight at the input stage, ceil(workers / its replicas)."""
-        return self.in_flight[0] if self.in_flight else 0
+    partition: Partition | None = None
+    levels: tuple[LevelStage, ...] = ()
+    in_flight: tuple[int, ...] = ()
+    memory_bytes: tuple[float, ...] = ()
+    flat_s: float | None = None
+    hierarchical_s: float | None = None
+    straight_s: float = math.inf
+    data_parallel_s: float = math.inf
+    data_parallel_fits: bool = False
+    exact: bool = True
+    why: str = ""
 
     @property
     def speedup_over_data_parallel(self) -> float:
@@ -155,11 +143,9 @@ def pipedream(
     problems = [Problem(states, flat if name == "flat" else levels, rule, memory, straight) for name in searches]
     times = [_fastest(problem) for problem in problems]
     best = min(range(len(times)), key=lambda index: times[index])
-    plain_s = min(
-        data_parallel_s(rule, _single_device_s(profile), _total(profile, "weight_bytes"), one.levels)
-        for one in problems
-    )
-    # Where plain data parallelism is as fast as anything, the stages of its equals are not asked for.
+    single_s = _total(profile, "total_s") + profile.loss_s
+    plain_s = min(data_parallel_s(rule, single_s, _total(profile, "weight_bytes"), one.levels) for one in problems)
+    # Where plain data parallelism is as fast as anything, the stages of its equals are not searched.
     plain_fits = _data_parallel_bytes(problems[best]) <= memory.limit_bytes
     is_plain = plain_fits and not straight and plain_s <= times[best] * (1 + _TIE)
     found = _result(problems[best], times[best], searches[best], rule, divide=not is_plain)
@@ -167,7 +153,7 @@ def pipedream(
         found,
         flat_s=dict(zip(searches, times, strict=True)).get("flat"),
         hierarchical_s=dict(zip(searches, times, strict=True)).get("hierarchical"),
-        # By levels a straight pipeline has the faster links inside, so the flat one need not be looked at beside it.
+        # By levels a straight pipeline has the faster links inside, so the flat one need not be looked at.
         straight_s=times[best] if straight else _fastest(replace(problems[-1], straight=True, bases={})),
         data_parallel_s=plain_s,
         data_parallel_fits=plain_fits,
@@ -204,17 +190,9 @@ def _total(profile: Profile, field: str) -> float:
     return float(sum(getattr(layer, field) for layer in profile.layers))
 
 
-def _single_device_s(profile: Profile) -> float:
-    return _total(profile, "total_s") + profile.loss_s
-
-
 def _result(problem: Problem, time_s: float, shape: str, rule: Convention, divide: bool) -> PipeDreamResult:
-    """The result of one search; what only all of them know is filled in later."""
-    profile = problem.states.profile
-    result = PipeDreamResult(
-        None, time_s, shape, (), (), (), rule.name, time_s, None, None, math.inf, math.inf,
-        data_parallel_fits=False, single_device_s=_single_device_s(profile), exact=True, why="",
-    )  # fmt: skip
+    """The result of one search, without the figures of the others."""
+    result = PipeDreamResult(shape, rule.name, time_s, search_s=time_s)
     if not math.isfinite(time_s):
         return replace(result, why=_why_nothing_fits(problem))
     if not divide:
@@ -226,7 +204,7 @@ def _result(problem: Problem, time_s: float, shape: str, rule: Convention, divid
 def _divide(
     problem: Problem, level: int, beyond: Fraction, start: int, end: int, time_s: float
 ) -> tuple[LevelStage, ...]:
-    """The stages of a level from one state to another, each divided in turn."""
+    """The stages of a level from one state to another, each divided likewise."""
 
     def inside(run: Run) -> tuple[LevelStage, ...]:
         if level == 1:
@@ -292,7 +270,7 @@ def _data_parallel_bytes(problem: Problem) -> float:
 
 
 def _why_nothing_fits(problem: Problem) -> str:
-    """What the largest layer needs by itself, beside what there is."""
+    """The bytes that the largest layer needs, and those of a device."""
     memory, layers = problem.memory, problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"

@@ -60,7 +60,7 @@ def _by_hand(profile: Profile, num_stages: int | None, counts: list[int]) -> Par
     return by_hand(profile, counts)
 
 
-_OWN: dict[str, Callable[..., Partition]] = {
+_BUILT_IN: dict[str, Callable[..., Partition]] = {
     "by_hand": _by_hand,
     "gpipe": gpipe,
     "hydra": _hydra,
@@ -73,7 +73,7 @@ _FREE_COUNT = {"by_hand", "hydra", "pipedream"}
 
 def partitioner_names() -> tuple[str, ...]:
     """All names that `partition` knows, those of installed packages included."""
-    return tuple(sorted({*_OWN, *(point.name for point in entry_points(group=_GROUP))}))
+    return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=_GROUP))}))
 
 
 def partition(profile: Profile, num_stages: int | None = None, method: str = "minmax", **options: Any) -> Partition:
@@ -94,8 +94,8 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
         PlanError: unknown method or option, or the partition is impossible.
         InfeasibleError: nothing fits the memory.
     """
-    found = _OWN.get(method) or _installed(method)
-    if num_stages is None and method in _OWN and method not in _FREE_COUNT:
+    found = _BUILT_IN.get(method) or _installed(method)
+    if num_stages is None and method in _BUILT_IN and method not in _FREE_COUNT:
         raise PlanError(f"{method}: expected num_stages, got none")
     try:
         inspect.signature(found).bind(profile, num_stages, **options)

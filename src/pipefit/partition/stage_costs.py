@@ -1,4 +1,4 @@
-"""One search of PipeDream's partitioner: states, levels, rules, and what a stage costs.
+"""One search of PipeDream's partitioner: states, levels, rules, and the costs of a stage.
 
 Every cost is local to a stage once the cut 2a/(B·min(m_left, m_right)) is read as max(2a/(B·m_left), 2a/(B·m_right)):
 a stage pays for its own computation and reduction, for what it receives and for what it sends, and the time per
@@ -11,30 +11,28 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.partition.conventions import Convention, stage_s
 from pipefit.partition.down_sets import States
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
-
 __all__ = ["Memory", "Problem"]
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a device can hold, and what a stage keeps there.
+    """The memory of a device, and its use by a stage.
 
     A stage with weights W and saved bytes A and k mini-batches in flight holds k·(versions·W + A) + state·W; k is
     ceil(devices from the stage on / its replicas).
 
     Attributes:
         limit_bytes: of one device; infinite: no limit.
-        versions: 1.0 when every mini-batch in flight keeps its own weights (weight stashing), 0.0 when none does.
+        versions: 1.0 when every mini-batch in flight keeps the weights it used (weight stashing), 0.0 when none does.
         state: bytes of gradients and optimizer states (and of the weights, where versions is 0) per weight byte.
     """
 
@@ -99,15 +97,11 @@ class Problem:
     @cached_property
     def weight_bytes(self) -> Array:
         """Array [a, b]: bytes of the weights; 0 where there is no such stage."""
-        import numpy as np
-
         return np.where(self.states.inside, self.states.between("weight_bytes"), 0.0)
 
     @cached_property
     def saved_bytes(self) -> Array:
         """Array [a, b]: bytes saved for the backward pass; 0 where there is no such stage."""
-        import numpy as np
-
         return np.where(self.states.inside, self.states.between("saved_bytes"), 0.0)
 
     def device_s(self, beyond: Array | float, row: slice | int, columns: slice | NDArray[np.intp]) -> Array:
@@ -115,8 +109,6 @@ class Problem:
 
         `beyond` may be an array (p, 1) for one row; the result is then (p, columns).
         """
-        import numpy as np
-
         compute = self.compute_s[row, columns]
         if not self.memory.is_limited:
             return compute
@@ -145,8 +137,6 @@ class Problem:
             first: nothing is received; as the first stage of its level.
             last: nothing is sent inside the level.
         """
-        import numpy as np
-
         bandwidth = self.levels[level - 1][1]
         below = self.levels[level - 2][0] if level > 1 else 1
         cost: Array = stage_s(self.rule, base, self.weight_bytes[row, columns], replicas, bandwidth, below, first)
