@@ -19,7 +19,7 @@ _TENSOR_BYTES = 1024
 2.13 on a 64-bit Linux."""
 
 _LINKS_BYTES = 32 << 10
-"""What Gloo and the transport keep for messages under way: up to 20 KB in a pipeline of two processes."""
+"""Memory of Gloo and the transport for messages under way: up to 20 KB in a pipeline of two processes."""
 
 
 class LayerBytes(NamedTuple):

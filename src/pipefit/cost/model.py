@@ -58,7 +58,7 @@ class CostModel:
         act_bytes: of a stage's output, as it travels to the next.
         grad_bytes: of the gradient of that output; (): those of the output.
         saved_bytes: kept from forward to backward.
-        half_bytes: gradients kept from bwd_input to bwd_weight, beside what is saved; (): that of the output.
+        half_bytes: gradients kept from bwd_input to bwd_weight, in addition to what is saved; (): that of the output.
         weight_bytes: of one version of the weights, and of their gradients.
         optim_bytes: of the optimizer's state, there from beginning to end.
         fixed_bytes: of whatever else is on a rank that has the stage, wherever the stage itself is: buffers and such.
@@ -180,7 +180,7 @@ class CostModel:
         return max(found // self.tensor, 1)
 
     def ports(self, source: int, target: int) -> tuple[tuple[object, ...], ...]:
-        """The ports that a message goes through, out of one and into another; none where every link is by itself."""
+        """The ports that a message goes through, out of one and into another; none where links share nothing."""
         if self.topology is None or source == target:
             return ()
         return self.topology.ports(source * self.tensor, target * self.tensor)
@@ -221,13 +221,13 @@ class CostModel:
             return 0
         links = [self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)]
         bandwidth, latency = min(link[0] for link in links), max(link[1] for link in links)
-        # A reduction to everyone is one to parts and a gathering of them; each of these alone is half of it.
+        # A reduction to everyone is one to parts and a gathering of them; each of these is half of it.
         ways = 1 if instruction.kind in _HALVES else 2
         seconds = _over(ways * (d - 1) * self._reduced_bytes(instruction), bandwidth) / d
         return ways * (d - 1).bit_length() * latency + seconds
 
     def local_s(self, instruction: Instruction, rank: int) -> float:
-        """Seconds of what completes by itself on one rank: fetch, evict (by their tier's rates), gather, host_step.
+        """Seconds of what completes asynchronously on one rank: fetch, evict (by the tier's rates), gather, host_step.
 
         Raises:
             PlanError: the tier is unknown.

@@ -16,12 +16,12 @@ from pipefit.draw.axes import label_number, nice_ticks
 from pipefit.draw.look import INKS
 from pipefit.errors import PipefitError
 
-__all__ = ["chart"]
+__all__ = ["HUES", "chart"]
 
 Series = Mapping[str, Sequence[tuple[float | str, float]]]
 
 # Eight hues that the common colour blindnesses keep apart (after Okabe and Ito), for light and for dark paper.
-_HUES = (
+HUES = (
     ("#0072b2", "#56a8e0"), ("#d55e00", "#ff8f45"), ("#009e73", "#2fc79a"), ("#b0568f", "#e08fc2"),
     ("#8a6d00", "#e0b93a"), ("#4b4f8f", "#9aa0ee"), ("#5a6675", "#aab6c5"), ("#7a2e2e", "#d98080"),
 )  # fmt: skip
@@ -177,11 +177,11 @@ def _line(plot: _Plot, index: int, count: int, name: str, points: Sequence[tuple
 def _stroke(index: int, path: str) -> str:
     dash = _DASHES[index // len(_MARKS) % len(_DASHES)]
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    return f'<path class="line c{index % len(_HUES)}"{dashed} d="M{path}"/>'
+    return f'<path class="line c{index % len(HUES)}"{dashed} d="M{path}"/>'
 
 
 def _mark(index: int, x: float, y: float, title: str = "") -> str:
-    corners, hue = _MARKS[index % len(_MARKS)], index % len(_HUES)
+    corners, hue = _MARKS[index % len(_MARKS)], index % len(HUES)
     if not corners:
         return f'<circle class="mark f{hue}" cx="{x:.1f}" cy="{y:.1f}" r="{_RADIUS}">{title}</circle>'
     path = "L".join(f"{x + dx * _RADIUS:.1f} {y + dy * _RADIUS:.1f}" for dx, dy in corners)
@@ -195,7 +195,7 @@ def _bars(plot: _Plot, index: int, count: int, name: str, points: Sequence[tuple
         x, y = plot.x(at) - 0.39 * plot.slot + index * wide, plot.y(value)
         words = f"{name}: {at if isinstance(at, str) else label_number(at)}, {label_number(value)}"
         parts.append(
-            f'<rect class="f{index % len(_HUES)}" x="{x + 0.5:.1f}" y="{y:.1f}" width="{max(wide - 1, 0.5):.1f}" '
+            f'<rect class="f{index % len(HUES)}" x="{x + 0.5:.1f}" y="{y:.1f}" width="{max(wide - 1, 0.5):.1f}" '
             f'height="{plot.bottom - y:.1f}" rx="1.5"><title>{escape(words)}</title></rect>'
         )
         parts += _stripes(index, x + 0.5, y, max(wide - 1, 0.5), plot.bottom)
@@ -206,7 +206,7 @@ def _bars(plot: _Plot, index: int, count: int, name: str, points: Sequence[tuple
 
 def _stripes(index: int, x: float, top: float, wide: float, bottom: float) -> list[str]:
     """Gaps in a bar whose hue was there before."""
-    gap = 9 / (index // len(_HUES)) if index >= len(_HUES) else 0
+    gap = 9 / (index // len(HUES)) if index >= len(HUES) else 0
     rows = range(1, math.ceil((bottom - top) / gap)) if gap else ()
     return [f'<path class="gap" d="M{x:.1f} {bottom - row * gap:.1f}H{x + wide:.1f}"/>' for row in rows]
 
@@ -231,7 +231,7 @@ def _names(plot: _Plot, series: Series, kind: str) -> list[str]:
             continue
         y = ends.pop(0)
         if kind == "bar":
-            parts.append(f'<rect class="f{index % len(_HUES)}" x="{x:.1f}" y="{y - 6:.1f}" width="12" height="12"/>')
+            parts.append(f'<rect class="f{index % len(HUES)}" x="{x:.1f}" y="{y - 6:.1f}" width="12" height="12"/>')
             parts += _stripes(index, x, y - 6, 12, y + 6)
         else:
             parts += [_stroke(index, f"{x:.1f} {y:.1f}H{x + _SAMPLE:.1f}"), _mark(index, x + _SAMPLE / 2, y)]
@@ -254,7 +254,7 @@ def _style(count: int) -> str:
         rules.append(f"{root} .hair{{stroke:{INKS['line'][night]}}}")
         # A mark stands out from lines that run through it.
         rules += [f"{root} .{name}{{stroke:{INKS['paper'][night]}}}" for name in ("mark", "gap")]
-        for index, hue in enumerate(_HUES[:count]):
+        for index, hue in enumerate(HUES[:count]):
             rules.append(f"{root} .f{index}{{fill:{hue[night]}}}{root} .c{index}{{stroke:{hue[night]}}}")
         sheets.append("".join(rules))
     return f"{base}{sheets[0]}@media (prefers-color-scheme:dark){{{sheets[1]}}}"

@@ -22,7 +22,7 @@ def plan_pipedream(
     """PipeDream's plan: stages with replicas, a weight update per mini-batch, weight stashing.
 
     Times are those of the partitioner's cost convention, per mini-batch of the profile's size. `state_per_weight` is
-    of the optimizer alone; one more byte per weight byte goes to gradients.
+    of the optimizer only; one more byte per weight byte goes to gradients.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -32,12 +32,12 @@ def plan_pipedream(
     if found.partition is None:
         raise InfeasibleError(f"{profile.model}: {found.why}")
     stages = found.partition.stages
-    alone = len(stages) == 1
+    is_single = len(stages) == 1
     counts = tuple(stage.replicas for stage in stages)
     num_workers = sum(counts)
-    specs = stages if not alone else (StageSpec(stages[0].layers),)
-    placement = placement_of(num_workers, 1, "replicas") if alone else placement_of(len(stages), 1, "loop", counts)
-    per_update = num_workers if alone else 1
+    specs = stages if not is_single else (StageSpec(stages[0].layers),)
+    placement = placement_of(num_workers, 1, "replicas") if is_single else placement_of(len(stages), 1, "loop", counts)
+    per_update = num_workers if is_single else 1
     peaks = [0.0] * num_workers
     for ranks, size in zip(placement, found.memory_bytes, strict=True):
         for rank in ranks:
@@ -45,10 +45,10 @@ def plan_pipedream(
     return Plan(
         Partition(specs),
         Placement(placement),
-        "data-parallel" if alone else "pipedream",
+        "data-parallel" if is_single else "pipedream",
         per_update,
         profile.microbatch_size,
-        data=num_workers if alone else 1,
+        data=num_workers if is_single else 1,
         model=profile.model,
         method="pipedream",
         prediction=Prediction(

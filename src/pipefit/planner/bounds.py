@@ -57,7 +57,7 @@ def _totals(profile: Profile) -> _Totals:
 
 
 def _quick_tail_s(problem: Problem, config: Config, backward_s: float) -> float:
-    """What reductions add if every stage has an equal share of the time, and the weights that lie there."""
+    """Seconds that reductions add if every stage has an equal share of the time, and the weights that lie there."""
     if config.data < 2:
         return 0.0
     link = problem.ranks(config.tensor).level_between(0, config.depth)

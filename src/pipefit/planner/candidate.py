@@ -82,7 +82,7 @@ def plan_of(
             on_host=slots.on_host,
             keeps=keeps,
         )
-    # The schedule for one rank replays without being told.
+    # The schedule for one rank replays in any case.
     replays = spill is not None and config.schedule != "spilled"
     stages = tuple(
         StageSpec(

@@ -1,4 +1,4 @@
-"""The closed forms of a step: what schedules take, for stages and links that differ, before anything is simulated."""
+"""Closed forms of a step: seconds of each schedule, for stages and links that differ, without a simulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["MicrobatchTimes", "closed_form_s", "estimate_s", "exposed_s", "reduc
 
 @dataclass(frozen=True)
 class MicrobatchTimes:
-    """What the closed forms take: seconds per micro-batch of one pipeline.
+    """Arguments of the closed forms: seconds per micro-batch of one pipeline.
 
     Attributes:
         forward_s: of the slowest rank, all its chunks together.
@@ -39,43 +39,43 @@ class MicrobatchTimes:
     trip_s: float = 0.0
 
 
-def closed_form_s(config: Config, pace: MicrobatchTimes) -> float:
+def closed_form_s(config: Config, times: MicrobatchTimes) -> float:
     """Seconds of an update without reductions: the schedules' closed forms, for stages and links that differ.
 
     A micro-batch takes the rhythm of whatever is slowest (a rank, a link, or a round trip that the schedule has too
     few micro-batches in flight to hide), and the first and the last of them pass through everything else.
     """
     m, p, v = config.per_pipeline, config.depth, config.chunks
-    work = pace.forward_s + pace.backward_s
-    others = max(pace.through_s - work, 0.0)
-    through = pace.through_s + 2 * pace.way_s
+    work = times.forward_s + times.backward_s
+    others = max(times.through_s - work, 0.0)
+    through = times.through_s + 2 * times.way_s
     if p == 1:
         return m * work
     if config.replicas:
-        return (m - 1) * max(work, pace.message_s) + through
+        return (m - 1) * max(work, times.message_s) + through
     if config.schedule == "interleaved":
         # The first chunk has about 2p micro-batches in flight.
-        rhythm = max(work, pace.message_s, through / (2 * p))
-        return m * rhythm + others / v + 2 * pace.way_s
+        rhythm = max(work, times.message_s, through / (2 * p))
+        return m * rhythm + others / v + 2 * times.way_s
     if config.schedule in ("gpipe", "breadth-first"):
         # Each chunk is a pipeline of its own, which begins when the one before it lets go of its first micro-batch.
-        forward, backward = max(pace.forward_s, pace.message_s), max(pace.backward_s, pace.message_s)
+        forward, backward = max(times.forward_s, times.message_s), max(times.backward_s, times.message_s)
         lap = through / v
         return max(m * (forward + backward) + lap - (forward + backward) / v, through + (m - 1) * (work / v))
-    rhythm = max(work, pace.message_s, pace.trip_s)
+    rhythm = max(work, times.message_s, times.trip_s)
     if config.schedule.startswith("pipedream"):
         return m * rhythm
-    return m * rhythm + others + 2 * pace.way_s * (p - 2) / (p - 1)
+    return m * rhythm + others + 2 * times.way_s * (p - 2) / (p - 1)
 
 
-def exposed_s(tails: list[float], behind: list[float]) -> float:
-    """What reductions and optimizer steps add to an update.
+def exposed_s(tails: list[float], remaining: list[float]) -> float:
+    """Seconds that reductions and optimizer steps add to an update.
 
     Args:
         tails: seconds of each stage's reduction and step.
-        behind: seconds between the stage's last backward and the last of all.
+        remaining: seconds between the stage's last backward and the last of all.
     """
-    return max(0.0, *(tail - rest for tail, rest in zip(tails, behind, strict=True)))
+    return max(0.0, *(tail - rest for tail, rest in zip(tails, remaining, strict=True)))
 
 
 def estimate_s(problem: Problem, config: Config, partition: Partition, cost: CostModel) -> float:
@@ -84,10 +84,10 @@ def estimate_s(problem: Problem, config: Config, partition: Partition, cost: Cos
     stages = _stage_seconds(problem, config, partition, cost)
     hops = [_message_s(cost, stage, a[0], b[0]) for stage, (a, b) in enumerate(pairwise(placement))]
     tails = [reduce_s(cost, stage, ranks) + cost.step_s[stage] for stage, ranks in enumerate(placement)]
-    alone = closed_form_s(config, _pace(config, stages, hops))
+    update_s = closed_form_s(config, _times(config, stages, hops))
     if config.schedule == "1f1b" and not config.replicas and config.depth > 1:
-        alone = max(alone, _flush_s(config.per_pipeline, stages, hops))
-    return alone + exposed_s(tails, _behind(config, stages, hops))
+        update_s = max(update_s, _flush_s(config.per_pipeline, stages, hops))
+    return update_s + exposed_s(tails, _until_end(config, stages, hops))
 
 
 def reduce_s(cost: CostModel, stage: int, ranks: tuple[int, ...]) -> float:
@@ -119,21 +119,21 @@ def _stage_seconds(problem: Problem, config: Config, partition: Partition, cost:
     again = replayed(config) if any(stage.recompute for stage in partition.stages) else ()
     found = []
     for stage, spec in enumerate(partition.stages):
-        pace, replays = slow[owner[stage]], again[stage] if spec.recompute else 0.0
+        slowness, replays = slow[owner[stage]], again[stage] if spec.recompute else 0.0
         forward = cost.forward_s[stage] + (cost.loss_s if stage == len(partition.stages) - 1 else 0.0)
         backward = cost.backward_input_s[stage] + cost.backward_weight_s[stage]
-        replay = replays * (cost.recompute_s[stage] * pace + each)
-        found.append(_Stage(forward * pace + each, backward * pace + each, replay))
+        replay = replays * (cost.recompute_s[stage] * slowness + each)
+        found.append(_Stage(forward * slowness + each, backward * slowness + each, replay))
     return found
 
 
-def _pace(config: Config, stages: list[_Stage], hops: list[float]) -> MicrobatchTimes:
+def _times(config: Config, stages: list[_Stage], hops: list[float]) -> MicrobatchTimes:
     owner, copies = positions(config), config.replicas or (1,) * len(stages)
-    forward, work, message, alone = ([0.0] * config.depth for _ in range(4))
+    forward, work, message, both = ([0.0] * config.depth for _ in range(4))
     for stage, (rank, own) in enumerate(zip(owner, stages, strict=True)):
         forward[rank] += own.forward_s / copies[stage]
         work[rank] += own.work_s / copies[stage]
-        alone[rank] += own.forward_s + own.backward_s
+        both[rank] += own.forward_s + own.backward_s
     for stage, hop in enumerate(hops):
         message[owner[stage]] += hop / max(copies[stage], copies[stage + 1])
     worst = work.index(max(work))
@@ -145,8 +145,8 @@ def _pace(config: Config, stages: list[_Stage], hops: list[float]) -> Microbatch
             sum(max(own.forward_s for own in chunk) for chunk in chunks),
             sum(max(own.backward_s + own.replay_s for own in chunk) for chunk in chunks),
         )
-    trips = [(sum(alone[rank:]) + 2 * sum(hops[rank:])) / (config.depth - rank) for rank in range(config.depth)]
-    return MicrobatchTimes(*slowest, sum(alone), max(message), sum(hops), max(trips))
+    trips = [(sum(both[rank:]) + 2 * sum(hops[rank:])) / (config.depth - rank) for rank in range(config.depth)]
+    return MicrobatchTimes(*slowest, sum(both), max(message), sum(hops), max(trips))
 
 
 def _flush_s(count: int, stages: list[_Stage], hops: list[float]) -> float:
@@ -158,19 +158,19 @@ def _flush_s(count: int, stages: list[_Stage], hops: list[float]) -> float:
     depth, longest = len(stages), 0.0
     before, below = 0.0, sum(own.forward_s + own.backward_s for own in stages) + 2 * sum(hops)
     for rank, own in enumerate(stages):
-        alone, way = own.forward_s + own.backward_s, 2 * hops[rank] if rank < len(hops) else 0.0
-        below -= alone
+        both, way = own.forward_s + own.backward_s, 2 * hops[rank] if rank < len(hops) else 0.0
+        below -= both
         more = min(depth - rank, count) - 1
         first = max(0.0, below - more * own.forward_s - own.replay_s)
         last = max(0.0, below - more * own.backward_s - (more + 1) * own.replay_s)
         waits = first + last if count > more + 1 else max(first, last)
         longest = max(longest, before + count * own.work_s + waits)
         below -= way
-        before += alone + way
+        before += both + way
     return longest
 
 
-def _behind(config: Config, stages: list[_Stage], hops: list[float]) -> list[float]:
+def _until_end(config: Config, stages: list[_Stage], hops: list[float]) -> list[float]:
     """Seconds between each stage's last backward and the last of all: the way down, or what its rank still has to do.
 
     Of each chunk behind it a rank has still to do all micro-batches (breadth-first), or those of one turn.

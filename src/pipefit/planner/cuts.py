@@ -1,4 +1,4 @@
-"""Where a candidate's model is cut: by time alone, or by time among the cuts that fit the memory."""
+"""Cuts of a candidate's model: by time only, or by time among those that fit the memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cut(
         problem: what it is estimated on.
         config: the candidate.
         recomputed: the stages that replay their forward.
-        within: the memory that a cut must fit; None: time alone decides. One stage per rank, then.
+        within: the memory that a cut must fit; None: only time decides. One stage per rank, then.
     """
     if config.layers:
         stages = zip(config.layers, config.replicas or (1,) * len(config.layers), strict=True)
@@ -97,7 +97,7 @@ def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: li
 
 
 def _link_spans(problem: Problem, config: Config) -> Array:
-    """What a stage would pay for its messages, in and out, both ways, if none overlapped with its work."""
+    """Seconds of a stage's messages, in and out, both ways, if none overlapped with its work."""
     import numpy as np
 
     profile = problem.at(config.microbatch_size, config.tensor)
@@ -112,7 +112,7 @@ def _link_spans(problem: Problem, config: Config) -> Array:
 
 
 def least_bytes(problem: Problem, config: Config) -> float:
-    """The memory with which a candidate of one stage per rank fits, cut for memory alone."""
+    """The memory with which a candidate of one stage per rank fits, cut for memory only."""
     both, further = holdings_of(config)
     holdings = both[0] if config.recompute == "none" else both[1]
     needs = _needs(problem, config, holdings, further)

@@ -1,4 +1,4 @@
-"""A plan in words: its stages, what they hold, what is predicted, and why every other candidate lost."""
+"""A plan in words: its stages, their memory, its prediction, and why every other candidate lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> str:
 
 
 def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dict[str, float | str]:
-    """What the prediction means for training a GPT: FLOP/s, the fraction of the peak, days.
+    """FLOP/s, fraction of the peak and days of training a GPT, as predicted.
 
     Args:
         plan: for a model named "gpt:layers=…".
@@ -63,16 +63,14 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
         }
         replayed = _replayed(plan)
         if replayed:
-            every = mfu(gpt, rate, devices, peak, "hardware", True)
+            every = mfu(gpt, rate, devices, peak, recompute=True)
             found["hfu"] = used + replayed * (every - used)
     if tokens is not None:
         found["tokens"] = tokens
         found["training_days"] = tokens / (rate * gpt.sequence) / 86400
         if peak:
             per_device = mfu(gpt, rate, devices, peak) * peak
-            found["training_days_6TP"] = training_days(
-                num_parameters(gpt), tokens, devices, per_device, recompute=False
-            )
+            found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, devices, per_device)
     return found
 
 
@@ -139,48 +137,48 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def spill_lines(plan: Plan) -> list[str]:
-    """What a plan spills, in words; nothing for a plan that does not."""
-    told = plan.spill
-    if told is None:
+    """Spilled stages, slots and limits in words; nothing for a plan that does not spill."""
+    spill = plan.spill
+    if spill is None:
         return []
-    stay = "" if told.on_host else "; the optimizer's states stay on the device"
-    states = f", {told.optim_slots} for states" if told.optim_slots else stay
+    stay = "" if spill.on_host else "; the optimizer's states stay on the device"
+    states = f", {spill.optim_slots} for states" if spill.optim_slots else stay
     each = f", on each of {plan.placement.num_ranks} ranks" if plan.placement.num_ranks > 1 else ""
     lines = [
-        f"spilled to the {told.tier}: {len(told.stages) or len(plan.partition.stages)} stages through "
-        f"{told.weights_slots} slots for weights{states}{each}",
+        f"spilled to the {spill.tier}: {len(spill.stages) or len(plan.partition.stages)} stages through "
+        f"{spill.weights_slots} slots for weights{states}{each}",
     ]
-    lines.append(f"steps: {_steps_words(told, len(plan.partition.stages))}")
-    if told.keeps:
+    lines.append(f"steps: {_steps_words(spill, len(plan.partition.stages))}")
+    if spill.keeps:
         num_stages = len(plan.partition.stages)
-        rest = "" if len(told.keeps) == num_stages else "; the others replay their forwards"
-        lines.append(f"activations: {len(told.keeps)} of {num_stages} stages keep theirs{rest}")
-    if told.activations:
+        rest = "" if len(spill.keeps) == num_stages else "; the others replay their forwards"
+        lines.append(f"activations: {len(spill.keeps)} of {num_stages} stages keep theirs{rest}")
+    if spill.activations:
         lines.append("activations: what enters a stage waits on the tier until its replay")
-    if told.peak_bytes:
-        share = told.peak_bytes / told.device_bytes
+    if spill.peak_bytes:
+        share = spill.peak_bytes / spill.device_bytes
         lines.append(
-            f"device memory: {format_bytes(told.peak_bytes)} of {format_bytes(told.device_bytes)} ({share:.0%})"
+            f"device memory: {format_bytes(spill.peak_bytes)} of {format_bytes(spill.device_bytes)} ({share:.0%})"
             f"{', the fullest' if each else ''}"
         )
-    if told.limit_s and plan.prediction is not None:
-        reached = told.limit_s / plan.prediction.period_s
+    if spill.limit_s and plan.prediction is not None:
+        reached = spill.limit_s / plan.prediction.period_s
         lines.append(
-            f"limit: {format_seconds(told.limit_s)} per update, {told.binds} binds; {reached:.0%} of it reached"
+            f"limit: {format_seconds(spill.limit_s)} per update, {spill.binds} binds; {reached:.0%} of it reached"
         )
-    if told.resident_s and plan.prediction is not None:
-        pace = told.resident_s / plan.prediction.period_s
+    if spill.resident_s and plan.prediction is not None:
+        speed = spill.resident_s / plan.prediction.period_s
         whole = "devices which hold the whole model between them" if each else "a device which holds the whole model"
-        lines.append(f"speed: {pace:.0%} of that of {whole}")
+        lines.append(f"speed: {speed:.0%} of that of {whole}")
     return lines
 
 
-def _steps_words(told: SpillSpec, num_stages: int) -> str:
-    if told.tier != "host":
+def _steps_words(spill: SpillSpec, num_stages: int) -> str:
+    if spill.tier != "host":
         return "on the device, for a step on the host would have to read from the disk just the same"
-    if not told.on_host:
+    if not spill.on_host:
         return "on the device"
-    if len(told.on_host) == num_stages:
+    if len(spill.on_host) == num_stages:
         return "on the host, where the optimizer's states stay"
-    stages = ", ".join(map(str, told.on_host))
+    stages = ", ".join(map(str, spill.on_host))
     return f"of stages {stages} on the host, where the optimizer's states stay, of the others on the device"

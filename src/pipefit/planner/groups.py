@@ -10,7 +10,7 @@ __all__ = ["grouped", "groups_fit"]
 
 
 def groups_fit(topology: Topology, tensor: int) -> bool:
-    """Whether the levels of a topology can be divided into groups of so many neighbours."""
+    """Whether the levels of a topology can be split into groups of so many neighbours."""
     rest = tensor
     for level in topology.levels:
         if rest % level.width and level.width % rest:

@@ -1,4 +1,4 @@
-"""What each rank holds at once, counted from the liveness of the real program and never from a formula.
+"""Live values of each rank, counted from the liveness of the real program and never from a formula.
 
 A schedule holds values (activations, saved tensors, weight versions, gradients); their sizes depend on where the model
 is cut, their number only on the schedule. So the number is counted once for (schedule, depth, micro-batches, chunks,
@@ -36,7 +36,7 @@ _SMALL = 600
 
 @dataclass(frozen=True)
 class Holding:
-    """What one rank holds.
+    """Live values of one rank.
 
     Attributes:
         keys: (kind, stage) of each column.
@@ -66,11 +66,11 @@ class Holding:
 
 
 Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
-"""What each rank holds without and with recompute."""
+"""Live values of each rank without and with recompute."""
 
 
 def holdings_of(config: Config) -> tuple[Both, int]:
-    """What ranks hold without and with recompute, and the micro-batches beyond those counted."""
+    """Live values of the ranks without and with recompute, and the micro-batches beyond those counted."""
     if config.replicas:
         found, more = _held_by_replicas(
             config.schedule, config.replicas, config.num_microbatches, config.recompute == "all"
@@ -90,7 +90,7 @@ def replayed(config: Config) -> tuple[float, ...]:
 
 
 def mixed(both: Both, recomputed: set[int]) -> tuple[Holding, ...]:
-    """What each rank holds when some of them recompute."""
+    """Live values of each rank when some of them recompute."""
     return tuple(
         replayed if rank in recomputed else plain for rank, (plain, replayed) in enumerate(zip(*both, strict=True))
     )
@@ -112,7 +112,7 @@ def small_program(
 def _held_by_all(
     schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool
 ) -> tuple[tuple[Holding, ...], int]:
-    """What each rank of a pipeline holds, and the micro-batches that were really counted.
+    """Live values of each rank of a pipeline, and the micro-batches that were really counted.
 
     A small program is counted whole. With many micro-batches only so many are counted as fill the pipeline. Whether
     what is held still grows with them is seen on a pipeline of at most four ranks.
@@ -164,7 +164,7 @@ Role = tuple[str, str, str, int]
 
 
 def _role(program: Program, rank: int, key: Key) -> Role:
-    """What a value is to its rank, whatever the depth: its kind, the rank's place, whose it is, on which chunk."""
+    """The role of a value on its rank at any depth: its kind, the rank's place, whose it is, on which chunk."""
     place = "first" if rank == 0 else "last" if rank == len(program.ranks) - 1 else "middle"
     stages = program.header.stages_of(rank)
     for whose, stage in (("own", key[1]), ("entering", key[1] + 1)):
@@ -202,7 +202,7 @@ def holds_all(schedule: str, chunks: int) -> bool:
 def _held_by_replicas(
     schedule: str, replicas: tuple[int, ...], num_microbatches: int, recompute: bool
 ) -> tuple[tuple[Holding, ...], int]:
-    """What one rank of each stage holds where stages have different numbers of replicas; nothing is extrapolated."""
+    """Live values of one rank of each stage where stages differ in their number of replicas; nothing is extrapolated."""
     counted = min(num_microbatches, 4 * sum(replicas))
     steps = 1 if find(schedule).is_synchronous else 4 * sum(replicas)
     shape = Shape(len(replicas), counted, 1, steps, replicas, recompute=None if recompute else ())

@@ -3,7 +3,7 @@
     limit = max(compute, bytes read / rate, bytes written / rate, steps on the host) + first fill
 
 It is that of a step among others: weights that lie in their slots since the step before are not read. Where reads and
-writes take turns on one channel, their seconds add up. Whoever computes also takes checksums, where the tier has them.
+writes alternate on one channel, their seconds add up. Whoever computes also takes checksums, where the tier has them.
 Where stages step on the host their states do not move, and gradients are written in place of weights. Sources: Nagrecha
 and Kumar, Hydra (VLDB 2022); Ren and others, ZeRO-Offload (USENIX ATC 2021) §4 for the step on the host.
 """
@@ -25,7 +25,7 @@ __all__ = ["Limit", "Traffic", "limit_of", "traffic"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank computes and moves in a pass over its program.
+    """Work and copies of one rank in a pass over its program.
 
     Attributes:
         compute_s: seconds of forwards, replays, backwards and losses.
@@ -70,7 +70,7 @@ class Limit:
 
 
 def traffic(program: Program, rank: int, cost: CostModel) -> Traffic:
-    """What a rank of a program computes and moves in a pass that follows another."""
+    """Work and copies of a rank in a pass that follows another."""
     kept = kept_fetches(program, rank, later=True)
     read: defaultdict[str, float] = defaultdict(float)
     written: defaultdict[str, float] = defaultdict(float)

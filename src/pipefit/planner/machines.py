@@ -14,7 +14,7 @@ _FOLDER = Path(__file__).resolve().parent / "machines"
 
 
 def topology_names() -> tuple[str, ...]:
-    """Names that `load_topology` knows, beside files and "local:N".
+    """Names that `load_topology` knows, in addition to files and "local:N".
 
     >>> "dgx-a100-1024" in topology_names()
     True

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 from pipefit.draw import chart
+from pipefit.draw.chart import HUES
+from pipefit.draw.look import mix
 from pipefit.errors import PipefitError
 from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.candidate import Estimate
@@ -19,7 +21,6 @@ from pipefit.units import counted, format_bytes, format_seconds
 
 __all__ = ["Point", "depth_svg", "explore", "pareto", "pareto_svg", "partition_svg"]
 
-_HUES = ("#0072b2", "#d55e00", "#009e73", "#b0568f", "#8a6d00", "#4b4f8f", "#5a6675", "#7a2e2e")
 _GIB = 2.0**30
 
 
@@ -246,6 +247,4 @@ def _text(x: float, y: float, words: str, size: int = 12, colour: str = "#10151d
 
 def _hue(stage: int) -> str:
     """The eight hues, then the same lighter, and lighter still: neighbours never look alike."""
-    lighter = (stage // len(_HUES) % 3) * 0.28
-    channels = (int(_HUES[stage % len(_HUES)][k : k + 2], 16) for k in (1, 3, 5))
-    return "#" + "".join(f"{round(value + (255 - value) * lighter):02x}" for value in channels)
+    return mix(HUES[stage % len(HUES)][0], "#ffffff", stage // len(HUES) % 3 * 0.28)

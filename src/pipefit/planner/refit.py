@@ -1,4 +1,4 @@
-"""A profile corrected by a measured run: what a stage really took, put down to its layers."""
+"""A profile corrected by a measured run: the measured time of a stage is split among its layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Factors = dict[int, dict[str, float]]
 def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
     """The profile with its seconds scaled so that each stage takes what it took in the run.
 
-    For every stage and kind of instruction the median of the measured times is set against the sum of the profile's
+    For every stage and kind of instruction the median of the measured times is compared with the sum of the profile's
     layers; the layers of a stage keep their proportions. Backwards in one piece scale both halves alike, the loss and
     the optimizer's step are taken over as measured. The same factors are applied at the profile's other micro-batch
     sizes. Bytes stay.
@@ -42,12 +42,12 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
     loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
     loss_factor = loss[0] / figures.loss_s if loss and figures.loss_s else 1.0
     steps = {stage: seconds for (op, stage), seconds in times.items() if op == Op.STEP.value}
-    own_steps = _steps(figures, [stage.layers for stage in stages], steps) if steps else None
+    layer_steps = _steps(figures, [stage.layers for stage in stages], steps) if steps else None
 
     def corrected(one: Profile) -> Profile:
         layers = tuple(_scaled(layer, factors[owner[index]]) for index, layer in enumerate(one.layers))
-        if own_steps is not None:
-            layers = tuple(msgspec.structs.replace(layer, step_s=own_steps[i]) for i, layer in enumerate(layers))
+        if layer_steps is not None:
+            layers = tuple(msgspec.structs.replace(layer, step_s=layer_steps[i]) for i, layer in enumerate(layers))
         source = f"{one.source}; refitted to a measured run".lstrip("; ")
         return msgspec.structs.replace(
             one,
@@ -62,7 +62,7 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
 
 
 def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[int, float]) -> dict[int, float]:
-    """Each stage's measured step, dealt out to its layers as their own steps are, else as their weights are."""
+    """Each stage's measured step, split among its layers as their own steps are, else as their weights are."""
     found = dict.fromkeys(range(len(profile)), 0.0)
     for stage, layers in enumerate(stages):
         shares = [profile.layers[index].step_s for index in layers]
@@ -76,15 +76,15 @@ def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[i
 def _factors(
     profile: Profile, layers: tuple[int, ...], tensor: int, times: dict[tuple[str, int], float], stage: int
 ) -> dict[str, float]:
-    """What each field of the stage's layers is multiplied with."""
+    """The factor of each field of the stage's layers."""
     factors = {"forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0}
-    asked = [
+    measured_by = [
         (Op.FWD, ("forward_s",)),
         (Op.BWD, ("backward_input_s", "backward_weight_s")),
         (Op.BWD_INPUT, ("backward_input_s", "split_input_s")),
         (Op.BWD_WEIGHT, ("backward_weight_s", "split_s")),
     ]
-    for op, fields in asked:
+    for op, fields in measured_by:
         if (op.value, stage) not in times:
             continue
         expected = sum(getattr(profile.layers[layer], field) or 0.0 for layer in layers for field in fields) / tensor

@@ -1,4 +1,4 @@
-"""The search: rank all, look closer at the best of every family, simulate the best few, and say why the others lost."""
+"""Search without a cap: bound all, estimate the best of every family, simulate the best few; why the others lost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pipefit.units import format_bytes
 
 __all__ = ["Outcome", "SearchResult", "search"]
 
-# Families whose optimistic time is further behind than this are not looked at closely.
+# Families whose bound is further behind the best estimate than this are not estimated.
 _HOPELESS = 1.3
 # Candidates whose estimate is further behind the best simulated one are not simulated.
 _CLOSE = 1.15
 # Forwards that all simulations together may take.
 _BUDGET = 40_000
-# With at most so many devices more candidates of every family are looked at, and those whose bound is a little behind.
+# With at most so many devices more candidates of every family are estimated, also those whose bound is a little behind.
 _SMALL = 64
 _SLACK = 1.1
 
@@ -65,7 +65,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         winner: the fastest.
@@ -95,7 +95,7 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
     for family in sorted(families, key=lambda item: (item.configs[0], item.name)):
         if family.configs[0][0] > _HOPELESS * best_s:
             continue
-        _look(problem, family, keep, 40 if small else 32, _SLACK if small else 1.0)
+        _estimate_best(problem, family, keep, 40 if small else 32, _SLACK if small else 1.0)
         best_s = min([best_s, *(estimated.step_s for estimated in family.feasible)])
     fitting = sorted((each for family in families for each in family.feasible), key=lambda e: (e.step_s, e.config))
     if not fitting:
@@ -114,8 +114,8 @@ def _families(problem: Problem, listed: list[Config]) -> list[Family]:
     return list(families.values())
 
 
-def _look(problem: Problem, family: Family, keep: int, tries: int, slack: float) -> None:
-    """Judges the members of a family, fastest first, until enough of them fit and the others' bounds are behind."""
+def _estimate_best(problem: Problem, family: Family, keep: int, tries: int, slack: float) -> None:
+    """Estimates the members of a family, fastest first, until enough fit and the others' bounds are slower."""
     limit = _most_memory(problem)
     if math.isinf(limit):
         # Nothing is saved by a replay where memory is no limit; the fastest is as good a first as any.
@@ -125,7 +125,7 @@ def _look(problem: Problem, family: Family, keep: int, tries: int, slack: float)
         able = []
         for quick, config in family.configs:
             need = quick_bytes(problem, config)
-            # Of equal bounds that of the smallest micro-batch is nearest to the truth.
+            # Of equal bounds that of the smallest micro-batch is the closest.
             if family.needs is None or (need, config.microbatch_size) < (family.needs[0], _size(family.needs)):
                 family.needs = need, config
             if need <= limit:
@@ -255,7 +255,7 @@ def _depth(config: Config) -> str:
 
 
 def _nothing_fits(problem: Problem, families: list[Family]) -> str:
-    """What is missing, and the least that would help."""
+    """The memory that is missing, and the least that would help."""
     least: tuple[float, str] | None = None
     # A lower bound ruled some families out. What they really need is counted now, as long as it might be the least.
     for family in sorted(families, key=lambda f: f.needs[0] if f.closest is None and f.needs else 0.0):

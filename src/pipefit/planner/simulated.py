@@ -70,7 +70,7 @@ def simulated(problem: Problem, estimated: Estimate) -> Simulated | None:
     whole = config.num_microbatches * config.num_stages * (2 if synchronous else 4) <= 2 * _WHOLE
     try:
         if whole or config.replicas:
-            # The costs already have the messages divided and the gathers added.
+            # The costs already have the messages split and the gathers added.
             plain = msgspec.structs.replace(plan_of(problem, config, estimated.partition), scatter_gather=False)
             return _whole(plain, timing, synchronous)
         return _extrapolated(config, estimated.partition, timing, synchronous)

@@ -104,7 +104,7 @@ class Config:
         microbatch_size: b, samples.
         num_microbatches: per weight update, over all copies.
         recompute: "none", "all", or "some": only where memory asks for it.
-        sharded: optimizer states divided over the copies.
+        sharded: optimizer states sharded over the copies.
         partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
         replicas: of each stage where they differ; then data is 1.
         layers: of each stage, where a partitioner has chosen them already.
@@ -201,7 +201,7 @@ class Problem:
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """The value of a key, made when first asked for."""
+        """The value of a key, made at its first use."""
         if key not in self._known:
             self._known[key] = make()
         found: T = self._known[key]

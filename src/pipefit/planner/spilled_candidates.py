@@ -159,7 +159,7 @@ def _beside_slots(problem: Problem, config: Config, partition: Partition, cost: 
             for rank in range(program.header.num_ranks)
         ]
 
-    return problem.once(("beside slots", config.layers, slots), count)
+    return problem.once(("besides slots", config.layers, slots), count)
 
 
 def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:

@@ -117,7 +117,7 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     Args:
         problem: with a cap.
         config: the candidate that spills nothing, not yet cut.
-        schedule: that was asked for; None: the one of the candidate if stages are spilled, else "1f1b".
+        schedule: of the request; None: the one of the candidate if stages are spilled, else "1f1b".
 
     Raises:
         InfeasibleError: nothing fits; the message says the smallest cap that works.
@@ -227,7 +227,7 @@ def _program_and_costs(problem: Problem, estimated: Estimate) -> tuple[Program, 
 
 
 def _nothing_fits(problem: Problem, smallest: Outcome) -> str:
-    """What the smallest device would be, and the layer that needs it."""
+    """The smallest device that works, and the layer that needs it."""
     cap, profile, config = problem.cap, problem.profile, smallest.estimated.config
     assert cap is not None and cap.host_bytes is not None
     least, count = max(smallest.peak_bytes), config.num_stages

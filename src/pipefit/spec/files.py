@@ -65,7 +65,7 @@ def check_format(noun: str, found: object, error: type[PipefitError], where: str
 
 
 def said(problem: Exception) -> str:
-    """What msgspec has to say, the path inside the data first: "layers[2].forward_s: missing"."""
+    """A message of msgspec with the path inside the data first: "layers[2].forward_s: missing"."""
     text, _, at = str(problem).partition(" - at `$")
     path = at.rstrip("`").removeprefix(".")
     if found := re.fullmatch(r"Object (missing required|contains unknown) field `(.+)`", text):

@@ -18,7 +18,7 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         layers: indices, increasing.
-        replicas: copies on other ranks; micro-batches go to them in turn.
+        replicas: copies on other ranks; micro-batches alternate among them.
         tensor: ranks that share each copy by tensor parallelism.
         recompute: keep only the stage's input and replay its forward before its backward.
     """
@@ -100,7 +100,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the simulator says of a plan.
+    """Times and memory of a plan by the simulator.
 
     Attributes:
         step_s: seconds of one step with its flush (the makespan).
@@ -120,7 +120,7 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What lives on another tier, how much room it is given, and what was found of its limit.
+    """Stages on another tier, the room that they have, and the limit that was found.
 
     Attributes:
         tier: "host" or "disk". The folder of a disk belongs to the run, not to the plan.
@@ -178,7 +178,7 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything a run needs beside the model and the data; ranks derive their programs from it.
+    """Everything a run needs in addition to model and data; ranks derive their programs from it.
 
     Attributes:
         method: how it was found ("auto", "pipedream", "gpipe", "2bw", "ptdp", "by hand").
@@ -188,7 +188,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_chunks: stages per rank.
         options: further arguments of the schedule (integers).
         data: copies of the whole pipeline.
-        sharded_optimizer: optimizer states divided over the data-parallel ranks.
+        sharded_optimizer: optimizer states sharded over the data-parallel ranks.
         spill: which stages live on the host or on disk; None: none.
         sequence_parallel: tensor-parallel processes also divide the sequence between them where every one of them
             would compute the same.
@@ -234,7 +234,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.sequence_parallel and widths == {1}:
             raise PlanError("sequence_parallel: expected a tensor width of at least 2, got 1")
         if self.spill is not None and widths != {1}:
-            raise PlanError("spill: stages that live on another tier cannot be divided by tensor parallelism too")
+            raise PlanError("spill: stages that live on another tier cannot be sharded by tensor parallelism too")
 
     @property
     def tensor(self) -> int:

@@ -35,8 +35,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step_s: seconds of the optimizer's step on its weights, a part of the profile's `optimizer_s`.
         split_s: seconds that the second half of a backward takes beyond `backward_weight_s`; None: not measured.
         split_input_s: those that the first half takes beyond `backward_input_s`.
-        half_bytes: bytes that a backward in two halves keeps from the first to the second, beside those saved; None:
-            not known.
+        half_bytes: bytes that a backward in two halves keeps from the first to the second, in addition to those saved;
+            None: not known.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         device: what it was measured on, or how it was computed.
         source: where the figures come from.
         step_s: measured seconds of forward + loss + backward of the whole model; None: not measured.
-        loss_s: seconds of the loss, forward and backward: the last stage's own, beside its layers.
+        loss_s: seconds of the loss, forward and backward: of the last stage, in addition to its layers.
         optimizer_s: seconds of one optimizer step of the whole model; 0: not measured.
         others: the same model at other micro-batch sizes; see `at`.
     """

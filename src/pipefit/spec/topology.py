@@ -42,7 +42,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cores: processor cores that all devices of one unit of this level share, where a device is a process; None: each
             has its own.
         one_port: whether all links of a unit of the level below leave it through one port of this bandwidth, and enter
-            it through another, as the processes of a server share its network card; else each link is by itself.
+            it through another, as the processes of a server share its network card; else links share nothing.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         write_bytes_per_s: away from it.
         latency_s: of each copy.
         step_bytes_per_s: bytes of weights that an optimizer steps in the host's memory; 0: not known.
-        one_channel: whether reads and writes take turns, as on most disks; else each keeps its rate beside the other.
+        one_channel: whether reads and writes take turns, as on most disks; else both keep their rates.
         check_bytes_per_s: bytes of which whoever computes takes the checksum, for all that is copied; 0: of nothing.
         commit_s: seconds of committing a step, which the ranks of a pipeline wait for between two steps, when all is
             written; 0: nothing is committed.
@@ -162,7 +162,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise TopologyError(f"ranks {a} and {b} are not both among the {self.num_devices} devices of this topology")
 
     def ports(self, a: int, b: int) -> tuple[tuple[object, ...], ...]:
-        """What a message from one rank to another shares with others: the port out of a unit, and that into a unit.
+        """The ports that a message from one rank to another shares with others: out of a unit, and into a unit.
 
         >>> Topology((Level("server", 4, 12e9), Level("rack", 2, 1e9, one_port=True))).ports(1, 6)
         (('out', 1, 0), ('in', 1, 1))
