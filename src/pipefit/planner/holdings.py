@@ -202,7 +202,7 @@ def holds_all(schedule: str, chunks: int) -> bool:
 def _held_by_replicas(
     schedule: str, replicas: tuple[int, ...], num_microbatches: int, recompute: bool
 ) -> tuple[tuple[Holding, ...], int]:
-    """Live values of one rank of each stage where stages differ in their number of replicas; nothing is extrapolated."""
+    """Live values of one rank of each stage where their numbers of replicas differ; nothing is extrapolated."""
     counted = min(num_microbatches, 4 * sum(replicas))
     steps = 1 if find(schedule).is_synchronous else 4 * sum(replicas)
     shape = Shape(len(replicas), counted, 1, steps, replicas, recompute=None if recompute else ())
