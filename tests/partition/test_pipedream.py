@@ -122,14 +122,14 @@ def test_bounds_and_blocks_of_long_chains_lose_nothing(seed, convention, width):
     from pipefit.partition.conventions import CONVENTIONS
     from pipefit.partition.down_sets import find_states
     from pipefit.partition.dynamic_program import all_pairs
-    from pipefit.partition.stage_costs import Problem
+    from pipefit.partition.stage_costs import CutProblem
 
     rng = random.Random(seed)
     n = 230
     figures = [[rng.choice([0, 1, rng.random() * 9]) for _ in range(n)] for _ in range(3)]
     profile = chain(*figures)
     states = find_states(profile)
-    problem = Problem(states, [(width, 5.0), (2, 1.0)], CONVENTIONS[convention])
+    problem = CutProblem(states, [(width, 5.0), (2, 1.0)], CONVENTIONS[convention])
     table = all_pairs(problem, 1, 0)
     flat = pipedream(profile, topology((width, 5.0)), cost=convention, search="flat", margin=0.0)
     assert table[0, -1] == pytest.approx(flat.search_s, rel=1e-9)

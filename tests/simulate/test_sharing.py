@@ -13,8 +13,8 @@ from pipefit.ir.op import Op
 from pipefit.planner.groups import grouped
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
-from pipefit.simulate.event_engine import Engine
-from pipefit.simulate.layout import layout_of
+from pipefit.simulate.event_engine import EventEngine
+from pipefit.simulate.flat_program import flat_program
 from pipefit.simulate.sharing import Machine, SharingEngine
 from pipefit.spec import Level, Topology
 
@@ -98,10 +98,10 @@ rounds = st.integers(1, 9).map(Fraction)
 def test_with_a_core_for_each_rank_both_clocks_tell_the_same_times(name, p, k, f, b, latency, repeats):
     program = generate(name, Shape(p, p * k, num_chunks=2 if name in ("interleaved", "breadth-first") else 1))
     cost = unit(program.header, f, b, latency=latency)
-    layout = layout_of(program)
+    layout = flat_program(program)
     for blocked in (set(), inside._blocking(True, False)):
         prices = inside._prices(layout, cost, False, blocked, True)
-        one = Engine(layout, prices, repeats, False)
+        one = EventEngine(layout, prices, repeats, False)
         many = SharingEngine(layout, prices, repeats, False, machines=[Machine(p)], machine_of=[0] * p)
         one.run()
         many.run()

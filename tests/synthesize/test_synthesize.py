@@ -18,7 +18,7 @@ from pipefit.simulate import simulate
 from pipefit.synthesize import header_of, synthesize
 from pipefit.synthesize.bound import bound_s
 from pipefit.synthesize.greedy import listed, policies
-from pipefit.synthesize.order_problem import FORWARD, INPUT, WEIGHT, Limit, Problem
+from pipefit.synthesize.order_problem import FORWARD, INPUT, WEIGHT, Limit, OrderProblem
 from pipefit.synthesize.order_times import timed
 from pipefit.verify import verify
 
@@ -38,7 +38,7 @@ def random_case(random, num_chunks=1):
 
 
 def problem_of(header, cost, in_flight, split=True):
-    return Problem.of(header, cost, Limit((float(in_flight),) * header.num_ranks), [0] * header.num_ranks, split)
+    return OrderProblem.of(header, cost, Limit((float(in_flight),) * header.num_ranks), [0] * header.num_ranks, split)
 
 
 @pytest.mark.parametrize(

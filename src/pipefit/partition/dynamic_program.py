@@ -20,7 +20,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from pipefit.partition.stage_costs import Problem
+from pipefit.partition.stage_costs import CutProblem
 
 __all__ = ["Run", "all_pairs", "best_time", "runs"]
 
@@ -38,7 +38,7 @@ _FIRST = 64  # and of these one is looked at before all others
 class Run:
     """One stage of one level: the layers from state `start` to state `end` on `replicas` components.
 
-    `beyond` is the number of devices behind it for each of its copies (see `Problem.context`).
+    `beyond` is the number of devices behind it for each of its copies (see `CutProblem.context`).
     """
 
     start: int
@@ -57,7 +57,7 @@ class _Choice:
     child: Fraction
 
 
-def _choices(problem: Problem, level: int, beyond: Fraction) -> list[_Choice]:
+def _choices(problem: CutProblem, level: int, beyond: Fraction) -> list[_Choice]:
     width = problem.levels[level - 1][0]
     result = []
     for replicas in problem.replica_counts(width):
@@ -68,7 +68,7 @@ def _choices(problem: Problem, level: int, beyond: Fraction) -> list[_Choice]:
     return result
 
 
-def base_s(problem: Problem, level: int, beyond: Fraction) -> Array:
+def base_s(problem: CutProblem, level: int, beyond: Fraction) -> Array:
     """Array [a, b]: seconds per mini-batch of the layers from state a to b on one component of a level."""
     if level == 0:
         return problem.device_s(float(beyond), slice(None), slice(None))
@@ -102,7 +102,7 @@ def _sides(time_s: Array) -> _Sides:
     return _Sides(time_s, by_rows, np.minimum.reduceat(by_rows, tiles, axis=1))
 
 
-def all_pairs(problem: Problem, level: int, beyond: Fraction) -> Array:
+def all_pairs(problem: CutProblem, level: int, beyond: Fraction) -> Array:
     """V(t→j) on one component of the level above, for every pair of states: N³/6 steps for each two replica counts."""
     width = problem.levels[level - 1][0]
     inside = problem.states.inside
@@ -172,7 +172,7 @@ def _join(best: Array, left: _Sides, right: _Sides, inside: NDArray[np.bool_]) -
 # ------------------------------------------------------------------------------------------------- one pair of states
 
 
-def best_time(problem: Problem, level: int, beyond: Fraction, start: int, end: int) -> float:
+def best_time(problem: CutProblem, level: int, beyond: Fraction, start: int, end: int) -> float:
     """V(start→end) on one component of the level above; infinite when nothing fits."""
     bound = float("inf")
     states = _states_on_the_way(problem, start, end)
@@ -182,7 +182,7 @@ def best_time(problem: Problem, level: int, beyond: Fraction, start: int, end: i
     return _fastest(problem, level, _table(problem, level, beyond, states, bound))
 
 
-def runs(problem: Problem, level: int, beyond: Fraction, start: int, end: int, time_s: float) -> list[Run]:
+def runs(problem: CutProblem, level: int, beyond: Fraction, start: int, end: int, time_s: float) -> list[Run]:
     """The stages of one level that reach `time_s`: the fewest, then the first by (end, replicas), stage after stage."""
     states = _states_on_the_way(problem, start, end)
     limit = time_s * (1 + _TIE)
@@ -215,17 +215,17 @@ def runs(problem: Problem, level: int, beyond: Fraction, start: int, end: int, t
     return found
 
 
-def _states_on_the_way(problem: Problem, start: int, end: int) -> list[int]:
+def _states_on_the_way(problem: CutProblem, start: int, end: int) -> list[int]:
     inside = problem.states.inside
     return [start, *(u for u in range(start + 1, end) if inside[start, u] and inside[u, end]), end]
 
 
-def _fastest(problem: Problem, level: int, table: Array) -> float:
+def _fastest(problem: CutProblem, level: int, table: Array) -> float:
     return min(float(table[0, n]) for n in problem.totals(level))
 
 
 def _rows(
-    problem: Problem, level: int, choices: list[_Choice], states: list[int], position: int, first: bool
+    problem: CutProblem, level: int, choices: list[_Choice], states: list[int], position: int, first: bool
 ) -> tuple[Array, Array]:
     """Cost of the stages from a position on: (choice, end) for ends before the last, and (choice,) for the last."""
     row, columns = states[position], np.array(states[position + 1 :])
@@ -241,7 +241,7 @@ def _rows(
 
 
 def _table(
-    problem: Problem,
+    problem: CutProblem,
     level: int,
     beyond: Fraction,
     states: list[int],

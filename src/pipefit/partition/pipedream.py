@@ -17,7 +17,7 @@ from pipefit.errors import PlanError
 from pipefit.partition.conventions import Convention, convention_named, data_parallel_s
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
-from pipefit.partition.stage_costs import Memory, Problem
+from pipefit.partition.stage_costs import CutProblem, Memory
 from pipefit.spec import Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 
@@ -140,7 +140,7 @@ def pipedream(
     levels = [(level.width, level.bandwidth_bytes_per_s) for level in topology.levels]
     states = find_states(profile, _affordable(levels, searches) if max_states is None else max_states)
     flat = [(topology.num_devices, min(bandwidth for _, bandwidth in levels))]
-    problems = [Problem(states, flat if name == "flat" else levels, rule, memory, straight) for name in searches]
+    problems = [CutProblem(states, flat if name == "flat" else levels, rule, memory, straight) for name in searches]
     times = [_fastest(problem) for problem in problems]
     best = min(range(len(times)), key=lambda index: times[index])
     single_s = _total(profile, "total_s") + profile.loss_s
@@ -182,7 +182,7 @@ def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
     return max(int((1.5e10 / widest**2) ** (1 / 3)), 100)
 
 
-def _fastest(problem: Problem) -> float:
+def _fastest(problem: CutProblem) -> float:
     return best_time(problem, len(problem.levels), Fraction(0), 0, len(problem.states) - 1)
 
 
@@ -190,7 +190,7 @@ def _total(profile: Profile, field: str) -> float:
     return float(sum(getattr(layer, field) for layer in profile.layers))
 
 
-def _result(problem: Problem, time_s: float, shape: str, rule: Convention, divide: bool) -> PipeDreamResult:
+def _result(problem: CutProblem, time_s: float, shape: str, rule: Convention, divide: bool) -> PipeDreamResult:
     """The result of one search, without the figures of the others."""
     result = PipeDreamResult(shape, rule.name, time_s, search_s=time_s)
     if not math.isfinite(time_s):
@@ -202,7 +202,7 @@ def _result(problem: Problem, time_s: float, shape: str, rule: Convention, divid
 
 
 def _divide(
-    problem: Problem, level: int, beyond: Fraction, start: int, end: int, time_s: float
+    problem: CutProblem, level: int, beyond: Fraction, start: int, end: int, time_s: float
 ) -> tuple[LevelStage, ...]:
     """The stages of a level from one state to another, each divided likewise."""
 
@@ -230,7 +230,7 @@ def _flatten(stages: tuple[LevelStage, ...], copies: int = 1) -> list[StageSpec]
 
 
 def _with_stages(
-    result: PipeDreamResult, problem: Problem, levels: tuple[LevelStage, ...], why: str
+    result: PipeDreamResult, problem: CutProblem, levels: tuple[LevelStage, ...], why: str
 ) -> PipeDreamResult:
     stages = _flatten(levels)
     layers = problem.states.profile.layers
@@ -246,7 +246,7 @@ def _with_stages(
     )  # fmt: skip
 
 
-def _prefer_data_parallel(result: PipeDreamResult, problem: Problem, margin: float) -> PipeDreamResult:
+def _prefer_data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) -> PipeDreamResult:
     """Plain data parallelism, where it fits and the search promises no more than the margin over it."""
     if not result.data_parallel_fits or result.data_parallel_s > result.time_s * (1 + margin) * (1 + _TIE):
         return result
@@ -264,12 +264,12 @@ def _prefer_data_parallel(result: PipeDreamResult, problem: Problem, margin: flo
     return _with_stages(replace(result, time_s=result.data_parallel_s, shape="data parallel"), problem, levels, why)
 
 
-def _data_parallel_bytes(problem: Problem) -> float:
+def _data_parallel_bytes(problem: CutProblem) -> float:
     profile = problem.states.profile
     return problem.memory.needed_bytes(_total(profile, "weight_bytes"), _total(profile, "saved_bytes"), 1)
 
 
-def _why_nothing_fits(problem: Problem) -> str:
+def _why_nothing_fits(problem: CutProblem) -> str:
     """The bytes that the largest layer needs, and those of a device."""
     memory, layers = problem.memory, problem.states.profile.layers
     if not memory.is_limited:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipefit.partition.conventions import Convention, stage_s
 from pipefit.partition.down_sets import States
 
-__all__ = ["Memory", "Problem"]
+__all__ = ["CutProblem", "Memory"]
 
 Array = NDArray[np.float64]
 
@@ -51,7 +51,7 @@ class Memory:
 
 
 @dataclass
-class Problem:
+class CutProblem:
     """States, levels (width, bytes per second; from the inside) and rules of one search."""
 
     states: States

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pipefit.planner.space import Config, Problem
 from pipefit.schedules import find, placement_of
-from pipefit.schedules.shape import Layout
 from pipefit.spec import Placement
 
 __all__ = ["limits_of", "placement_for", "positions", "slowness_of"]
@@ -21,7 +20,7 @@ def positions(config: Config) -> tuple[int, ...]:
     return tuple(ranks[0] for ranks in placement_of(config.depth, config.chunks, _layout(config)))
 
 
-def _layout(config: Config) -> Layout:
+def _layout(config: Config) -> str:
     return "loop" if config.depth == 1 else find(config.schedule).layout
 
 

@@ -10,7 +10,7 @@ from pipefit.errors import ScheduleError, nearest
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.passes import build
-from pipefit.schedules.shape import Layout, Shape
+from pipefit.schedules.shape import Shape
 
 __all__ = ["REGISTRY", "Schedule", "Task", "schedule"]
 
@@ -62,7 +62,7 @@ class Schedule:
         name: how users ask for it.
         order: the forwards and backwards of each rank.
         weights: its rule for weight versions.
-        layout: how its stages lie on ranks.
+        layout: how stages lie on ranks; see `placement_of`.
         chunks: whether it has a meaning for several stages per rank.
         options: its own integers and their defaults.
         check: raises ScheduleError for a shape it has no meaning for.
@@ -73,7 +73,7 @@ class Schedule:
     name: str
     order: Order
     weights: WeightRule = WeightRule.FLUSH
-    layout: Layout = "loop"
+    layout: str = "loop"
     chunks: bool = False
     options: dict[str, int] = field(default_factory=dict)
     check: Callable[[Shape], None] | None = None
@@ -143,7 +143,7 @@ def schedule(
     *,
     name: str | None = None,
     weights: WeightRule | str = ...,
-    layout: Layout = ...,
+    layout: str = ...,
     chunks: bool = ...,
     options: dict[str, int] | None = ...,
     check: Callable[[Shape], None] | None = ...,
@@ -156,7 +156,7 @@ def schedule(
     *,
     name: str | None = None,
     weights: WeightRule | str = WeightRule.FLUSH,
-    layout: Layout = "loop",
+    layout: str = "loop",
     chunks: bool = False,
     options: dict[str, int] | None = None,
     check: Callable[[Shape], None] | None = None,

@@ -10,11 +10,7 @@ from pipefit.errors import ScheduleError
 from pipefit.ir.program import Header, WeightRule
 from pipefit.ir.spill import Spill
 
-__all__ = ["Layout", "Shape", "placement_of"]
-
-Layout = str
-"""How stages lie on ranks: "loop" (stage s on position s mod p; linear when there is one chunk), "wave" (down and up
-again, a V for two chunks), "replicas" (one stage, a copy on every rank), or "single" (all stages on one rank)."""
+__all__ = ["Shape", "placement_of"]
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -63,7 +59,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             if getattr(self, name) < least:
                 raise ScheduleError(f"{name}: expected at least {least}, got {getattr(self, name)}")
 
-    def header(self, schedule: str, layout: Layout, weights: WeightRule, spills: bool = False) -> Header:
+    def header(self, schedule: str, layout: str, weights: WeightRule, spills: bool = False) -> Header:
         """The header of this shape's program under a schedule; one that `spills` spills all stages by default."""
         placement = self.placement or placement_of(self.depth, self.num_chunks, layout, self.replicas)
         copies = [len(ranks) for ranks in placement]
@@ -132,9 +128,12 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
 
 
 def placement_of(
-    depth: int, num_chunks: int, layout: Layout, replicas: tuple[int, ...] = ()
+    depth: int, num_chunks: int, layout: str, replicas: tuple[int, ...] = ()
 ) -> tuple[tuple[int, ...], ...]:
     """The ranks of each stage.
+
+    Layouts: "loop" (stage s on position s mod p; linear when there is one chunk), "wave" (down and up again, a V for
+    two chunks), "replicas" (one stage, a copy on every rank), or "single" (all stages on one rank).
 
     >>> placement_of(2, 2, "loop")
     ((0,), (1,), (0,), (1,))

@@ -14,7 +14,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, WeightRule
 from pipefit.schedules.registry import Schedule, Task
-from pipefit.schedules.shape import Layout, Shape, placement_of
+from pipefit.schedules.shape import Shape, placement_of
 
 __all__ = ["SUFFIX", "from_file", "layout_of", "written"]
 
@@ -52,7 +52,7 @@ def _read(path: str, changed_ns: int, size_bytes: int) -> Schedule:
     return written(path, header, orders)
 
 
-def layout_of(placement: Sequence[Sequence[int]]) -> tuple[int, int, Layout] | None:
+def layout_of(placement: Sequence[Sequence[int]]) -> tuple[int, int, str] | None:
     """Ranks, chunks and layout of a placement; None: it is neither a loop nor a wave of single ranks."""
     num_ranks = 1 + max(rank for ranks in placement for rank in ranks)
     num_chunks = max(len(placement) // num_ranks, 1)

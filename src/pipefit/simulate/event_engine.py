@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final
 
-from pipefit.simulate.layout import Layout
+from pipefit.simulate.flat_program import FlatProgram
 
-__all__ = ["Engine", "Key", "Prices"]
+__all__ = ["EventEngine", "Key", "Prices"]
 
 Key = tuple[object, ...]
 
@@ -60,10 +60,10 @@ class Prices:
 
 
 @dataclass(slots=True)
-class Engine:
+class EventEngine:
     """Times of `repeats` passes; instruction n of pass k is entry k·size + n of `start`, `posted` and `end`."""
 
-    layout: Layout
+    layout: FlatProgram
     prices: Prices
     repeats: int
     contention: bool

@@ -10,14 +10,14 @@ from pipefit.ir.op import OP_SPEC, Lane
 from pipefit.ir.program import Program
 
 if TYPE_CHECKING:
-    from pipefit.simulate.event_engine import Engine
+    from pipefit.simulate.event_engine import EventEngine
 
 __all__ = ["memory_over_time"]
 
 Samples = tuple[tuple[float, float], ...]
 
 
-def memory_over_time(program: Program, cost: CostModel, engine: Engine) -> tuple[Samples, ...]:
+def memory_over_time(program: Program, cost: CostModel, engine: EventEngine) -> tuple[Samples, ...]:
     """For each rank, (time_s, bytes) wherever its memory changes, beginning with what is there at the start.
 
     A value takes room from the start of the instruction that makes it (a receive: from posting) to the end of the last
@@ -27,7 +27,7 @@ def memory_over_time(program: Program, cost: CostModel, engine: Engine) -> tuple
     return tuple(_rank_memory(program, cost, engine, rank) for rank in range(len(program.ranks)))
 
 
-def _rank_memory(program: Program, cost: CostModel, engine: Engine, rank: int) -> Samples:
+def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: int) -> Samples:
     starts = engine.layout.graph.starts
     first, size, count = starts[rank], starts[-1], starts[rank + 1] - starts[rank]
     header = program.header

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pipefit.simulate.event_engine import UNKNOWN, Engine
-from pipefit.simulate.layout import Code
+from pipefit.simulate.event_engine import UNKNOWN, EventEngine
+from pipefit.simulate.flat_program import Code
 
 __all__ = ["Machine", "SharingEngine"]
 
@@ -63,7 +63,7 @@ class Machine:
 
 
 @dataclass(slots=True)
-class SharingEngine(Engine):
+class SharingEngine(EventEngine):
     """The same clock for ranks that share cores.
 
     Attributes:

@@ -14,8 +14,8 @@ from pipefit.ir.graph import Graph, collective_members
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Kind, Lane, Op
 from pipefit.ir.program import Program
 from pipefit.ir.residency import kept_fetches
-from pipefit.simulate.event_engine import Engine, Key, Prices
-from pipefit.simulate.layout import Code, Layout, layout_of
+from pipefit.simulate.event_engine import EventEngine, Key, Prices
+from pipefit.simulate.flat_program import Code, FlatProgram, flat_program
 from pipefit.simulate.occupancy import memory_over_time
 from pipefit.simulate.sharing import Machine, SharingEngine
 from pipefit.timeline import Event, Timeline
@@ -113,8 +113,8 @@ def _run(
     contention: bool,
     blocked: set[Op],
     rendezvous: bool,
-) -> Engine:
-    layout = layout_of(program)
+) -> EventEngine:
+    layout = flat_program(program)
     _check(layout)
     prices = _prices(layout, cost, contention, blocked, rendezvous)
     engine = _engine(layout, prices, repeats, contention or cost.has_ports, cost)
@@ -124,20 +124,20 @@ def _run(
     return engine
 
 
-def _engine(layout: Layout, prices: Prices, repeats: int, contention: bool, cost: CostModel) -> Engine:
+def _engine(layout: FlatProgram, prices: Prices, repeats: int, contention: bool, cost: CostModel) -> EventEngine:
     """The clock, or that of ranks that share cores where a machine has more of them than it has cores."""
     places = [cost.machine_of(rank) for rank in range(len(layout.graph.program.ranks))]
     cores = dict(places)
     crowds = Counter(machine for machine, _ in places)
     if all(crowds[machine] <= num for machine, num in cores.items()):
-        return Engine(layout, prices, repeats, contention)
+        return EventEngine(layout, prices, repeats, contention)
     numbers = {machine: number for number, machine in enumerate(cores)}
     machines = [Machine(num) for num in cores.values()]
     of = [numbers[machine] for machine, _ in places]
     return SharingEngine(layout, prices, repeats, contention, machines=machines, machine_of=of)
 
 
-def _check(layout: Layout) -> None:
+def _check(layout: FlatProgram) -> None:
     graph = layout.graph
 
     def name(number: int) -> str:
@@ -164,7 +164,7 @@ def _blocking(blocking_sends: bool, overlap: bool) -> set[Op]:
     return ({Op.SEND} if blocking_sends else set()) | (set() if overlap else held)
 
 
-def _prices(layout: Layout, cost: CostModel, contention: bool, blocked: set[Op], rendezvous: bool) -> Prices:
+def _prices(layout: FlatProgram, cost: CostModel, contention: bool, blocked: set[Op], rendezvous: bool) -> Prices:
     graph = layout.graph
     hold_of = [cost.duration_s(i, rank) for i, rank in layout.kinds]
     travel_of: list[float] = [_travel_s(cost, layout, i.op, index) for index, (i, _) in enumerate(layout.kinds)]
@@ -218,7 +218,7 @@ def _kept(graph: Graph, later: bool) -> frozenset[int]:
     return frozenset(start + index for rank, start in ranks for index in kept_fetches(graph.program, rank, later))
 
 
-def _arrivals(layout: Layout, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
+def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
     """Seconds a rank spends on what has come, by the first that waits for it: on messages, and checksums of fetches."""
     graph = layout.graph
     checks = graph.program.header.spill is not None and any(tier.check_bytes_per_s for tier in cost.tiers)
@@ -252,7 +252,7 @@ def _commit_s(graph: Graph, cost: CostModel) -> float:
     return next((tier.commit_s for tier in cost.tiers if tier.name == header.spill.tier and tier.commit_s), 0)
 
 
-def _closing(layout: Layout, commits: bool) -> list[list[int]]:
+def _closing(layout: FlatProgram, commits: bool) -> list[list[int]]:
     """Of each rank, what the next pass waits for and nothing in this one.
 
     Those are reductions whose end no instruction waits for, such as those that put weights together; steps on the host,
@@ -293,14 +293,14 @@ def _copies(graph: Graph) -> dict[int, tuple[int, ...]]:
     return found | {number: tuple({last[key] for key in keys if key in last}) for number, keys in written.items()}
 
 
-def _travel_s(cost: CostModel, layout: Layout, op: Op, index: int) -> float:
+def _travel_s(cost: CostModel, layout: FlatProgram, op: Op, index: int) -> float:
     i, rank = layout.kinds[index]
     if op is Op.SEND:
         return cost.message_s(i, rank)
     return cost.local_s(i, rank) if op in (Op.GATHER, Op.FETCH, Op.EVICT, Op.HOST_STEP) else 0
 
 
-def _events(engine: Engine) -> tuple[Event, ...]:
+def _events(engine: EventEngine) -> tuple[Event, ...]:
     starts = engine.layout.graph.starts
     size = starts[-1]
     events: list[Event] = []
@@ -312,7 +312,7 @@ def _events(engine: Engine) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def _hang(engine: Engine) -> str:
+def _hang(engine: EventEngine) -> str:
     """What waits for what, rank by rank."""
     graph = engine.layout.graph
     size = len(graph.instructions)
@@ -331,7 +331,7 @@ def _hang(engine: Engine) -> str:
     return "the program hangs:\n  " + "\n  ".join(lines)
 
 
-def _awaited_sides(engine: Engine, n: int) -> str:
+def _awaited_sides(engine: EventEngine, n: int) -> str:
     graph = engine.layout.graph
     i = n % len(graph.instructions)
     partner = engine.layout.partners[i]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Problem
+from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, OrderProblem
 
 __all__ = ["bound_s"]
 
 
-def bound_s(problem: Problem) -> float:
+def bound_s(problem: OrderProblem) -> float:
     """A time that no order of the steps can beat.
 
     First, for every step, what must come before and after it: along its micro-batch; the same step of the micro-batches
@@ -40,7 +40,7 @@ def bound_s(problem: Problem) -> float:
     return max(bounds)
 
 
-def _chain(problem: Problem) -> list[int]:
+def _chain(problem: OrderProblem) -> list[int]:
     """The steps of a micro-batch, in an order that its dependencies allow."""
     count = problem.header.num_stages
     backward = INPUT if problem.split else BACKWARD
@@ -49,7 +49,7 @@ def _chain(problem: Problem) -> list[int]:
     return [*forwards, *backwards, *([WEIGHT * count + stage for stage in range(count)] if problem.split else [])]
 
 
-def _before(problem: Problem, step: int) -> list[tuple[int, float]]:
+def _before(problem: OrderProblem, step: int) -> list[tuple[int, float]]:
     """What comes before a step within its micro-batch, and how long its result travels."""
     count = problem.header.num_stages
     kind, stage = divmod(step, count)
@@ -62,14 +62,14 @@ def _before(problem: Problem, step: int) -> list[tuple[int, float]]:
     return [(source if source < count else backward + source - count, lag)]
 
 
-def _window(problem: Problem, stage: int) -> int:
+def _window(problem: OrderProblem, stage: int) -> int:
     """Micro-batches of a stage that its rank has room for."""
     held = problem.takes[stage]
     room = problem.room[problem.home[stage]]
     return int(min(room / held, problem.num_microbatches)) if held else problem.num_microbatches
 
 
-def _heads(problem: Problem, chain: list[int]) -> dict[int, list[float]]:
+def _heads(problem: OrderProblem, chain: list[int]) -> dict[int, list[float]]:
     """For every step, by micro-batch, when it can start at the earliest."""
     count, seconds = problem.header.num_stages, problem.seconds
     last = (WEIGHT if problem.split else BACKWARD) * count
@@ -87,7 +87,7 @@ def _heads(problem: Problem, chain: list[int]) -> dict[int, list[float]]:
     return heads
 
 
-def _tails(problem: Problem, chain: list[int]) -> dict[int, list[float]]:
+def _tails(problem: OrderProblem, chain: list[int]) -> dict[int, list[float]]:
     """For every step, by micro-batch, what must follow its end at least."""
     count, seconds, total = problem.header.num_stages, problem.seconds, problem.num_microbatches
     last = (WEIGHT if problem.split else BACKWARD) * count

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from random import Random
 
-from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, Problem
+from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, OrderProblem
 
 __all__ = ["Policy", "listed", "nearby", "policies"]
 
@@ -31,7 +31,7 @@ class Policy:
     patience: float
 
 
-def policies(problem: Problem) -> Iterator[Policy]:
+def policies(problem: OrderProblem) -> Iterator[Policy]:
     """Policies that the known schedules follow, and their relatives."""
     ranks, count = len(problem.stages), problem.num_microbatches
     each = [sum(problem.takes[stage] + problem.halves[stage] for stage in own) for own in problem.stages]
@@ -46,7 +46,7 @@ def policies(problem: Problem) -> Iterator[Policy]:
             yield Policy((eager,) * ranks, room, group, patience)
 
 
-def nearby(policy: Policy, problem: Problem, random: Random) -> Policy:
+def nearby(policy: Policy, problem: OrderProblem, random: Random) -> Policy:
     """A policy that differs in what one rank likes, or in how patient all are."""
     rank = random.randrange(len(policy.room))
     what = random.randrange(4)
@@ -59,7 +59,7 @@ def nearby(policy: Policy, problem: Problem, random: Random) -> Policy:
     return replace(policy, room=tuple(changed if r == rank else room for r, room in enumerate(policy.room)))
 
 
-def listed(problem: Problem, policy: Policy) -> Order | None:
+def listed(problem: OrderProblem, policy: Policy) -> Order | None:
     """The order of a policy; None: no micro-batch finds room."""
     board = _Board(problem, policy)
     events = [(0.0, rank) for rank in range(len(problem.stages))]
@@ -83,7 +83,7 @@ def listed(problem: Problem, policy: Policy) -> Order | None:
 class _Board:
     """What has been done so far."""
 
-    problem: Problem
+    problem: OrderProblem
     policy: Policy
     free: list[float] = field(init=False)
     held: list[float] = field(init=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Order, Problem
+from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Order, OrderProblem
 from pipefit.synthesize.order_times import Times, timed
 
 __all__ = ["improved", "with_whole_backwards"]
@@ -15,7 +15,7 @@ _TRIES = 20  # moves until one makes sense
 _REACH = 12  # places that a step moves at most
 
 
-def improved(problem: Problem, order: Order, random: Random) -> Iterator[tuple[float, Order]]:
+def improved(problem: OrderProblem, order: Order, random: Random) -> Iterator[tuple[float, Order]]:
     """Orders around one, each with its makespan; it never ends.
 
     A step of the critical path moves to before, or past, a few others of its rank; sometimes all later ones of its kind
@@ -73,7 +73,7 @@ def _moved(steps: list[int], index: int, random: Random) -> list[int]:
     return steps
 
 
-def with_whole_backwards(problem: Problem, order: Order) -> Order:
+def with_whole_backwards(problem: OrderProblem, order: Order) -> Order:
     """The same order with halves that follow each other made whole, wherever that makes nothing later.
 
     A whole backward is one instruction, and keeps nothing between its halves.

@@ -18,7 +18,7 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.values import Value
 
-__all__ = ["BACKWARD", "FORWARD", "INPUT", "WEIGHT", "Limit", "Order", "Problem"]
+__all__ = ["BACKWARD", "FORWARD", "INPUT", "WEIGHT", "Limit", "Order", "OrderProblem"]
 
 FORWARD, INPUT, WEIGHT, BACKWARD = range(4)
 """The kinds of steps; the first three are in the order in which a micro-batch takes them."""
@@ -56,7 +56,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderProblem:
     """Ranks and their stages, and what each step takes.
 
     Attributes:
@@ -82,7 +82,9 @@ class Problem:
     split: bool
 
     @classmethod
-    def of(cls, header: Header, cost: CostModel, limit: Limit, static_bytes: Sequence[float], split: bool) -> Problem:
+    def of(
+        cls, header: Header, cost: CostModel, limit: Limit, static_bytes: Sequence[float], split: bool
+    ) -> OrderProblem:
         """The problem of a placement under a cost model.
 
         Args:

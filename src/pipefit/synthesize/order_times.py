@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipefit.synthesize.order_problem import WEIGHT, Order, Problem
+from pipefit.synthesize.order_problem import WEIGHT, Order, OrderProblem
 
 __all__ = ["Times", "timed"]
 
@@ -37,7 +37,7 @@ class Times:
         return path
 
 
-def timed(problem: Problem, order: Order) -> Times | None:
+def timed(problem: OrderProblem, order: Order) -> Times | None:
     """The times of an order; None: its ranks wait for each other for ever."""
     seconds, feeds, count = problem.seconds, problem.feeds, problem.header.num_stages
     # What is fed from: forwards by stage, then backwards by stage; its ends and places, micro-batch by micro-batch.

@@ -14,12 +14,11 @@ from pipefit.ir.op import Kind
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.values import Value
 from pipefit.schedules import Schedule, Shape, find, names
-from pipefit.schedules.shape import Layout
 from pipefit.schedules.written import layout_of, written
 from pipefit.simulate import simulate
 from pipefit.synthesize.bound import bound_s
 from pipefit.synthesize.improve import with_whole_backwards
-from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Limit, Order, Problem
+from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Limit, Order, OrderProblem
 from pipefit.synthesize.walk import Walk
 from pipefit.verify import verify
 
@@ -62,7 +61,7 @@ class Synthesis:
         return min(self.built_in, key=self.built_in.__getitem__, default=None)
 
 
-def header_of(num_ranks: int, num_microbatches: int, num_chunks: int = 1, layout: Layout = "loop") -> Header:
+def header_of(num_ranks: int, num_microbatches: int, num_chunks: int = 1, layout: str = "loop") -> Header:
     """The header of what is looked for: a cost model is made for it.
 
     Raises:
@@ -118,7 +117,7 @@ def synthesize(
     limit = Limit(_each("in_flight", in_flight, header, 1), _each("capacity_bytes", capacity_bytes, header, 0))
     alone = _one_by_one(header)
     rivals = [program for program in _built_in(header) if split or not _has_halves(program)]
-    problem = Problem.of(header, cost, limit, _static_bytes([alone, *rivals], cost), split)
+    problem = OrderProblem.of(header, cost, limit, _static_bytes([alone, *rivals], cost), split)
     fitting = {program.header.schedule: program for program in rivals if limit.keeps(program, cost)}
     starts = [problem.steps(program) for program in (*fitting.values(), alone)]
     walk = Walk(problem, bound_s(problem), candidates, seconds)
@@ -203,7 +202,7 @@ def _has_halves(program: Program) -> bool:
     return any(short[0] == "W" for order in program.order for short in order)
 
 
-def _split(problem: Problem, order: Order) -> Order:
+def _split(problem: OrderProblem, order: Order) -> Order:
     """The same order with whole backwards in two halves: then gradients leave earlier."""
     count = problem.header.num_stages
     halves = {BACKWARD * count + s: (INPUT * count + s, WEIGHT * count + s) for s in range(count)}

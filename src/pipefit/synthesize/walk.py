@@ -10,7 +10,7 @@ from random import Random
 
 from pipefit.synthesize.greedy import Policy, listed, nearby, policies
 from pipefit.synthesize.improve import improved
-from pipefit.synthesize.order_problem import Order, Problem
+from pipefit.synthesize.order_problem import Order, OrderProblem
 from pipefit.synthesize.order_times import timed
 
 __all__ = ["Walk"]
@@ -36,7 +36,7 @@ class Walk:
         is_cut_short: whether the clock has ended a part of it.
     """
 
-    problem: Problem
+    problem: OrderProblem
     bound: float
     candidates: int
     seconds: float

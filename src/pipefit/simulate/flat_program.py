@@ -10,7 +10,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, Lane, Op
 from pipefit.ir.program import Program
 
-__all__ = ["Code", "Layout", "layout_of"]
+__all__ = ["Code", "FlatProgram", "flat_program"]
 
 
 class Code(enum.IntEnum):
@@ -29,7 +29,7 @@ class Code(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FlatProgram:
     """The instructions of all ranks in one list, numbered as in the dependency graph.
 
     Attributes:
@@ -51,15 +51,15 @@ class Layout:
     partners: list[int]
 
 
-def layout_of(program: Program) -> Layout:
-    """The layout of a program, kept with it."""
-    cached: Layout | None = program.__dict__.get("_layout")
+def flat_program(program: Program) -> FlatProgram:
+    """The flat form of a program, kept with it."""
+    cached: FlatProgram | None = program.__dict__.get("_flat")
     if cached is None:
-        cached = program.__dict__["_layout"] = _build(dependency_graph(program))
+        cached = program.__dict__["_flat"] = _build(dependency_graph(program))
     return cached
 
 
-def _build(graph: Graph) -> Layout:
+def _build(graph: Graph) -> FlatProgram:
     on_compute = {op: spec.lane is Lane.COMPUTE for op, spec in OP_SPEC.items()}
     computes = [on_compute[i.op] for i in graph.instructions]
     codes: list[int] = []
@@ -91,4 +91,4 @@ def _build(graph: Graph) -> Layout:
         partners[number] = partner
         if codes[partner] == Code.PENDING or number in users or partner in users:
             codes[number] = codes[partner] = Code.PENDING
-    return Layout(graph, codes, waits, users, costs, kinds, partners)
+    return FlatProgram(graph, codes, waits, users, costs, kinds, partners)
