@@ -25,7 +25,7 @@ from pipefit.spill.disk import DiskTier
 from pipefit.spill.lanes import Lanes
 from pipefit.spill.tier_file import Commit, read_commits
 
-__all__ = ["TrialState", "has_state", "open_tier", "read_losses", "read_state", "state_of", "write_loss"]
+__all__ = ["TrialState", "commit_mark", "has_state", "open_tier", "read_losses", "read_state", "state_of", "write_loss"]
 
 _NAME, _LOSSES = "trial", "losses"
 _ENTRY = struct.Struct("<qddI")
@@ -75,6 +75,12 @@ def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> DiskTier:
 def has_state(folder: Path) -> bool:
     """Whether a trial was admitted."""
     return (folder / f"{_NAME}.commit").exists()
+
+
+def commit_mark(folder: Path) -> tuple[int, int]:
+    """A mark of the last commit of a trial: another commit has another."""
+    found = (folder / f"{_NAME}.commit").stat()
+    return found.st_ino, found.st_mtime_ns
 
 
 def state_of(commit: Commit) -> TrialState:

@@ -151,6 +151,7 @@ class ResidentState:
             if shared and stage in self._worker.optimizers:
                 self._worker.optimizers[stage].state.clear()
 
+    @property
     def is_shared(self) -> bool:
         """Whether there are weights that several shards use."""
         return any(self._shared.values())

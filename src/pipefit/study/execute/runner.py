@@ -9,24 +9,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import NonFiniteLossError, PipefitError
-from pipefit.ir.op import Kind, Op
-from pipefit.ir.program import Program
+from pipefit.ir.op import Op
 from pipefit.parallel.mesh import Mesh
 from pipefit.pipeline.evaluate import evaluate
 from pipefit.pipeline.tensor_parallel import TensorParallel
-from pipefit.runtime.compiled import CompiledRank, compile_rank
+from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution, Feed
 from pipefit.runtime.handlers import HANDLERS
@@ -37,66 +34,18 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.spill_handlers import PARKED
 from pipefit.runtime.transport import Message
 from pipefit.runtime.worker import Worker
-from pipefit.spec import Partition
-from pipefit.spill.arena import Arena
-from pipefit.spill.create import draw, make_arena, make_stand_in, make_store
-from pipefit.spill.disk import DiskTier
-from pipefit.spill.lanes import Lanes
-from pipefit.spill.optimizer_states import state_rules
-from pipefit.spill.parked import ParkedTensors
-from pipefit.spill.rank import Spilling
-from pipefit.spill.tiers import Key
-from pipefit.stage.materialise import is_meta, stand_in
 from pipefit.stage.payload import flatten
-from pipefit.stage.ties import tied_groups
 from pipefit.study.execute.admission import Recipe, build_trial, on_meta, recipe_of
-from pipefit.study.execute.files import TrialState, has_state, open_tier, state_of, write_loss
-from pipefit.study.execute.resident import ResidentState, shared_parameters
+from pipefit.study.execute.files import TrialState, has_state, read_state, write_loss
+from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.trial import Admitted, Trial, TurnDone
-from pipefit.study.turns import Turn, step_program, turns_of
+from pipefit.study.turns import Turn
 
 __all__ = ["NoRoomError", "TrialRunner"]
-
-_RESIDENT = "resident"
 
 
 class NoRoomError(PipefitError):
     """The tier is too full for a trial now."""
-
-
-@dataclass
-class _Opened:
-    """A trial with everything that can be made again in any process; between turns its weights are on the tier.
-
-    Attributes:
-        recipe: what trains.
-        program: of a step.
-        worker: the trial's one rank, with all shards as stages.
-        resident: the state of shards that no record holds.
-        step: of the last commit that was read or written.
-        state: of that commit.
-        loaded: of each shard, the version of the resident state that is here, and that state.
-        mark: of the commit's file, when this process last read or wrote it.
-        has_arena: whether it has slots on the device now.
-    """
-
-    recipe: Recipe
-    program: Program
-    worker: Worker
-    spilling: Spilling
-    tier: DiskTier
-    resident: ResidentState
-    step: int = 0
-    state: TrialState = field(default_factory=lambda: TrialState([]))
-    loaded: dict[int, tuple[int, bytes]] = field(default_factory=dict)
-    mark: tuple[int, int] = (0, 0)
-    has_arena: bool = False
-
-    @cached_property
-    def turns(self) -> list[tuple[Turn, CompiledRank]]:
-        """The turns of a step, and what the executor runs for each."""
-        whole = compile_rank(self.program, 0)
-        return [(turn, whole.part(turn.first, turn.end)) for turn in turns_of(self.program)]
 
 
 class TrialRunner:
@@ -115,7 +64,7 @@ class TrialRunner:
     ) -> None:
         self.number, self.trial, self.folder, self.device = number, trial, folder, device
         self.capacity_bytes = capacity_bytes
-        self._opened: _Opened | None = None
+        self._opened: OpenTrial | None = None
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
@@ -128,17 +77,10 @@ class TrialRunner:
         """
         opened = self._open() if has_state(self.folder) else self._begin(room_bytes)
         state = opened.state
-        return Admitted(
-            len(opened.turns),
-            len(state.counts),
-            state.parameters,
-            state.tier_bytes,
-            state.device_bytes,
-            opened.step,
-            state.turn,
-        )
+        figures = state.parameters, state.tier_bytes, state.device_bytes
+        return Admitted(len(opened.turns), len(state.counts), *figures, opened.step, state.turn)
 
-    def _begin(self, room_bytes: float) -> _Opened:
+    def _begin(self, room_bytes: float) -> OpenTrial:
         built = build_trial(self.trial, self.capacity_bytes)
         if built.tier_bytes > room_bytes:
             raise NoRoomError(f"its state needs {built.tier_bytes} bytes on the tier, {int(room_bytes)} are free")
@@ -149,97 +91,36 @@ class TrialRunner:
             tier_bytes=built.tier_bytes,
             device_bytes=built.device_bytes,
         )
-        opened = self._build(built.recipe, state, is_new=True)
+        opened = self._opened = self._made(built.recipe, state, is_new=True)
         for stage in opened.worker.stages:
-            self._keep_resident(opened, stage)
-        self._commit(opened, 0)
-        self.forget()
+            opened.keep_resident(stage)
+        opened.commit(0)
+        opened.release()
         return opened
 
-    # ---- readiness -------------------------------------------------------------------------------------------------
-
-    def _open(self) -> _Opened:
+    def _open(self) -> OpenTrial:
         """The trial as the last commit has it, whoever made that."""
-        opened = self._opened
-        if opened is None:
-            lanes = Lanes(self.device, threaded=False)
-            tier = open_tier(self.folder, lanes, self.device)
-            try:
-                state = state_of(tier.recover(check=False))
-            finally:
-                tier.close()
-            opened = self._build(on_meta(self.trial) or recipe_of(self.trial), state, is_new=False)
-        if opened.mark != (mark := self._mark()):
-            commit = opened.tier.recover(check=False)
-            opened.step, opened.state, opened.mark = commit.step, state_of(commit), mark
-            opened.spilling.parked.restore(opened.state.parked)
-        return opened
+        if self._opened is None:
+            found = read_state(self.folder)
+            if found is None:
+                raise PipefitError(f"{self.folder}: there is no state of a trial")
+            self._opened = self._made(on_meta(self.trial) or recipe_of(self.trial), found[1], is_new=False)
+        self._opened.refresh()
+        return self._opened
 
-    def _mark(self) -> tuple[int, int]:
-        found = (self.folder / "trial.commit").stat()
-        return found.st_ino, found.st_mtime_ns
-
-    def _build(self, recipe: Recipe, state: TrialState, is_new: bool) -> _Opened:
-        """Stages, stores and optimizers of all shards; the weights of a new trial go to the tier, shard by shard."""
-        partition = Partition.from_counts(state.counts, len(recipe.layers))
-        tied_groups(recipe.layers, partition)  # refuses shards that share a batch norm
-        layers = {s: [recipe.layers[n] for n in part.layers] for s, part in enumerate(partition.stages)}
-        training, device = recipe.training, self.device
-        slots = 1 if self.capacity_bytes else len(layers)
-        program = step_program(len(layers), self.trial.microbatches, training.clip_norm is not None, slots)
-        drawn = {stage for stage, own in layers.items() if is_meta(own)}
-        stand_in(recipe.layers, partial(make_stand_in, device=device))
-        shared = shared_parameters(layers)
-        rules = state_rules(training.optimizer, device)
-        stores = {s: make_store(s, own, shared, training, program.header, rules, device) for s, own in layers.items()}
-        lanes = Lanes(device, threaded=False)
-        tier = open_tier(self.folder, lanes, device)
-        spilling = Spilling(stores, Arena({}, {}, device), tier, lanes, ParkedTensors(tier, device))
-        evicted = {i.stage for i in program.ranks[0] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
-        if is_new:
-            sizes = {key: size for store in stores.values() for key, size in store.sizes().items()}
-            kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or key.stage in evicted}
-            tier.reserve(kept, [key for key in kept if key.kind == Kind.WGRAD])
-            self._attach(spilling, program)
-        for stage, store in stores.items():
-            if is_new:
-                fill = partial(draw, layers[stage], training.seed, recipe.own) if stage in drawn else None
-                store.store_first(stage % slots, fill)
-            else:
-                store.attach(spilling.arena, tier, lanes)
-                store.hold(0)
-        worker = Worker.create(0, training, layers, {}, device, spilling)
-        found = _Opened(recipe, program, worker, spilling, tier, ResidentState(worker, shared))
-        found.has_arena, found.state = is_new, state
-        self._opened = found
-        return found
-
-    def _attach(self, spilling: Spilling, program: Program) -> None:
-        """Gives the shards their slots."""
-        spill = program.header.spill
-        assert spill is not None
-        spilling.arena = make_arena(spilling.stores.values(), spill, self.device)
-        for store in spilling.stores.values():
-            store.attach(spilling.arena, spilling.tier, spilling.lanes)
+    def _made(self, recipe: Recipe, state: TrialState, is_new: bool) -> OpenTrial:
+        count, is_limited = self.trial.microbatches, self.capacity_bytes > 0
+        return OpenTrial(recipe, count, state, self.folder, self.device, is_limited, is_new)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the device that this worker keeps for the trial between turns."""
-        opened = self._opened
-        return opened.spilling.arena.num_bytes if opened is not None and opened.has_arena else 0
+        return self._opened.slot_bytes if self._opened is not None else 0
 
     def forget(self) -> None:
         """Releases the device's memory; the tier has everything."""
-        opened = self._opened
-        if opened is None:
-            return
-        opened.spilling.arena = Arena({}, {}, self.device)
-        opened.has_arena = False
-        for store in opened.spilling.stores.values():
-            store.attach(opened.spilling.arena, opened.tier, opened.spilling.lanes)
-        if opened.resident.is_shared():
-            opened.resident.release()
-            opened.loaded.clear()
+        if self._opened is not None:
+            self._opened.release()
 
     def close(self) -> None:
         """Forgets the trial; what was not committed is lost."""
@@ -267,18 +148,16 @@ class TrialRunner:
         except BaseException:
             self.close()  # what the device holds is no longer what the tier has
             raise
-        if self.capacity_bytes and opened.resident.is_shared():
+        if self.capacity_bytes and opened.resident.is_shared:
             self.forget()
         read_s, write_s = (_copies_s(run, op) for op in (Op.FETCH, Op.EVICT))
         return TurnDone(self.number, step, number, start_s, time.monotonic(), loss, held_out, read_s, write_s)
 
-    def _execution(self, opened: _Opened, turn: Turn, compiled: CompiledRank) -> Execution:
+    def _execution(self, opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Execution:
         """The executor's state before a turn."""
         state, worker, spilling = opened.state, opened.worker, opened.spilling
-        if not opened.has_arena:
-            self._attach(spilling, opened.program)
-            opened.has_arena = True
-        self._load_residents(opened, turn.stage)
+        opened.take_slots()
+        opened.load_resident(turn.stage)
         store = spilling.stores[turn.stage]
         if store.num_updates != opened.step:
             store.hold(opened.step)
@@ -302,25 +181,15 @@ class TrialRunner:
             run.norms[0] = torch.tensor(state.squares, dtype=torch.float64, device=self.device)
         return run
 
-    def _feed(self, opened: _Opened) -> Feed:
+    def _feed(self, opened: OpenTrial) -> Feed:
         batch = pair_of(opened.recipe.batch_at(opened.step))
         count = self.trial.microbatches
         feed = feed_of([batch], count, opened.step * count, "train")
         return replace(feed, signatures=[_shapes(part) for part in cut(batch[0], count)])
 
-    def _load_residents(self, opened: _Opened, stage: int) -> None:
-        for home in sorted(opened.resident.homes(stage)):
-            version = opened.state.residents[home]
-            if opened.loaded.get(home, (-1, b""))[0] != version:
-                copy, tensors = opened.spilling.parked.read(Key(home, _RESIDENT, version % 2), keep=True)
-                copy.wait()
-                data = bytes(tensors()[0].cpu().numpy())
-                opened.resident.unpack(home, data)
-                opened.loaded[home] = version, data
-
     # ---- keeping it ------------------------------------------------------------------------------------------------
 
-    def _keep(self, opened: _Opened, turn: Turn, run: Execution) -> tuple[float, float]:
+    def _keep(self, opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
         """Commits what the turn has made.
 
         Returns:
@@ -336,10 +205,10 @@ class TrialRunner:
         ops = {i.op for i in run.compiled.instructions}
         for home in sorted(opened.resident.homes(turn.stage)):
             if (home == turn.stage and turn.steps) or (opened.resident.has_tensors(home) and ops & {Op.FWD, Op.BWD}):
-                self._keep_resident(opened, home)
+                opened.keep_resident(home)
         if state.turn + 1 < len(opened.turns):
             state.turn += 1
-            self._commit(opened, opened.step)
+            opened.commit(opened.step)
             return math.nan, math.nan
         loss, held_out = state.loss, math.nan
         for store in opened.spilling.stores.values():
@@ -348,10 +217,10 @@ class TrialRunner:
             held_out = self._evaluate(opened)
         write_loss(self.folder, opened.step, loss, held_out)
         state.turn, state.norms, state.squares, state.payloads, state.reached = 0, {}, [], {}, {}
-        self._commit(opened, opened.step + 1)
+        opened.commit(opened.step + 1)
         return loss, held_out
 
-    def _note(self, opened: _Opened, turn: Turn, run: Execution) -> None:
+    def _note(self, opened: OpenTrial, turn: Turn, run: Execution) -> None:
         """What the turn leaves for the next, in addition to tensors."""
         state = opened.state
         for (_, stage), norms in opened.spilling.parts.items():
@@ -366,25 +235,7 @@ class TrialRunner:
                 structure = None if value.structure is None else pytree.treespec_dumps(value.structure)
                 state.payloads[f"{kind.removeprefix(PARKED)}:{stage}:{mb}"] = list(value.flags), structure
 
-    def _keep_resident(self, opened: _Opened, stage: int) -> None:
-        """Writes the resident state of a shard where it has changed: not over the one that the last commit names."""
-        before, known = opened.loaded.get(stage, (-1, b""))
-        data = opened.resident.pack(stage)
-        if data != known:
-            version = before + 1
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            opened.spilling.writes.append(opened.spilling.parked.write(Key(stage, _RESIDENT, version % 2), [tensor]))
-            opened.loaded[stage] = version, data
-            opened.state.residents[stage] = version
-
-    def _commit(self, opened: _Opened, step: int) -> None:
-        state, spilling = opened.state, opened.spilling
-        state.parked = spilling.parked.describe()
-        spilling.commit(step, msgspec.to_builtins(state, str_keys=True))
-        spilling.settle()
-        opened.step, opened.mark = step, self._mark()
-
-    def _evaluate(self, opened: _Opened) -> float:
+    def _evaluate(self, opened: OpenTrial) -> float:
         """The mean loss on held-out data after the step under way; NaN where it is not due."""
         done, every = opened.step + 1, self.trial.evaluate
         if done % every and done != self.trial.steps:
@@ -392,7 +243,7 @@ class TrialRunner:
         recipe, worker = opened.recipe, opened.worker
         assert recipe.held_out is not None
         for stage, store in opened.spilling.stores.items():
-            self._load_residents(opened, stage)
+            opened.load_resident(stage)
             if store.num_updates != done:
                 store.hold(done)
         engine = Engine([worker], len(worker.stages), Session(0, 1, None, Progress()), self.device)
@@ -408,15 +259,11 @@ class TrialRunner:
         Raises:
             PipefitError: the trial has no state, or the file cannot be written.
         """
-        if not has_state(self.folder):
-            raise PipefitError(f"{self.folder}: there is no state to export")
         opened = self._open()
-        if not opened.has_arena:
-            self._attach(opened.spilling, opened.program)
-            opened.has_arena = True
+        opened.take_slots()
         stand_ins: dict[str, Tensor] = {}
         for stage, own in opened.worker.stages.items():
-            self._load_residents(opened, stage)
+            opened.load_resident(stage)
             opened.spilling.stores[stage].hold(opened.step)
             stand_ins |= own.state_dict()
         target = Path(path)
@@ -428,7 +275,7 @@ class TrialRunner:
             temporary.replace(target)
         except OSError as problem:
             raise PipefitError(f"{target}: cannot be written: {problem.strerror}") from None
-        self.forget()
+        opened.release()
         return str(target)
 
 
