@@ -189,13 +189,12 @@ class _Bench:
             return "failed", order.trial, reason_of(problem, doing)
 
     def _done(self, order: Order) -> tuple[str, int, Any]:
+        self._make_room(order.trial)
         if order.kind == "export":
             return "exported", order.trial, self._of(order).export(order.what)
         if order.kind == "admit":
             return self._admit(order)
-        live = self._of(order)
-        self._make_room(order.trial)
-        return "turned", order.trial, live.turn()
+        return "turned", order.trial, self._of(order).turn()
 
     def _admit(self, order: Order) -> tuple[str, int, Any]:
         from pipefit.study.execute.runner import NoRoomError
