@@ -8,8 +8,11 @@ from tests.verbs import refused
 
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.cli import main
-from pipefit.compare import STRATEGIES, CompareConfig, Comparison, Row, compare_on_ranks
+from pipefit.compare.comparison import Comparison, Row
 from pipefit.compare.lean import lean
+from pipefit.compare.rounds import compare_on_ranks
+from pipefit.compare.settings import CompareConfig
+from pipefit.compare.strategies import STRATEGIES
 from pipefit.cost import RuntimeCosts
 from pipefit.profiling.links import links_of
 from pipefit.runtime.launch import launch
@@ -19,9 +22,9 @@ pytestmark = pytest.mark.dist
 
 SMALL = CompareConfig(
     model="gpt",
-    options="layers=2,hidden=16,context=8",
+    option="layers=2,hidden=16,context=8",
     # Two threads on a busy machine wait for each other over every tiny operation.
-    strategies=tuple(name for name in STRATEGIES if name != "all-threads"),
+    strategies=",".join(name for name in STRATEGIES if name != "all-threads"),
     microbatches=(1, 4, 16),
     batch=8,
     steps=2,

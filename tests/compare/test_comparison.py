@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipefit.compare import Comparison, Row
+from pipefit.compare.comparison import Comparison, Row
 
 
 def comparison(*rows: tuple[str, int, float, float | None]) -> Comparison:

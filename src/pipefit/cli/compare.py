@@ -6,43 +6,31 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.models import DataNames, ModelName, ModelOptions, importable
-from pipefit.cli.options import Json, count, help_of, whole_numbers
+from pipefit.cli.models import importable
+from pipefit.cli.options import Json, count, flat, help_of
+from pipefit.compare.settings import CompareConfig
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
-    from pipefit.compare import Choice, CompareConfig, Comparison, Row
+    from pipefit.compare.comparison import Choice, Comparison, Row
 
 __all__ = ["command", "compare_rank", "table"]
 
 _PATIENCE_S = 30.0
 
 
+@flat()
 def command(
     *,
-    model: ModelName = "gpt",
-    option: ModelOptions = None,
-    data: DataNames = None,
+    settings: CompareConfig,
     ranks: Annotated[int, help_of("Processes, one thread each.", "--ranks", "-n")] = 2,
-    strategies: Annotated[str | None, help_of("Names with commas between them; default: all.")] = None,
-    microbatches: Annotated[str, help_of("Numbers of micro-batches per update.", "--microbatches", "-m")] = (
-        "1,2,4,8,16,32"
-    ),
-    batch: Annotated[int, help_of("Samples per update.")] = 32,
-    steps: Annotated[int, help_of("Updates of one repetition.")] = 4,
-    repeats: Annotated[int, help_of("Repetitions of everything; medians are shown.")] = 3,
-    limit: Annotated[float, help_of("Minutes after which no further repetition begins; 0: no limit.")] = 10,
-    stages: Annotated[str | None, help_of("Layers of each stage, like 3,3; default: balanced by a profile.")] = None,
-    chunks: Annotated[int, help_of("Stages per rank of the looped schedules.", "--chunks", "-v")] = 2,
-    optimizer: Annotated[Literal["adamw", "adam", "sgd"], help_of("Of every strategy.")] = "adamw",
-    lr: Annotated[float, help_of("Learning rate.")] = 1e-3,
-    seed: Annotated[int, help_of("Of weights, the order of the data, and dropout.")] = 0,
     output: Annotated[Path | None, help_of("Folder for the figures and the chart.", "--output", "-o")] = None,
     json: Json = False,
 ) -> Answer:
@@ -51,35 +39,17 @@ def command(
     Example: pipefit compare --model gpt --ranks 2 -o runs/compared
 
     One process, data parallelism, every schedule, and torch.distributed.pipelining, for several numbers of
-    micro-batches, in turns within one run, so that whatever slows the machine down slows all alike. Shown are samples
-    per second, speed-ups, measured and predicted times, memory, and the loss after equal samples.
+    micro-batches, alternating within one run, so that whatever slows the machine down slows all alike. Shown are
+    samples per second, speed-ups, measured and predicted times, memory, and the loss after equal samples.
     """
-    from pipefit.compare.settings import CompareConfig
-
-    for name, value in (("--batch", batch), ("--steps", steps), ("--repeats", repeats), ("--chunks", chunks)):
-        count(name, value)
     if count("--ranks", ranks) < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
-    if not limit >= 0:
-        raise PipefitError(f"--limit: expected 0 or more minutes, got {limit:g}")
+    if not settings.limit >= 0:
+        raise PipefitError(f"--limit: expected 0 or more minutes, got {settings.limit:g}")
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder, got a file")
-    settings = CompareConfig(
-        model=importable(model),
-        options=",".join(option or []),
-        data=tuple(data or ()),
-        strategies=tuple(name.strip() for name in strategies.split(",")) if strategies else (),
-        microbatches=tuple(dict.fromkeys(whole_numbers("--microbatches", microbatches))),
-        batch=batch,
-        steps=steps,
-        repeats=repeats,
-        limit_s=60 * limit,
-        stages=whole_numbers("--stages", stages),
-        chunks=chunks,
-        optimizer=optimizer,
-        lr=lr,
-        seed=seed,
-    )
+    counts = tuple(dict.fromkeys(settings.microbatches))
+    settings = replace(settings, model=importable(settings.model), microbatches=counts)
     result = _compared(settings, ranks, quiet=json)
     paths = result.save(output) if output is not None else {}
     return Answer({**result.as_dict(), "paths": paths}, partial(table, result, paths))
@@ -94,7 +64,7 @@ def _compared(settings: CompareConfig, ranks: int, quiet: bool) -> Comparison:
 
 def compare_rank(settings: CompareConfig, quiet: bool) -> Comparison:
     """Compares as this rank; rank 0 reports the progress."""
-    from pipefit.compare import compare_on_ranks
+    from pipefit.compare.rounds import compare_on_ranks
     from pipefit.runtime.session import current
 
     return compare_on_ranks(settings, _reporter() if current().rank == 0 and not quiet else lambda line: None)

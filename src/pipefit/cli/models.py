@@ -6,14 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-
 from pipefit.cli.options import help_of
 
 if TYPE_CHECKING:
     from pipefit.models import ModelBundle
 
-__all__ = ["DataNames", "ModelName", "ModelOptions", "batch_of", "importable", "make_model"]
+__all__ = ["ModelName", "ModelOptions", "batch_of", "importable", "make_model"]
 
 ModelName = Annotated[
     str,
@@ -23,11 +21,6 @@ ModelName = Annotated[
 ]
 ModelOptions = Annotated[
     list[str] | None, help_of("Options of the model, like layers=8,hidden=256; may be repeated.", "--option")
-]
-
-DataNames = Annotated[
-    list[str] | None,
-    Parameter(help="text, digits, synthetic, or your own text files.", consume_multiple=True, negative=()),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import Parameter as Argument
@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from cyclopts import CoercionError, Parameter, Token, convert
 
-from pipefit.errors import PipefitError, nearest
+from pipefit.errors import PipefitError
 from pipefit.spec.options import flag_of, from_flat, groups_of, key_of
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "help_of",
     "numbers",
     "pairs",
-    "sizes",
     "whole_numbers",
 ]
 
@@ -257,19 +256,6 @@ def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:
         if key in found:
             raise PipefitError(f"{name}: {key} is given twice, as {found[key]} and {value}")
         found[key] = int(value)
-    return found
-
-
-def sizes(name: str, texts: Sequence[str], known: Iterable[str]) -> dict[str, int]:
-    """Integers by name, from texts such as "layers=8,hidden=256".
-
-    Raises:
-        PipefitError: a text is no such list, or a name is not one of the known.
-    """
-    found = pairs(name, [word for text in texts for word in text.split(",")])
-    for key in found:
-        if key not in known:
-            raise PipefitError(f"{name}: unknown {key!r}; {nearest(key, known)}")
     return found
 
 

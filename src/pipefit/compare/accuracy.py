@@ -24,9 +24,9 @@ _OTHERS = ("pipedream", "pipedream-2bw", "torch-gpipe", "torch-1f1b")
 
 GPT = CompareConfig(
     model="gpt",
-    options="layers=8,hidden=256,heads=8,context=128,tied=false",
+    option="layers=8,hidden=256,heads=8,context=128,tied=false",
     data=("synthetic",),
-    strategies=("one-thread", *_SYNCHRONOUS, *_OTHERS),
+    strategies=",".join(("one-thread", *_SYNCHRONOUS, *_OTHERS)),
     microbatches=(4, 8, 32),
     batch=32,
     steps=1,
@@ -43,7 +43,7 @@ their time at 8 micro-batches per update.
 CONVNET = CompareConfig(
     model="convnet",
     data=("synthetic",),
-    strategies=("one-thread", *_SYNCHRONOUS),
+    strategies=",".join(("one-thread", *_SYNCHRONOUS)),
     microbatches=(4, 8, 32),
     batch=64,
     steps=10,

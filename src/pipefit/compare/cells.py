@@ -98,11 +98,11 @@ def make_task(config: CompareConfig, session: Session) -> Task:
     Raises:
         PipefitError: an unknown strategy or model, or data or stages that do not fit.
     """
-    for name in config.strategies:
+    for name in config.names:
         if name not in STRATEGIES:
             raise PipefitError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
     torch.manual_seed(config.seed)
-    bundle = build(config.model, **parse_options(config.options, config.model))
+    bundle = build(config.model, **parse_options(config.option, config.model))
     source, batches = _batches(config, bundle)
     counts = [num for num in config.microbatches if num <= config.batch]
     if not counts:
@@ -159,7 +159,7 @@ def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], lis
     config = task.config
     cells, refused = [], []
     for strategy in STRATEGIES.values():
-        if config.strategies and strategy.name not in config.strategies:
+        if config.names and strategy.name not in config.names:
             continue
         for num in config.microbatches if strategy.splits else (1,):
             say(f"building {strategy.name}, {num} micro-batches")

@@ -96,8 +96,8 @@ def _repeat(cells: list[Cell], batches: list[Batch], config: CompareConfig, sess
             _measure(cell, batches, session, keep=repetition > 0)
         spent_s = max(_of_ranks(time.monotonic() - started, session))
         another_s = spent_s * (repetition + 2) / (repetition + 1)
-        if config.limit_s and 0 < repetition < config.repeats and another_s > config.limit_s:
-            say(f"another repetition would take more than {format_seconds(config.limit_s)}: {repetition} must do")
+        if config.limit and 0 < repetition < config.repeats and another_s > 60 * config.limit:
+            say(f"another repetition would take more than {format_seconds(60 * config.limit)}: {repetition} must do")
             break
 
 

@@ -1,8 +1,12 @@
-"""The settings of a comparison; the fields are the options of `pipefit compare`."""
+"""The settings of a comparison; its fields are the options of `pipefit compare`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from pipefit.spec.options import setting
 
 __all__ = ["CompareConfig"]
 
@@ -12,35 +16,42 @@ class CompareConfig:
     """A comparison.
 
     Attributes:
-        model: built-in name or pkg.mod:factory.
-        options: of the model, as "layers=8,hidden=256".
-        data: as for a training run; (): the data that the model is made for, random where they do not fit.
-        strategies: names from `STRATEGIES`; (): all.
-        microbatches: numbers of micro-batches per update; strategies that do not split the batch are measured once.
+        model: a built-in model (gpt, mlp, convnet, resnet50, …), or your own as package.module:factory or
+            file.py:factory.
+        option: options of the model, like layers=8,hidden=256; may be repeated.
+        data: data sets: text, digits, synthetic, or your own text files; default: what the model is made for, random
+            where they do not fit.
+        strategies: names with commas between them; default: all.
+        microbatches: numbers of micro-batches per update, like 4,8; default: 1,2,4,8,16,32.
         batch: samples per update.
         steps: updates of one repetition; a schedule without a flush drains only at their end.
-        repeats: repetitions of every cell; medians are taken.
-        limit_s: no further repetition begins that would end later than this, after the first; 0: no limit.
-        stages: layer counts of one stage per rank; (): balanced by a profile.
+        repeats: repetitions of everything; medians are shown.
+        limit: minutes after which no further repetition begins, once one is done; 0: no limit.
+        stages: layers of each stage, like 3,3; default: balanced by a profile.
         chunks: stages per rank of the looped schedules.
-        segment: micro-batches that a schedule without a flush runs in a repetition, at least: it fills and drains once.
-        optimizer: "adamw", "adam" or "sgd".
+        segment: least micro-batches in a repetition of a schedule without a flush, which fills and drains once.
+        optimizer: of every strategy.
         lr: learning rate.
-        seed: of weights, data and dropout.
+        seed: of weights, the order of the data, and dropout.
     """
 
     model: str = "gpt"
-    options: str = ""
-    data: tuple[str, ...] = ()
-    strategies: tuple[str, ...] = ()
-    microbatches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    batch: int = 32
-    steps: int = 4
-    repeats: int = 3
-    limit_s: float = 600.0
-    stages: tuple[int, ...] = ()
-    chunks: int = 2
-    segment: int = 32
-    optimizer: str = "adamw"
+    option: str = setting("", typed="words")
+    data: Sequence[str] = setting((), typed="texts")
+    strategies: str = setting("", typed="words")
+    microbatches: Sequence[int] = setting((1, 2, 4, 8, 16, 32), "--microbatches", "-m", typed="numbers")
+    batch: int = setting(32, least=1)
+    steps: int = setting(4, least=1)
+    repeats: int = setting(3, least=1)
+    limit: float = 10.0
+    stages: Sequence[int] = setting((), typed="numbers")
+    chunks: int = setting(2, "--chunks", "-v", least=1)
+    segment: int = setting(32, least=1, hidden=True)
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: float = 1e-3
     seed: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of `strategies`; (): all."""
+        return tuple(name.strip() for name in self.strategies.split(",") if name.strip())
