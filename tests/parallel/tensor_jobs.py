@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.pipelines import grouped
+from tests.pipelines import case_of, grouped
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -22,7 +22,7 @@ from pipefit.planner import by_hand, plan
 from pipefit.runtime.session import current
 from pipefit.spec import Layer, Profile, Topology
 from pipefit.stage.split import named_layers
-from pipefit.testing import Outcome, Task, run_pipeline
+from pipefit.testing import Case, Outcome, run_pipeline
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 12, "context": 8}
 
@@ -38,7 +38,7 @@ def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
     return words[0], words[1]
 
 
-def task(counts: tuple[int, ...], **more: Any) -> Task:
+def task(counts: tuple[int, ...], **more: Any) -> Case:
     """A task of a pipeline with a stage per rank, unless it says otherwise."""
     options = more.pop("model", {})
     settings: dict[str, Any] = {
@@ -50,7 +50,7 @@ def task(counts: tuple[int, ...], **more: Any) -> Task:
         "counts": counts,
         "tensor": 2,
     }
-    return Task(**(settings | more))
+    return case_of(**settings | more)
 
 
 TWO = {
@@ -81,7 +81,7 @@ EIGHT = {
 }
 
 
-def outcomes(tasks: list[Task]) -> list[Outcome]:
+def outcomes(tasks: list[Case]) -> list[Outcome]:
     """This process's part of several tasks."""
     return [run_pipeline(task) for task in tasks]
 

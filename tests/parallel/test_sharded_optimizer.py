@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipefit import Pipeline
 from pipefit.errors import PlanError
 from pipefit.spec.options import Parallelism
-from pipefit.testing.equality_task import mean_cross_entropy
+from pipefit.testing.case import mean_cross_entropy
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

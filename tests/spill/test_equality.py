@@ -12,6 +12,7 @@ from pipefit import Pipeline
 from pipefit.errors import InfeasibleError, PipefitError, PlanError
 from pipefit.ir.op import Op
 from pipefit.models import build
+from pipefit.pipeline.spilled_shape import spill_of
 from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.testing import check
 
@@ -451,7 +452,7 @@ def test_a_pipeline_whose_stages_are_spilled_trains_as_one_that_holds_them(sched
             updates=Updates(clip_norm=0.5, seed=3),
         )
 
-    one, other = pipeline(None), pipeline(Spilled(slots=1, place=None))
+    one, other = pipeline(None), pipeline(Spilled(slots=1))
     for x, y in data():
         assert one.step(x, y) == other.step(x, y)
     assert same(one.state_dict(), other.state_dict())
@@ -460,9 +461,17 @@ def test_a_pipeline_whose_stages_are_spilled_trains_as_one_that_holds_them(sched
 
 def test_the_check_of_equality_takes_the_spilled_schedule():
     result = check(
-        network(), num_ranks=1, schedule="spilled", num_chunks=4, num_microbatches=3, loss=nn.functional.cross_entropy,
-        example=lambda samples, number: data(number + 1)[-1], batch_size=12,
-    )  # fmt: skip
+        network(),
+        **grouped(
+            num_ranks=1,
+            schedule="spilled",
+            num_chunks=4,
+            num_microbatches=3,
+            loss=nn.functional.cross_entropy,
+            example=lambda samples, number: data(number + 1)[-1],
+            batch_size=12,
+        ),
+    )
     assert result.equal and result.weight_diff == 0
 
 
@@ -501,11 +510,11 @@ def test_numbers_that_make_no_sense_are_refused_at_once_by_their_name(wrong):
 
 
 def test_stages_to_keep_are_named_by_words_or_numbers():
-    assert Spilled(keep="none").of(3).keeps == Spilled().of(3).keeps == ()
-    assert Spilled(keep=(2, 0)).of(3).keeps == (0, 2)
+    assert spill_of(Spilled(keep="none"), 3).keeps == spill_of(Spilled(), 3).keeps == ()
+    assert spill_of(Spilled(keep=(2, 0)), 3).keeps == (0, 2)
     for wrong in ("some", (3,)):
         with pytest.raises(PlanError, match="keep: expected auto, all, none, or some of the stages 0, 1, 2, got"):
-            Spilled(keep=wrong).of(3)
+            spill_of(Spilled(keep=wrong), 3)
     with pytest.raises(PlanError, match="expected auto or none, got 'all'"):
         Pipeline(
             network(), loss=nn.functional.cross_entropy, optimizer=adamw, spill=Spilled("1 MiB", keep="all"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipefit import Pipeline
 from pipefit.errors import PipefitError
 from pipefit.stage.precision import LossScale
-from pipefit.testing.equality_task import mean_cross_entropy
+from pipefit.testing.case import mean_cross_entropy
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

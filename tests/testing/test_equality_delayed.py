@@ -6,13 +6,14 @@ import itertools
 
 import pytest
 import torch
+from tests.pipelines import case_of
 from tests.testing.equality_models import make, vectors
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.ir.op import Op
 from pipefit.schedules import Shape, generate
-from pipefit.testing import Task, make_pipeline, run_pipeline
+from pipefit.testing import Case, make_pipeline, run_pipeline
 from pipefit.testing.delayed import delayed_reference, version_rule
 
 LR = 0.3
@@ -29,7 +30,7 @@ def gradient(model: nn.Module, weights: dict[str, Tensor], batch: tuple[Tensor, 
     return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def history_of(model: nn.Sequential, task: Task, delays: list[int]) -> list[dict[str, Tensor]]:
+def history_of(model: nn.Sequential, task: Case, delays: list[int]) -> list[dict[str, Tensor]]:
     """w(t+1) = w(t) − ν·∇f(w_1^{(t−delay_1)}, …, w_n^{(t−delay_n)}), with w of a time before 0 read as w(0)."""
     stage_of = [stage for stage, count in enumerate(task.counts) for _ in range(count)]
     weights = [{name: value.detach().clone() for name, value in model.named_parameters()}]
@@ -40,13 +41,21 @@ def history_of(model: nn.Sequential, task: Task, delays: list[int]) -> list[dict
     return weights
 
 
-def straight(schedule: str, n: int, m: int = 1) -> Task:
+def straight(schedule: str, n: int, m: int = 1) -> Case:
     model, _ = make("plain")
     counts = {2: (3, 5), 3: (3, 3, 2), 4: (2, 2, 2, 2)}[n]
-    return Task(model, [vectors(6, step) for step in range(9)], n, schedule, m, counts, optimizer=descend)
+    return case_of(
+        model=model,
+        batches=[vectors(6, step) for step in range(9)],
+        num_ranks=n,
+        schedule=schedule,
+        num_microbatches=m,
+        counts=counts,
+        optimizer=descend,
+    )
 
 
-def assert_final_weights(task: Task, wanted: dict[str, Tensor]) -> None:
+def assert_final_weights(task: Case, wanted: dict[str, Tensor]) -> None:
     for outcome in (delayed_reference(task), run_pipeline(task)):
         merged = {name: value for table in outcome.weights.values() for name, value in table.items()}
         assert set(merged) == set(wanted)

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pipelines import case_of, grouped
 from tests.testing.equality_models import make
 
 from pipefit.runtime.launch import launch
-from pipefit.testing import Outcome, Task, check, compare, expected, run, run_pipeline, tolerance_of
+from pipefit.testing import Case, Outcome, check, compare, expected, run, run_pipeline, tolerance_of
 from pipefit.testing.equality import layer_counts
 
 pytestmark = pytest.mark.dist
@@ -22,10 +23,10 @@ def task_of(
     sizes: tuple[int, ...],
     replicas: tuple[int, ...] = (),
     **more: Any,
-) -> Task:
+) -> Case:
     model, example = make(name)
     chunks = 2 if schedule in ("interleaved", "breadth-first", "zb-v") else 1
-    return Task(
+    return case_of(
         model=model,
         batches=[example(size, step) for step, size in enumerate(sizes)],
         num_ranks=num_ranks,
@@ -100,7 +101,7 @@ def test_processes_and_the_local_transport_agree_to_the_bit(name: str, distribut
 
 def test_a_check_over_processes_finds_them_equal_and_a_wrong_loss_unequal() -> None:
     model, example = make("plain")
-    assert check(model, example=example, num_ranks=2, transport="distributed").equal
+    assert check(model, **grouped(example=example, num_ranks=2, transport="distributed")).equal
     task = TASKS["1f1b, frozen beginning"]
     doubled = run(dataclasses.replace(task, loss=double), "distributed")
     result = compare(doubled, expected(task), tolerance_of(torch.float64))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.pipelines import grouped
 from tests.testing.equality_models import MODELS, make
 
 from pipefit.cost import CostModel
@@ -23,7 +24,7 @@ CHUNKS = {"zb-h1": 1, "zb-h2": 1, "zb-v": 2}
 def assert_equal(model_name: str, name: str, num_ranks: int, m: int, **options: Any) -> None:
     model, example = make(model_name)
     sizes = {"num_ranks": num_ranks, "num_microbatches": m, "num_chunks": CHUNKS.get(name, 1)}
-    result = check(model, example=example, schedule=name, **sizes, **{"steps": 3, **options})
+    result = check(model, **grouped(example=example, schedule=name, **sizes, **{"steps": 3, **options}))
     assert result.equal, result
 
 
@@ -98,5 +99,5 @@ def test_an_order_that_was_found_by_search_trains_as_one_process_does(model: str
     path = str(text.save(found.program, tmp_path / "found.pipe"))
     layers, example = make(model)
     sizes = {"num_ranks": 2 * copies, "num_microbatches": 3 * copies, "num_chunks": 2, "replicas": (copies,)}
-    result = check(layers, example=example, schedule=path, steps=2, **sizes)
+    result = check(layers, **grouped(example=example, schedule=path, steps=2, **sizes))
     assert result.equal, result

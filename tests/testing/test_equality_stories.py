@@ -6,23 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pipelines import case_of, grouped
 from tests.testing.equality_models import TOKENS, Twin, make, vectors
 from torch import Tensor, nn
 
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models import build
 from pipefit.runtime.local import LocalTransport
-from pipefit.testing import Outcome, Task, check, compare, expected, make_pipeline, run_pipeline, tolerance_of
+from pipefit.spec.options import Updates
+from pipefit.testing import Case, Outcome, check, compare, expected, make_pipeline, run_pipeline, tolerance_of
 from pipefit.testing.equality import layer_counts
 
 
-def task_of(model: nn.Sequential, example: Any, *, steps: int = 2, size: int = 9, **options: Any) -> Task:
+def task_of(model: nn.Sequential, example: Any, *, steps: int = 2, size: int = 9, **options: Any) -> Case:
     given = {"num_ranks": 3, "schedule": "1f1b", "num_microbatches": 4, **options}
     counts = layer_counts(len(model), given["num_ranks"], given["schedule"], given.get("num_chunks", 1))
-    return Task(model=model, batches=[example(size, step) for step in range(steps)], counts=counts, **given)
+    return case_of(model=model, batches=[example(size, step) for step in range(steps)], counts=counts, **given)
 
 
-def named(name: str, **options: Any) -> Task:
+def named(name: str, **options: Any) -> Case:
     return task_of(*make(name), **options)
 
 
@@ -154,7 +156,7 @@ def test_integers_travel_forward_and_nothing_comes_back_for_them(monkeypatch: py
 def test_a_model_in_which_nothing_trains_still_has_a_loss() -> None:
     model, example = make("batch norm")
     model.requires_grad_(False)
-    result = check(model, example=example, num_ranks=3)
+    result = check(model, **grouped(example=example, num_ranks=3))
     assert result.equal, result
 
 
@@ -207,13 +209,13 @@ def test_a_batch_norm_that_several_stages_share_is_refused() -> None:
     model = nn.Sequential(shared, nn.Linear(4, 4), shared, nn.Linear(4, 3)).double()
     with pytest.raises(ModelError, match="batch norm"):
         make_pipeline(task_of(model, vectors, num_ranks=2))
-    assert check(model, example=vectors, num_ranks=2, stages=(3, 1)).equal, "within one stage it is fine"
+    assert check(model, **grouped(example=vectors, num_ranks=2, stages=(3, 1))).equal, "within one stage it is fine"
 
 
 # ---- the check notices -----------------------------------------------------------------------------------------------
 
 
-def verdict(got: Outcome, task: Task, dtype: torch.dtype = torch.float64) -> Any:
+def verdict(got: Outcome, task: Case, dtype: torch.dtype = torch.float64) -> Any:
     return compare(got, expected(task), tolerance_of(dtype))
 
 
@@ -228,7 +230,7 @@ def test_a_wrongly_scaled_loss_is_found_and_the_first_weight_is_named() -> None:
 
 def test_gradients_of_micro_batches_weighted_alike_though_their_sizes_differ_are_found() -> None:
     task = named("plain", size=9)
-    result = verdict(run_pipeline(dataclasses.replace(task, weigh=lambda target: 1.0)), task)
+    result = verdict(run_pipeline(dataclasses.replace(task, updates=Updates(weigh=lambda target: 1.0))), task)
     assert not result.equal and result.first_difference == "0.0.weight"
 
 
@@ -293,13 +295,13 @@ def test_only_a_loss_that_differs_is_named_as_such() -> None:
 @pytest.mark.parametrize("model", ["plain", "batch norm", "tied ends", "convolutions"])
 def test_single_precision_is_equal_to_rounding(model: str, schedule: str) -> None:
     net, example = make(model)
-    result = check(net, example=example, num_ranks=3, schedule=schedule, dtype=torch.float32)
+    result = check(net, **grouped(example=example, num_ranks=3, schedule=schedule, dtype=torch.float32))
     assert result.equal and result.tolerance == 1e-4, result
 
 
 def test_a_check_takes_a_built_in_model_with_its_loss_and_data() -> None:
     bundle = build("gpt", layers=2, hidden=16, heads=2, vocab=TOKENS, context=8)
-    result = check(bundle, num_ranks=2, num_microbatches=2, steps=2)
+    result = check(bundle, **grouped(num_ranks=2, num_microbatches=2, steps=2))
     assert result.equal and set(result.as_dict()) == {
         "equal", "loss_diff", "grad_diff", "weight_diff", "first_difference", "tolerance"
     }  # fmt: skip
@@ -308,7 +310,7 @@ def test_a_check_takes_a_built_in_model_with_its_loss_and_data() -> None:
 def test_a_check_leaves_the_model_as_it_was() -> None:
     model, example = make("batch norm")
     before = copy.deepcopy(model.state_dict())
-    check(model.float(), example=example, num_ranks=2)
+    check(model.float(), **grouped(example=example, num_ranks=2))
     assert type(model[1]) is nn.BatchNorm1d and model[0].weight.dtype is torch.float32
     assert all(torch.equal(value, before[name].to(value.dtype)) for name, value in model.state_dict().items())
 
@@ -316,10 +318,17 @@ def test_a_check_leaves_the_model_as_it_was() -> None:
 def test_what_cannot_be_checked_is_refused_with_a_cure() -> None:
     model, example = make("plain")
     with pytest.raises(ModelError, match="example="):
-        check(model, num_ranks=2)
+        check(model, **grouped(num_ranks=2))
     with pytest.raises(PipefitError, match="use fewer ranks"):
-        check(model, example=example, num_ranks=9)
+        check(model, **grouped(example=example, num_ranks=9))
     with pytest.raises(PipefitError, match='"local" or "distributed"'):
-        check(model, example=example, num_ranks=2, transport="carrier pigeon")
+        check(model, **grouped(example=example, num_ranks=2, transport="carrier pigeon"))
     with pytest.raises(PipefitError, match="as many batch sizes"):
-        check(model, example=example, num_ranks=2, steps=3, batch_size=[8, 8])
+        check(model, **grouped(example=example, num_ranks=2, steps=3, batch_size=[8, 8]))
+
+
+def test_an_outcome_that_holds_nothing_equals_no_reference() -> None:
+    case = named("plain")
+    wanted = expected(case)
+    assert not compare(Outcome(wanted.losses, {}, {}), wanted, tolerance_of(torch.float64)).equal
+    assert not compare(Outcome([], wanted.gradients, wanted.weights), wanted, tolerance_of(torch.float64)).equal

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.pipelines import case_of, grouped
 from tests.stage.test_precision import float_model
 
 from pipefit.errors import PipefitError
 from pipefit.models import build
+from pipefit.spec.options import Precision
 from pipefit.testing import check
 from pipefit.testing.equality import compare, expected, run
-from pipefit.testing.equality_task import Task
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1f1b": {"num_ranks": 3},
@@ -34,7 +35,7 @@ ADDED: dict[str, dict[str, Any]] = {
 
 def checked(precision: str, name: str = "wide", **options: Any) -> Any:
     model, example = float_model(name)
-    return check(model, example=example, dtype=torch.float32, precision=precision, **options)
+    return check(model, **grouped(example=example, dtype=torch.float32, precision=precision, **options))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -59,10 +60,23 @@ def test_updates_that_overflow_are_skipped_on_both_sides() -> None:
 
 def test_what_computes_in_another_type_or_rounds_elsewhere_is_found() -> None:
     gpt = build("gpt", layers=4, hidden=16, heads=2, context=8)
-    task = Task(gpt.layers, [gpt.example(8, 0)], 2, "1f1b", 4, (3, 3), loss=gpt.loss, precision="bf16")
+    task = case_of(
+        model=gpt.layers,
+        batches=[gpt.example(8, 0)],
+        num_ranks=2,
+        schedule="1f1b",
+        num_microbatches=4,
+        counts=(3, 3),
+        loss=gpt.loss,
+        precision="bf16",
+    )
     got = run(task)
     assert compare(got, expected(task), 1e-4).equal
-    for other in (replace(task, precision="fp32"), replace(task, precision="fp16"), replace(task, counts=(2, 4))):
+    for other in (
+        replace(task, precision=Precision("fp32")),
+        replace(task, precision=Precision("fp16")),
+        replace(task, counts=(2, 4)),
+    ):
         found = compare(got, expected(other), 1e-4)
         assert not found.equal and found.grad_diff > 1e-4
 
@@ -75,4 +89,4 @@ def test_a_skipped_update_of_a_schedule_without_a_flush_is_refused() -> None:
 def test_a_model_that_autocast_leaves_alone_is_refused() -> None:
     model, example = float_model()
     with pytest.raises(PipefitError, match=r"autocast takes float32 alone, but weights and data are torch\.float64"):
-        check(model, example=example, num_ranks=2, precision="bf16")
+        check(model, **grouped(example=example, num_ranks=2, precision="bf16"))

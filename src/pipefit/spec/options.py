@@ -210,8 +210,8 @@ class Request:
     Attributes:
         schedule: its name, or auto; `pipefit schedules` lists them. Default: 1f1b, or auto under a cap.
         microbatches: per weight update.
-        stages: layers of each stage, like 3,3; default: balanced by a profile. In Python also a number of stages, or
-            "auto".
+        stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
+            a number of stages, or "auto".
         plan: follow this plan: schedule, stages and micro-batches are then its own.
         parallelism: how the model is spread over processes.
         spill: how stages spill; None: they do not.

@@ -1,13 +1,13 @@
 """Is a pipeline's training that of one process? References that share nothing with the executor, and the comparison."""
 
+from pipefit.testing.case import Case, Outcome
 from pipefit.testing.equality import CheckResult, check, compare, expected, run, tolerance_of
-from pipefit.testing.equality_task import Outcome, Task
 from pipefit.testing.pipelined import make_pipeline, run_pipeline
 
 __all__ = [
+    "Case",
     "CheckResult",
     "Outcome",
-    "Task",
     "check",
     "compare",
     "expected",

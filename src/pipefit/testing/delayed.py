@@ -32,7 +32,7 @@ from pipefit.errors import PipefitError
 from pipefit.stage.batchnorm import deferred
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
-from pipefit.testing.equality_task import Outcome, Task
+from pipefit.testing.case import Case, Outcome
 from pipefit.testing.reference import aliases, as_sent, for_the_loss, micro_batches, on_device, shares_of
 
 __all__ = ["delayed_reference", "version_rule"]
@@ -94,23 +94,23 @@ class _Part:
             parameter.grad = None
 
 
-def delayed_reference(task: Task) -> Outcome:
+def delayed_reference(case: Case) -> Outcome:
     """Trains in this process with the delays of an asynchronous schedule."""
-    m, depth = task.num_microbatches, len(task.counts)
-    replicas = task.replicas * depth if len(task.replicas) == 1 else task.replicas or (1,) * depth
-    version = version_rule(task.schedule, replicas, m, task.options.get("warmup", 1))
-    whole = task.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is shared out among the replicas
-    parts = [_part(task, s, m if whole else m * replicas[s]) for s in range(depth)]
-    owners = {name: names[0] for _, names in aliases(named_layers(task.model)) for name in names}
+    m, depth = case.request.microbatches, len(case.counts)
+    replicas = case.copies
+    version = version_rule(case.schedule, replicas, m, case.request.parallelism.options.get("warmup", 1))
+    whole = case.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is shared out among the replicas
+    parts = [_part(case, s, m if whole else m * replicas[s]) for s in range(depth)]
+    owners = {name: names[0] for _, names in aliases(named_layers(case.model)) for name in names}
     first: dict[str, Tensor] = {}
-    losses = [0.0] * len(task.batches)
-    data = list(_stream(task))
+    losses = [0.0] * len(case.batches)
+    data = list(_stream(case))
     for k, (x, y, share) in enumerate(data):
-        losses[k // m] += _run(task, parts, version, k, x, y, share)
+        losses[k // m] += _run(case, parts, version, k, x, y, share)
         done = {s: k // part.size for s, part in enumerate(parts) if (k + 1) % part.size == 0 or k + 1 == len(data)}
         # A weight that several stages hold is stepped on all of them by the sum of their gradients.
         gradients = _summed(parts, done, owners, m, len(data))
-        _clip(gradients, parts, owners, task.clip_norm)
+        _clip(gradients, parts, owners, case.updates.clip_norm)
         for s, update in done.items():
             if update == 0:
                 for names, parameter, gradient in zip(parts[s].names, parts[s].parameters, gradients[s], strict=True):
@@ -125,36 +125,38 @@ def delayed_reference(task: Task) -> Outcome:
     return Outcome(losses, {0: first}, {0: weights}, tuple(names))
 
 
-def _part(task: Task, index: int, size: int) -> _Part:
+def _part(case: Case, index: int, size: int) -> _Part:
     """A stage on a copy of its own, so that two stages that share a weight can hold different versions of it."""
-    layers = named_layers(copy.deepcopy(task.model))
-    start = sum(task.counts[:index])
-    mine: list[NamedLayer] = layers[start : start + task.counts[index]]
-    stage = Stage(index, mine, torch.device(task.device), task.seed)
-    stage.half = task.half
+    layers = named_layers(copy.deepcopy(case.model))
+    start = sum(case.counts[:index])
+    mine: list[NamedLayer] = layers[start : start + case.counts[index]]
+    stage = Stage(index, mine, torch.device(case.device), case.updates.seed)
+    stage.half = case.half
     trained = [(p, names) for p, names in aliases(mine) if p.requires_grad]
     parameters = [p for p, _ in trained]
     masters = [nn.Parameter(p.detach().clone()) for p in parameters]
-    optimizer = task.optimizer(masters) if masters else None
-    scheduler = task.scheduler(optimizer) if task.scheduler and optimizer else None
+    optimizer = case.optimizer(masters) if masters else None
+    scheduler = case.updates.scheduler(optimizer) if case.updates.scheduler and optimizer else None
     versions = [[p.detach().clone() for p in parameters]]
     return _Part(stage, parameters, [names for _, names in trained], masters, versions, optimizer, scheduler, size, {})
 
 
-def _stream(task: Task) -> Any:
-    for x, y in task.batches:
-        targets = micro_batches(y, task.num_microbatches)
-        yield from zip(micro_batches(x, task.num_microbatches), targets, shares_of(targets, task.weigh), strict=True)
+def _stream(case: Case) -> Any:
+    for x, y in case.batches:
+        targets = micro_batches(y, case.request.microbatches)
+        yield from zip(
+            micro_batches(x, case.request.microbatches), targets, shares_of(targets, case.updates.weigh), strict=True
+        )
 
 
-def _run(task: Task, parts: Sequence[_Part], version: Rule, k: int, x: Any, y: Any, share: float) -> float:
+def _run(case: Case, parts: Sequence[_Part], version: Rule, k: int, x: Any, y: Any, share: float) -> float:
     """Forward and backward of micro-batch k at the versions of the rule; its weighted loss."""
-    payload = on_device(x, task.device)
+    payload = on_device(x, case.device)
     for s, part in enumerate(parts):
         _point(part, version(s, k))
-        payload = part.stage.forward(as_sent(payload, task.half) if s else payload, k, update=k // part.size)
-    scale = task.first_scale or 1.0
-    loss = task.loss(for_the_loss(payload, task.half), on_device(y, task.device)) * share
+        payload = part.stage.forward(as_sent(payload, case.half) if s else payload, k, update=k // part.size)
+    scale = case.first_scale or 1.0
+    loss = case.loss(for_the_loss(payload, case.half), on_device(y, case.device)) * share
     if loss.requires_grad:
         (loss * scale).backward()
     for part in parts:

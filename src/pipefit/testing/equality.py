@@ -1,4 +1,4 @@
-"""The user's first question: does a pipeline compute the same as one process?"""
+"""The comparison of a pipeline with one process: the user's first question."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError, PipefitError, PlanError
+from pipefit.planner import ranks_of
 from pipefit.runtime.launch import launch
 from pipefit.schedules import find
+from pipefit.spec.options import Parallelism, Precision, Request, Updates
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
+from pipefit.testing.case import Case, Outcome, descend, mean_cross_entropy
 from pipefit.testing.delayed import delayed_reference
-from pipefit.testing.equality_task import Outcome, Task, descend, mean_cross_entropy
 from pipefit.testing.pipelined import run_pipeline
 from pipefit.testing.reference import reference
 
@@ -61,45 +62,34 @@ class CheckResult:
 def check(
     model: Any,
     *,
-    num_ranks: int,
     schedule: str = "1f1b",
-    num_microbatches: int = 4,
-    num_chunks: int = 1,
-    replicas: Sequence[int] = (),
+    microbatches: int = 4,
     stages: Sequence[int] | None = None,
+    parallelism: Parallelism = Parallelism(),
+    precision: Precision | str = "fp32",
+    updates: Updates = Updates(),
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] = descend,
     steps: int = 3,
     batch_size: int | Sequence[int] | None = None,
     loss: Loss | None = None,
     example: Example | None = None,
     dtype: torch.dtype = torch.float64,
     transport: str | None = None,
-    recompute: bool = False,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    scatter_gather: bool = True,
-    clip_norm: float | None = None,
-    optimizer: Callable[[list[nn.Parameter]], Optimizer] = descend,
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
-    weigh: Callable[[Any], float] | None = None,
-    seed: int = 0,
-    device: str = "cpu",
-    options: Mapping[str, int] | None = None,
-    precision: str = "fp32",
-    loss_scale: float | None = None,
 ) -> CheckResult:
     """Trains a model by a pipeline and by one process on the same random data, and compares all numbers.
 
-    A synchronous schedule is held against ordinary training; an asynchronous one against its formulas of delayed
+    A synchronous schedule is compared with ordinary training; an asynchronous one with its formulas of delayed
     gradients. The model stays as it is.
 
     Args:
         model: an `nn.Sequential`, a list of layers, or anything with `layers`, `loss` and `example` (a model bundle).
-        num_ranks: of the pipeline; each is a process, or `tensor` of them.
         schedule: its name.
-        num_microbatches: per step.
-        num_chunks: stages per rank.
-        replicas: copies of each stage.
+        microbatches: per step.
         stages: layers of each stage; None: as even as can be.
+        parallelism: of the pipeline; 2 ranks where it gives no number.
+        precision: "bf16" or "fp16": both sides run their layers under autocast; needs float32.
+        updates: clipping, learning rates, weights of micro-batches, seed of data and dropout.
+        optimizer: from parameters to an optimizer; SGD, not Adam, which hides a wrongly scaled gradient.
         steps: how many updates.
         batch_size: samples per step, one number or one for each step; None: two for each micro-batch, and one more so
             that micro-batches differ in size.
@@ -108,67 +98,45 @@ def check(
         dtype: what model and data are converted to.
         transport: "local" (all ranks in this process) or "distributed" (processes of their own); None: local, but for
             tensor parallelism, which needs processes.
-        recompute: whether the pipeline replays its forwards.
-        tensor: processes that share each rank by tensor parallelism.
-        sequence_parallel: they also divide the sequence.
-        scatter_gather: messages between ranks travel in pieces.
-        clip_norm: largest global norm of an update's gradients.
-        optimizer: from parameters to an optimizer; SGD, not Adam, which hides a wrongly scaled gradient.
-        scheduler: from an optimizer to its learning-rate schedule.
-        weigh: how much a micro-batch counts, from its target.
-        seed: of data and dropout.
-        device: where both sides compute.
-        options: integers particular to the schedule.
-        precision: "bf16" or "fp16": both sides run their layers under autocast; needs float32.
-        loss_scale: the first scale of the loss; None: what the precision needs.
 
     Raises:
         PipefitError: what was given does not fit together.
     """
-    if half_of(precision) is not None and dtype != torch.float32:
-        raise PipefitError(f"precision {precision}: autocast takes float32 alone, but weights and data are {dtype}")
+    precision = Precision.of(precision)
+    if half_of(precision.dtype) is not None and dtype != torch.float32:
+        raise PipefitError(
+            f"precision {precision.dtype}: autocast takes float32 alone, but weights and data are {dtype}"
+        )
     layers, loss, example = _parts(model, loss, example)
-    sizes = _sizes(batch_size, steps, num_microbatches)
-    task = Task(
+    sizes = _sizes(batch_size, steps, microbatches)
+    num_ranks = ranks_of(parallelism.ranks or 2, parallelism.tensor)
+    num_layers = len(named_layers(layers))
+    case = Case(
         model=_converted(layers, dtype),
-        batches=[_cast(example(size, seed + 1 + step), dtype) for step, size in enumerate(sizes)],
-        num_ranks=num_ranks,
-        schedule=schedule,
-        num_microbatches=num_microbatches,
-        counts=layer_counts(len(named_layers(layers)), num_ranks, schedule, num_chunks, replicas, stages),
-        num_chunks=num_chunks,
-        replicas=tuple(replicas),
-        recompute=recompute,
+        batches=[_cast(example(size, updates.seed + 1 + step), dtype) for step, size in enumerate(sizes)],
+        counts=layer_counts(num_layers, num_ranks, schedule, parallelism.chunks, parallelism.copies, stages),
+        request=Request(schedule, microbatches, parallelism=parallelism),
+        precision=precision,
+        updates=updates,
         loss=loss,
         optimizer=optimizer,
-        scheduler=scheduler,
-        clip_norm=clip_norm,
-        weigh=weigh,
-        seed=seed,
-        device=device,
-        options=dict(options or {}),
-        tensor=tensor,
-        sequence_parallel=sequence_parallel,
-        scatter_gather=scatter_gather,
-        precision=precision,
-        loss_scale=loss_scale,
     )
-    transport = transport or ("local" if tensor == 1 else "distributed")
-    return compare(run(task, transport), expected(task), tolerance_of(dtype, task.half, tensor))
+    transport = transport or ("local" if parallelism.tensor == 1 else "distributed")
+    return compare(run(case, transport), expected(case), tolerance_of(dtype, case.half, parallelism.tensor))
 
 
-def run(task: Task, transport: str = "local") -> Outcome:
+def run(case: Case, transport: str = "local") -> Outcome:
     """The pipeline's outcome over all ranks, in this process or in processes of their own."""
     if transport == "local":
-        return run_pipeline(task)
+        return run_pipeline(case)
     if transport == "distributed":
-        return Outcome.joined(launch(run_pipeline, task.num_ranks * task.tensor, task, quiet=True))
+        return Outcome.joined(launch(run_pipeline, case.num_processes, case, quiet=True))
     raise PipefitError(f'transport: expected "local" or "distributed", got {transport!r}')
 
 
-def expected(task: Task) -> Outcome:
-    """What the schedule of a task must compute, by the reference."""
-    return reference(task) if find(task.schedule).is_synchronous else delayed_reference(task)
+def expected(case: Case) -> Outcome:
+    """What the schedule of a case must compute, by the reference."""
+    return reference(case) if find(case.schedule).is_synchronous else delayed_reference(case)
 
 
 def tolerance_of(dtype: torch.dtype, half: torch.dtype | None = None, tensor: int = 1) -> float:
@@ -183,7 +151,7 @@ def tolerance_of(dtype: torch.dtype, half: torch.dtype | None = None, tensor: in
 
 
 def compare(got: Outcome, wanted: Outcome, tolerance: float) -> CheckResult:
-    """Holds every rank's numbers against the reference's."""
+    """Compares every rank's numbers with the reference's."""
     loss_diff = _loss_difference(got.losses, wanted.losses)
     gradients = dict(_differences(got.gradients, wanted.gradients[0], wanted.names))
     weights = dict(_differences(got.weights, wanted.weights[0], tuple(wanted.weights[0])))

@@ -1,8 +1,9 @@
-"""The pipeline's side of a check: trains a task with `pipefit.Pipeline`, and writes down what every rank holds."""
+"""The pipeline's side of a check: trains a case with `pipefit.Pipeline` and records what every rank holds."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,48 +12,37 @@ from torch import Tensor
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find
-from pipefit.spec.options import Parallelism, Precision, Updates
-from pipefit.testing.equality_task import Outcome, Task
+from pipefit.testing.case import Case, Outcome
 
 __all__ = ["make_pipeline", "run_pipeline"]
 
 
-def make_pipeline(task: Task) -> Pipeline:
-    """The pipeline of a task, over a deep copy of its model."""
-    one_stage = find(task.schedule).layout == "replicas"
+def make_pipeline(case: Case) -> Pipeline:
+    """The pipeline of a case, over a deep copy of its model."""
     return Pipeline(
-        copy.deepcopy(task.model),
-        loss=task.loss,
-        optimizer=task.optimizer,
-        stages=task.num_ranks if one_stage else task.counts,
-        schedule=task.schedule,
-        microbatches=task.num_microbatches,
-        precision=Precision(task.precision, task.loss_scale),
-        parallelism=Parallelism(
-            chunks=task.num_chunks,
-            replicas=task.replicas,
-            recompute=task.recompute,
-            tensor=task.tensor,
-            sequence_parallel=task.sequence_parallel,
-            device=task.device,
-            options=task.options,
-            whole_messages=not task.scatter_gather,
-        ),
-        updates=Updates(scheduler=task.scheduler, clip_norm=task.clip_norm, weigh=task.weigh, seed=task.seed),
+        copy.deepcopy(case.model),
+        loss=case.loss,
+        optimizer=case.optimizer,
+        stages=None if find(case.schedule).layout == "replicas" else case.counts,
+        schedule=case.schedule,
+        microbatches=case.request.microbatches,
+        parallelism=replace(case.request.parallelism, ranks=case.num_processes, device=case.device),
+        precision=case.precision,
+        updates=case.updates,
     )
 
 
-def run_pipeline(task: Task) -> Outcome:
-    """Trains a task's batches; gives the losses, and gradients and weights of the ranks of this process.
+def run_pipeline(case: Case) -> Outcome:
+    """Trains a case's batches; gives the losses, and gradients and weights of the ranks of this process.
 
     Alone, the process holds all ranks. Under a launcher every rank calls it, and `Outcome.joined` puts the parts
     together.
     """
-    pipe = make_pipeline(task)
+    pipe = make_pipeline(case)
     workers = pipe.workers
     gradients = {worker.rank: _recorded(worker) for worker in workers}
-    losses = pipe.fit(task.batches, steps=len(task.batches))
-    if task.tensor > 1:
+    losses = pipe.fit(case.batches, steps=len(case.batches))
+    if case.request.parallelism.tensor > 1:
         gradients = {workers[0].process: _whole(workers[0], gradients[workers[0].rank])}
         return Outcome(list(losses), gradients, {workers[0].process: _whole(workers[0], _state(workers[0]))})
     return Outcome(list(losses), gradients, {worker.rank: _state(worker) for worker in workers})

@@ -21,30 +21,30 @@ from torch.utils import _pytree as pytree
 from pipefit.stage.batchnorm import deferred
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
-from pipefit.testing.equality_task import Outcome, Task
+from pipefit.testing.case import Case, Outcome
 
 __all__ = ["aliases", "as_sent", "for_the_loss", "micro_batches", "on_device", "reference", "shares_of"]
 
 
-def reference(task: Task) -> Outcome:
+def reference(case: Case) -> Outcome:
     """Trains the whole model in this process: forward and backward of each micro-batch, then one optimizer step."""
-    layers = named_layers(copy.deepcopy(task.model))
-    model = Stage(0, layers, torch.device(task.device), task.seed)
-    stages = [model] if task.half is None else _stages(layers, task)
+    layers = named_layers(copy.deepcopy(case.model))
+    model = Stage(0, layers, torch.device(case.device), case.updates.seed)
+    stages = [model] if case.half is None else _stages(layers, case)
     parameters = model.parameters()
-    optimizer = task.optimizer(parameters) if parameters else None
-    scheduler = task.scheduler(optimizer) if task.scheduler and optimizer else None
-    scale = task.first_scale
-    scaler = torch.amp.GradScaler(task.device, scale or 1.0, enabled=scale is not None and optimizer is not None)
+    optimizer = case.optimizer(parameters) if parameters else None
+    scheduler = case.updates.scheduler(optimizer) if case.updates.scheduler and optimizer else None
+    scale = case.first_scale
+    scaler = torch.amp.GradScaler(case.device, scale or 1.0, enabled=scale is not None and optimizer is not None)
     norms = list(deferred(layer.module for layer in layers))
     first: dict[str, Tensor] = {}
     losses = []
-    for step, batch in enumerate(task.batches):
-        losses.append(_accumulate(stages, batch, task, step * task.num_microbatches, scaler))
+    for step, batch in enumerate(case.batches):
+        losses.append(_accumulate(stages, batch, case, step * case.request.microbatches, scaler))
         if optimizer is not None:
             scaler.unscale_(optimizer)
-        if task.clip_norm is not None and parameters:
-            torch.nn.utils.clip_grad_norm_(parameters, task.clip_norm)
+        if case.updates.clip_norm is not None and parameters:
+            torch.nn.utils.clip_grad_norm_(parameters, case.updates.clip_norm)
         gradients = first or _gradients(layers)
         if optimizer is None or _taken(scaler, optimizer):
             first = gradients
@@ -57,13 +57,13 @@ def reference(task: Task) -> Outcome:
     return Outcome(losses, {0: first}, {0: weights}, names)
 
 
-def _stages(layers: Sequence[NamedLayer], task: Task) -> list[Stage]:
+def _stages(layers: Sequence[NamedLayer], case: Case) -> list[Stage]:
     """The layers of each stage by themselves, under autocast."""
-    ends = [0, *itertools.accumulate(task.counts)]
+    ends = [0, *itertools.accumulate(case.counts)]
     parts = [layers[start:end] for start, end in itertools.pairwise(ends)]
-    stages = [Stage(index, part, torch.device(task.device), task.seed) for index, part in enumerate(parts)]
+    stages = [Stage(index, part, torch.device(case.device), case.updates.seed) for index, part in enumerate(parts)]
     for stage in stages:
-        stage.half = task.half
+        stage.half = case.half
     return stages
 
 
@@ -77,18 +77,18 @@ def _taken(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bo
 
 
 def _accumulate(
-    stages: Sequence[Stage], batch: tuple[Any, Any], task: Task, first: int, scaler: torch.amp.GradScaler
+    stages: Sequence[Stage], batch: tuple[Any, Any], case: Case, first: int, scaler: torch.amp.GradScaler
 ) -> float:
     """Adds up the gradients of a batch, micro-batch by micro-batch; returns its loss."""
     total = 0.0
-    targets = micro_batches(batch[1], task.num_microbatches)
-    inputs = micro_batches(batch[0], task.num_microbatches)
-    for index, (x, y, share) in enumerate(zip(inputs, targets, shares_of(targets, task.weigh), strict=True)):
-        payload = on_device(x, task.device)
+    targets = micro_batches(batch[1], case.request.microbatches)
+    inputs = micro_batches(batch[0], case.request.microbatches)
+    for index, (x, y, share) in enumerate(zip(inputs, targets, shares_of(targets, case.updates.weigh), strict=True)):
+        payload = on_device(x, case.device)
         for number, stage in enumerate(stages):
-            given = as_sent(payload, task.half) if number else payload
-            payload = stage.forward(given, first + index, update=first // task.num_microbatches)
-        loss = task.loss(for_the_loss(payload, task.half), on_device(y, task.device)) * share
+            given = as_sent(payload, case.half) if number else payload
+            payload = stage.forward(given, first + index, update=first // case.request.microbatches)
+        loss = case.loss(for_the_loss(payload, case.half), on_device(y, case.device)) * share
         if loss.requires_grad:
             scaler.scale(loss).backward()
         total += float(loss.detach().double())

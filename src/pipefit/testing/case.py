@@ -1,19 +1,20 @@
-"""What is trained twice, once by a pipeline and once by the reference, and what came of it."""
+"""A case that is trained twice, by a pipeline and by the reference, and the outcome of each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from pipefit.planner import ranks_of
+from pipefit.spec.options import Precision, Request, Updates
 from pipefit.stage.precision import first_scale, half_of
 
-__all__ = ["Outcome", "Task", "descend", "mean_cross_entropy"]
+__all__ = ["Case", "Outcome", "descend", "mean_cross_entropy"]
 
 
 def descend(parameters: list[nn.Parameter]) -> Optimizer:
@@ -30,71 +31,70 @@ mean_cross_entropy.is_mean_cross_entropy = True
 
 
 @dataclass(frozen=True)
-class Task:
+class Case:
     """A model, its data and how both sides train it. Neither side changes any of it: each works on a deep copy.
 
     Attributes:
         model: an `nn.Sequential` or a list of layers.
         batches: (input, target) of each step, all of one program.
-        num_ranks: of the pipeline, replicas included; each of them is `tensor` processes.
-        schedule: its name.
-        num_microbatches: per step.
         counts: layers of each stage.
-        num_chunks: stages per rank.
-        replicas: copies of each stage (empty: one each; a single number: of every stage).
-        recompute: whether the pipeline replays its forwards.
+        request: schedule, micro-batches and parallelism of the pipeline; its number of processes is given.
+        precision: in which both sides compute.
+        updates: clipping, learning rates, weights of micro-batches and seed of both sides.
         loss: from output and target to their mean.
         optimizer: from parameters to an optimizer.
-        scheduler: from an optimizer to its learning-rate schedule.
-        clip_norm: largest global norm of an update's gradients.
-        weigh: how much a micro-batch counts in its batch's mean, from its target; None: its samples.
-        seed: of the random numbers inside the model.
-        device: where both sides compute.
-        options: integers particular to the schedule.
-        tensor: processes that share each rank by tensor parallelism.
-        sequence_parallel: they also divide the sequence.
-        scatter_gather: messages between ranks travel in pieces.
-        precision: "fp32": the model's own type; "bf16" or "fp16": both sides compute in it under autocast.
-        loss_scale: the first scale of the loss; None: what the precision needs.
     """
 
     model: nn.Module | Sequence[nn.Module]
     batches: Sequence[tuple[Any, Any]]
-    num_ranks: int
-    schedule: str
-    num_microbatches: int
     counts: tuple[int, ...]
-    num_chunks: int = 1
-    replicas: tuple[int, ...] = ()
-    recompute: bool = False
+    request: Request
+    precision: Precision = Precision()
+    updates: Updates = Updates()
     loss: Callable[[Any, Any], Tensor] = mean_cross_entropy
     optimizer: Callable[[list[nn.Parameter]], Optimizer] = descend
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    clip_norm: float | None = None
-    weigh: Callable[[Any], float] | None = None
-    seed: int = 0
-    device: str = "cpu"
-    options: dict[str, int] = field(default_factory=dict)
-    tensor: int = 1
-    sequence_parallel: bool = False
-    scatter_gather: bool = True
-    precision: str = "fp32"
-    loss_scale: float | None = None
+
+    @property
+    def schedule(self) -> str:
+        """The schedule's name."""
+        return self.request.schedule or "1f1b"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline, replicas included."""
+        return ranks_of(self.num_processes, self.request.parallelism.tensor)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes of the pipeline, `tensor` for each rank."""
+        return self.request.parallelism.ranks or 2
+
+    @property
+    def device(self) -> str:
+        """The device of both sides."""
+        return self.request.parallelism.device or "cpu"
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Copies of each stage."""
+        depth = len(self.counts)
+        copies = self.request.parallelism.copies or (1,)
+        return copies * depth if len(copies) == 1 else copies
 
     @property
     def half(self) -> torch.dtype | None:
         """The type that autocast computes in; None: no autocast."""
-        return half_of(self.precision)
+        return half_of(self.precision.dtype)
 
     @property
     def first_scale(self) -> float | None:
         """What the first loss is multiplied with; None: losses are not scaled."""
-        return first_scale(self.half, self.loss_scale)
+        return first_scale(self.half, self.precision.loss_scale)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left behind. Where a weight lives on several ranks, each rank's copy is here.
+    """The losses, gradients and weights of a training. Where a weight lives on several ranks, each rank's copy is here.
 
     Attributes:
         losses: of each step.
