@@ -19,7 +19,7 @@ from pipefit.errors import PipefitError
 
 __all__ = ["Devices", "capped", "devices_for", "put"]
 
-# What the ranks of a core leave of it to the kernel's network work, and to others.
+# The ranks of a core leave the rest of it to the kernel's network work, and to others.
 _USED = 0.9
 _PERIOD_US = 20_000
 # Beside other programs the ranks come first, up to their caps: else those that compute most would be slowed down most.

@@ -5,8 +5,8 @@
     (1, 1, 2)   data parallelism                                 one reduction of all gradients
     2-1         three processes, the first stage on two of them
 
-Each is (t, p, d): tensor width, pipeline depth, data width. Contestants run in turns inside the same processes, and
-medians are taken. What is predicted knows the layers as they were measured here, whole or as they are divided, the
+Each is (t, p, d): tensor width, pipeline depth, data width. Contestants alternate inside the same processes, and
+medians are taken. Predictions know the layers as they were measured here, whole or sharded, the
 links, the cores, the reductions, and every sum inside the layers as it was measured among processes at work.
 """
 
@@ -48,7 +48,7 @@ __all__ = ["CONFIG", "HybridConfig", "HybridRow", "hybrid", "hybrid_rank"]
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """What is trained.
+    """The model and the measurement.
 
     Attributes:
         options: of the GPT.
@@ -178,7 +178,7 @@ class _Contest:
         return seconds
 
     def row(self, name: str, shape: tuple[int, int, int], pipe: Pipeline, seconds: list[float]) -> HybridRow:
-        """Predicted beside measured."""
+        """Predicted and measured figures of one way."""
         bundle = _bundle(self.config)
         cost = costs_on_ranks(
             pipe.plan,

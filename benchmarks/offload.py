@@ -49,7 +49,7 @@ WAYS = ("resident", "spilled", "offloaded")
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What is trained, and where.
+    """The model, and where it is trained.
 
     Attributes:
         device: "cuda" or "cpu".
@@ -195,7 +195,7 @@ def _resident(config: OffloadConfig, tokens: int) -> OffloadRow:
 
 def _spilled(config: OffloadConfig, tokens: int) -> OffloadRow:
     bundle = _gpt(config, "meta")
-    # What comes and goes inside an instruction: a weight's new gradient, and both in bfloat16.
+    # Memory in use only inside an instruction: a weight's new gradient, and both in bfloat16.
     moment = 3 * max(p.nbytes for p in bundle.layers.parameters())
     if config.cap_bytes <= moment:
         raise InfeasibleError(

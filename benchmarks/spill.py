@@ -125,7 +125,7 @@ def _train_large(folder: str, layers: int, hidden: int, tokens: int, steps: int,
     _rehearse(folder)
     base = _resident_bytes("VmRSS")
     bundle, batches = _gpt(layers, hidden), _batches(tokens)
-    # What torch takes for a moment: a weight's new gradient, and two temporaries of the optimizer's step.
+    # Memory that torch takes only for a moment: a weight's new gradient, and two temporaries of the optimizer's step.
     largest = max(p.nbytes for p in bundle.layers.parameters())
     moment = 3 * largest + _NUM_KEPT * min(largest, _KEPT_BYTES)
     spill = Spilled(cap_bytes - base - moment, disk=folder)
@@ -199,7 +199,7 @@ class SpeedRow:
         host_s: spilled to the host's memory, loaded while another computes.
         half_s: spilled to disk as planned for half the bytes of weights, gradients and states.
         read_s, write_s: the bytes of a step at the disk's own rates.
-        one_channel: whether the disk reads and writes in turns.
+        one_channel: whether reads and writes of the disk alternate.
     """
 
     tokens: int
@@ -222,7 +222,7 @@ class SpeedRow:
 
     @property
     def limit_s(self) -> float:
-        """What no order of work and copies to disk can beat: the slowest lane."""
+        """The bound of every order of work and copies to disk: the slowest lane."""
         return max(self.lanes_s.values())
 
     @property
@@ -261,7 +261,7 @@ def speed(
     steps: int = 4,
     on_row: Callable[[SpeedRow], None] | None = None,
 ) -> tuple[Tier, list[SpeedRow]]:
-    """Trains one model in six ways, in turns, for several numbers of tokens per step.
+    """Trains one model in six ways, alternating, for several numbers of tokens per step.
 
     Args:
         folder: on the disk to use; None: a temporary one.

@@ -26,7 +26,7 @@ class Choice:
         strategy: in words.
         schedule: of pipefit, or "ddp".
         partition: stages with their replicas.
-        minibatches: per update (of the first stage, where stages step by themselves).
+        minibatches: per update (of the first stage, where stages step independently).
         against: mini-batches per update of the data parallelism that it is compared with.
     """
 
@@ -47,7 +47,7 @@ class Choice:
 
 
 def planned(profile: Profile, topology: Topology) -> tuple[Planned, ...]:
-    """What PipeDream's partitioner answers, by convention of cost."""
+    """The answers of PipeDream's partitioner, by convention of cost."""
     found = []
     for cost in _CONVENTIONS:
         result = pipedream(profile, topology, cost=cost)

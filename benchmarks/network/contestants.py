@@ -31,7 +31,7 @@ from pipefit.spec.options import Parallelism
 
 __all__ = ["Contestant", "Subject", "contestant", "sgd", "turn"]
 
-# Torch's buckets are 25 MB beside the 553 MB of VGG-16's weights; here they are as large a part of the model's.
+# Torch's buckets are 25 MB of the 553 MB of VGG-16's weights; here they are as large a part of the model's.
 _BUCKET_PART = 25 / 553
 _LR = 1e-4
 # Running averages stay with their rank; torch 2.13 calls by another name what earlier ones call `broadcast_buffers`.

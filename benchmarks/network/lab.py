@@ -30,7 +30,7 @@ DEVICE = "eth0"
 """The network device of every host."""
 
 PAYLOAD = 1448 / 1514
-"""What a program gets of a link's rate: the rest of each full packet is the headers of Ethernet, IP and TCP."""
+"""The share of a link's rate that a program gets: the rest of a full packet is headers of Ethernet, IP and TCP."""
 
 _NAME = re.compile(r"pipefit-(\d+)-\w+")
 _PREFIX = "10.77.0"
@@ -38,7 +38,7 @@ _MOST_HOSTS = 64
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
 _COMMAND_S = 20.0
 
-# A bucket of so many seconds at the full rate: short beside the messages that are measured, and never below a few
+# A bucket of so many seconds at the full rate: short compared with the messages measured, and never below a few
 # packets, else the timer of the kernel cannot keep the rate.
 _BURST_S, _LEAST_BURST_BYTES = 2e-3, 8192
 # How long a packet may wait in a port's queue before it is dropped, as in a switch with little memory.
@@ -81,7 +81,7 @@ class Lab:
 
 
 def setup_commands(lab: Lab) -> list[Command]:
-    """What makes a laboratory."""
+    """The commands that make a laboratory."""
     switch = f"{lab.name}-switch"
     commands: list[Command] = [
         ("ip", "netns", "add", switch),
@@ -102,7 +102,7 @@ def setup_commands(lab: Lab) -> list[Command]:
 
 
 def shape_commands(lab: Lab, bandwidth_bytes_per_s: float, latency_s: float = 0.0) -> list[Command]:
-    """What holds the links to a rate; the delay is put on what a host sends, so it counts once per message.
+    """The commands that limit the links to a rate; the delay is on the sending side, so it counts once per message.
 
     Raises:
         PipefitError: no rate, or a delay below 0.
@@ -121,7 +121,7 @@ def shape_commands(lab: Lab, bandwidth_bytes_per_s: float, latency_s: float = 0.
         own = ("tc", "-n", lab.namespace(host), "qdisc", "replace", "dev", DEVICE)
         commands.append((*own, "root", "handle", "1:", *rate))
         if latency_s:
-            # What may be under way at once, beside what waits.
+            # The data under way at once, in addition to the queue.
             packets = round((waiting + bandwidth_bytes_per_s * latency_s) / 500) + 100
             delay = ("netem", "delay", f"{round(latency_s * 1e6)}us", "limit", f"{packets}")
             commands.append((*own, "parent", "1:", *delay))
@@ -130,7 +130,7 @@ def shape_commands(lab: Lab, bandwidth_bytes_per_s: float, latency_s: float = 0.
 
 
 def teardown_commands(names: Sequence[str]) -> list[Command]:
-    """What ends namespaces, and with them all that is inside."""
+    """The commands that end namespaces, and with them all that is inside."""
     return [("ip", "netns", "del", name) for name in names]
 
 
@@ -192,13 +192,13 @@ def may_make_namespaces(status: str) -> bool:
 
 
 def sent_bytes(device: str = DEVICE) -> int:
-    """What has left a network device of this process's namespace since it was made, headers included."""
+    """Bytes that have left a network device of this process's namespace since it was made, headers included."""
     return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
 
 
 def _namespaces() -> list[str]:
-    told = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
-    return [line.split()[0] for line in told.stdout.splitlines() if line.startswith("pipefit-")]
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    return [line.split()[0] for line in listed.stdout.splitlines() if line.startswith("pipefit-")]
 
 
 def _remove(names: Sequence[str]) -> None:

@@ -24,8 +24,8 @@ from benchmarks.network.spec import (
     ModelResult,
     NetworkConfig,
     NetworkRow,
+    Report,
     Task,
-    Told,
     bandwidth_for,
     compute_s,
     paper_ratio,
@@ -55,18 +55,18 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     devices = Devices(task.cores, task.share)
     devices.take(session.rank)
-    say = (lambda line: _tell(Told(line=line))) if session.rank == 0 else (lambda line: None)
+    say = (lambda line: _send(Report(line=line))) if session.rank == 0 else (lambda line: None)
     subjects = {name: _subject(name, task, session, say) for name in task.models}
     lab = Lab(task.lab, session.num_ranks)
     for name, subject in subjects.items():
         result = _measure(name, subject, task.config, lab, session, say)
         if session.rank == 0:
-            _tell(Told(result=result))
+            _send(Report(result=result))
     leave()
 
 
-def _tell(told: Told) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+def _send(report: Report) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -122,8 +122,8 @@ def _measure(name: str, subject: Subject, config: NetworkConfig, lab: Lab, sessi
         for one in contestants:
             turn(one, config.steps, session)
             rate = size * config.steps * subject.scaled.microbatch / one.seconds[-1]
-            told = f"{one.choice.describe():44} {rate:8.1f} samples/s"
-            say(f"{name}: turn {number + 1} of {config.repeats}: {told}")
+            result = f"{one.choice.describe():44} {rate:8.1f} samples/s"
+            say(f"{name}: repetition {number + 1} of {config.repeats}: {result}")
     gc.unfreeze()
     return ModelResult(
         name=name,

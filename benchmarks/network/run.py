@@ -26,9 +26,9 @@ from benchmarks.network.spec import (
     ModelResult,
     NetworkConfig,
     NetworkResult,
+    Report,
     Scaled,
     Task,
-    Told,
     check,
 )
 from pipefit.runtime.launch import LaunchError
@@ -45,7 +45,7 @@ def network(
     """Builds the laboratory, runs every strategy in it, and takes it away again, also when something fails.
 
     Args:
-        config: what is asked.
+        config: the settings.
         say: takes lines about how far it is.
         scaled: the models by name.
 
@@ -117,7 +117,7 @@ def _environment(lab: Lab, rank: int) -> dict[str, str]:
 
 
 def _follow(processes: Sequence[subprocess.Popen[str]], folder: Path, say: Callable[[str], None]) -> list[ModelResult]:
-    """What rank 0 tells, until all ranks have ended."""
+    """The results that rank 0 reports, until all ranks have ended."""
     lines: queue.Queue[str] = queue.Queue()
     stream = processes[0].stdout
     assert stream is not None
@@ -132,11 +132,11 @@ def _follow(processes: Sequence[subprocess.Popen[str]], folder: Path, say: Calla
     results: list[ModelResult] = []
     while reader.is_alive() or not lines.empty():
         with contextlib.suppress(queue.Empty):
-            told = msgspec.json.decode(lines.get(timeout=0.2), type=Told)
-            if told.result is not None:
-                results.append(told.result)
+            report = msgspec.json.decode(lines.get(timeout=0.2), type=Report)
+            if report.result is not None:
+                results.append(report.result)
             else:
-                say(told.line)
+                say(report.line)
         _raise_if_failed(processes, folder)
     for process in processes:
         process.wait()

@@ -20,8 +20,22 @@ from pipefit.spec import Profile
 from pipefit.spec.published import load_profile
 
 __all__ = [
-    "SCALED", "ModelResult", "NetworkConfig", "NetworkResult", "NetworkRow", "Planned", "Scaled", "Task", "Told",
-    "bandwidth_for", "check", "compute_s", "paper_ratio", "reduction_ratio", "scaled_speedup", "weight_bytes",
+    "SCALED",
+    "ModelResult",
+    "NetworkConfig",
+    "NetworkResult",
+    "NetworkRow",
+    "Planned",
+    "Report",
+    "Scaled",
+    "Task",
+    "bandwidth_for",
+    "check",
+    "compute_s",
+    "paper_ratio",
+    "reduction_ratio",
+    "scaled_speedup",
+    "weight_bytes",
 ]  # fmt: skip
 
 PAPER_DEVICES = 16
@@ -57,7 +71,7 @@ SCALED = {
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is asked.
+    """The settings.
 
     Attributes:
         ranks: hosts of the laboratory, one rank each.
@@ -111,7 +125,7 @@ class NetworkRow(msgspec.Struct, frozen=True):
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """What the partitioner says under one convention of cost: replicas per stage, and its times in seconds."""
+    """The answer of the partitioner under one convention of cost: replicas per stage, and its times in seconds."""
 
     cost: str
     replicas: str
@@ -154,7 +168,7 @@ class ModelResult(msgspec.Struct, frozen=True):
 
 
 class NetworkResult(msgspec.Struct, frozen=True):
-    """All of it: what was asked, where it ran, and each model."""
+    """The whole result: settings, machine, and each model."""
 
     config: NetworkConfig
     machine: str
@@ -168,7 +182,7 @@ class NetworkResult(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a rank reads: the question and its place in the laboratory."""
+    """The task of a rank: the settings and its place in the laboratory."""
 
     config: NetworkConfig
     lab: str
@@ -178,8 +192,8 @@ class Task(msgspec.Struct, frozen=True):
     folder: str
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What rank 0 writes, a line each: how far it is, or a model's result."""
+class Report(msgspec.Struct, frozen=True):
+    """A line that rank 0 writes: its progress, or a model's result."""
 
     line: str = ""
     result: ModelResult | None = None
@@ -204,7 +218,7 @@ def bandwidth_for(ratio: float, weight_bytes: float, compute_s: float, num_devic
 
 
 def scaled_speedup(reported: float, num_devices: int) -> float:
-    """What a speed-up at "15-1" is at (n − 1)-1: of n devices one computes next to nothing. 1 stays 1.
+    """The speed-up at "15-1" scaled to (n − 1)-1: of n devices one computes next to nothing. 1 stays 1.
 
     >>> round(scaled_speedup(5.28, 4), 2), scaled_speedup(5.28, 16), scaled_speedup(1.0, 4)
     (4.22, 5.28, 1.0)

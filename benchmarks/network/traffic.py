@@ -1,4 +1,4 @@
-"""What a program sends, by its own account: messages by the size law, reductions as the ring that Gloo runs."""
+"""Bytes that a program sends, computed from it: messages by the size law, reductions as the ring that Gloo runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["program_bytes", "ring_bytes"]
 
 
 def ring_bytes(num_bytes: float, members: int) -> float:
-    """What each of the members of a ring all-reduce sends: 2(d−1)/d of the data.
+    """Bytes that each member of a ring all-reduce sends: 2(d−1)/d of the data.
 
     >>> ring_bytes(1200, 4), ring_bytes(1200, 1)
     (1800.0, 0.0)

@@ -38,8 +38,8 @@ def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
     """Measures, in a few seconds; all ranks call it and get the figures of the first.
 
     A pipeline of tiny layers runs 1F1B. The cost of an operation is its time in the executor less the time of the
-    same layer in the profiler. What the simulation of the same passes still lacks is the cost of messages that have
-    arrived: on few cores the threads that carry them have none of their own.
+    same layer in the profiler. The time that the simulation of these passes then still lacks is the cost of messages
+    that have arrived: on few cores the threads that carry them have none of their own.
 
     Args:
         session: of the run.

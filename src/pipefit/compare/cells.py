@@ -128,7 +128,7 @@ def make_task(config: CompareConfig, session: Session) -> Task:
 
 
 def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batch]]:
-    """The name of the data and their batches; random ones where nothing is asked for and the usual data do not fit."""
+    """The name of the data and their batches; random ones where no data are given and the usual ones do not fit."""
     count = max(min(config.steps * (config.repeats + 2), _MOST_BATCHES), _LEAST_BATCHES)
     example = bundle.example(1, 0)
     try:

@@ -1,6 +1,6 @@
 """Executor overhead: stages with next to no work, so that all the time is the runtime's own.
 
-Every contestant lives in the same two processes; repetitions go round them in turns, and medians are taken.
+All contestants run in the same two processes, alternating; medians are taken.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def lean(num_microbatches: int = 16, steps: int = 10, repeats: int = 15, names: 
     Args:
         num_microbatches: per update.
         steps: updates of a repetition.
-        repeats: repetitions of everything, in turns.
+        repeats: repetitions of everything.
         names: contestants; (): all.
     """
     rows: list[LeanRow] = launch(lean_rank, 2, num_microbatches, steps, repeats, tuple(names), threads=1, quiet=True)[0]

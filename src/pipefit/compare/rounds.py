@@ -83,7 +83,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
 
 
 def _repeat(cells: list[Cell], batches: list[Batch], config: CompareConfig, session: Session, say: Say) -> None:
-    """Goes through the cells, once to warm up and then as often as is asked and the time allows."""
+    """Goes through the cells, once to warm up and then as often as the settings and the time allow."""
     started = time.monotonic()
     for repetition in range(config.repeats + 1):
         name = f"repetition {repetition} of {config.repeats}" if repetition else "warming up"

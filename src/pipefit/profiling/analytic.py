@@ -33,7 +33,7 @@ _ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer needs for one micro-batch, and the forms of its input and output.
+    """The cost of one layer for one micro-batch, and the forms of its input and output.
 
     `input` and `output` hold (shape, type, needs a gradient) in place of tensors; see `tensors_like`.
     """
@@ -109,7 +109,7 @@ def analytic_profile(
 def layer_costs(
     chain: Chain, example_input: Any, device: Device, microbatch_size: int, dtype: torch.dtype | None = None
 ) -> list[LayerCost]:
-    """What each layer needs; layers that are built alike and are given the same share one object."""
+    """The cost of each layer; layers that are built alike and have inputs of one form share one object."""
     with random_state_kept(torch.device("cpu")):
         return _costs(chain, _form(example_input, dtype, batch_of(example_input), microbatch_size), device, dtype)
 
@@ -164,7 +164,7 @@ def _costs(chain: Chain, form: Any, device: Device, dtype: torch.dtype | None) -
 
 
 def _configuration(layer: nn.Module) -> tuple[Any, ...]:
-    """What decides a layer's cost: its modules with their plain attributes, and the forms of its tensors."""
+    """All that decides a layer's cost: its modules with their plain attributes, and the forms of its tensors."""
     modules = []
     for name, module in layer.named_modules():
         plain = {}

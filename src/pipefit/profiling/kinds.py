@@ -39,9 +39,9 @@ __all__ = ["with_measured_kinds"]
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
 T = TypeVar("T")
 _ROUNDED_TO_BYTES = 1024
-"""What is noted beside tensors differs from time to time by less: other threads allocate too."""
+"""The memory in use besides tensors varies by less: other threads allocate too."""
 _NUM_HELD, _HELD_BYTES = 10, 1 << 20
-"""Forwards are held one beside the other until malloc has none of its small pieces in store, which count as in use; at
+"""Forwards are held next to each other until malloc has none of its small pieces in store, which count as in use; at
 a layer that saves more than so many bytes these matter nothing."""
 _SMALL_BYTES = 64 << 20
 """Of a layer that is run whatever the room."""
@@ -58,7 +58,7 @@ class _Seconds:
 
 @dataclass(frozen=True)
 class _Found:
-    """Of one layer: its seconds, if there was room to train it; and what a forward leaves in use beside tensors.
+    """One layer's seconds, if there was room to train it, and the memory that a forward leaves in use besides tensors.
 
     That is what autograd notes until the backward, and what the allocator rounds up.
     """
@@ -100,19 +100,19 @@ def with_measured_kinds(
         half: the type that autocast computes in; None: no autocast.
 
     Returns:
-        The profile with other seconds, and with what is noted beside tensors in `saved_bytes`. The layers are as they
-        were.
+        The profile with other seconds, and with the memory in use besides tensors in `saved_bytes`. The layers are as
+        before.
     """
     chain, size = as_chain(layers), profile.microbatch_size
     costs = layer_costs(chain, example_input, Device(flops=1.0), size)
     first = placed(take(example_input, size, batch_of(example_input)), device, None)
     found: dict[int, _Found] = {}
     for index, ((name, layer), cost) in enumerate(zip(chain, costs, strict=True)):
-        # A small one is looked at in any case, so that a room that is too small can be told the least that is not.
+        # A small one is looked at in any case, so that the least room that is enough can be reported.
         if id(cost) in found or _needs_bytes(cost, trained=False) > max(room_bytes, _SMALL_BYTES):
             continue
         trained = _needs_bytes(cost) <= room_bytes
-        # What cannot be run by itself, on data that only look like its own, keeps its computed seconds.
+        # A layer that cannot run in isolation, on random data of the right form, keeps its computed seconds.
         with random_state_kept(device), suppress(ModelError, RuntimeError):
             payload = map_tensors(torch.clone, first) if not index else _payload(cost.input, device)
             run = _Forward(name, layer, payload, device, half)
@@ -262,13 +262,13 @@ def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) 
         )
 
     layers = [corrected(layer, seconds) for layer, seconds in zip(layers, timed, strict=True)]
-    told = f"{len(pairs)} of {len(layers)} layers by one of their kind, measured"
+    measured = f"{len(pairs)} of {len(layers)} layers by one of their kind, measured"
     return msgspec.structs.replace(
         profile,
         layers=tuple(layers),
         loss_s=loss_s,
         optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
-        source=f"{profile.source}; {told}",
+        source=f"{profile.source}; {measured}",
     )
 
 

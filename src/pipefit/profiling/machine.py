@@ -1,4 +1,4 @@
-"""What one device of this machine reaches: FLOP per second, bytes per second, memory."""
+"""The speed and size of one device of this machine: FLOP per second, bytes per second, memory."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Step:
         return self._marked(_input_gradients)
 
     def halved(self) -> list[tuple[float, float]] | None:
-        """Seconds of each layer's backward in two halves, by itself; None where a layer's cannot be halved.
+        """Seconds of each layer's backward in two halves, in isolation; None where one cannot be halved.
 
         Autograd looks through the whole graph below wherever it starts, so each layer has a graph of its own.
         """
@@ -124,7 +124,7 @@ class Step:
             payload = layer(payload)
             calls.append((begin, clock.mark()))
             for leaf in tensors_of(payload):
-                # What a layer hands on unchanged is marked where it was made.
+                # A tensor that a layer hands on unchanged is marked where it was made.
                 if leaf.grad_fn is not None and leaf.grad_fn not in nodes:
                     leaf.register_hook(_hook(index, reached, clock))
                     edges.append(get_gradient_edge(leaf))

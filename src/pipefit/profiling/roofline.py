@@ -37,7 +37,7 @@ class Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds)
 
     def __sub__(self, other: Cost) -> Cost:
-        """What is left, never below zero."""
+        """The difference, never below zero."""
         return Cost(
             max(self.flops - other.flops, 0.0),
             max(self.bytes - other.bytes, 0.0),
@@ -96,7 +96,7 @@ def _attention_backward(args: tuple[Any, ...]) -> float:
     return sdpa_backward_flop_count(grad, query, key, value)
 
 
-# What torch's registry does not know: attention as a CPU runs it, which is how it runs on pretended tensors.
+# Operations that torch's registry does not know: attention as a CPU runs it, which is how it runs on pretended tensors.
 _OWN: dict[Any, Callable[[tuple[Any, ...]], float]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

@@ -1,4 +1,4 @@
-"""What a tier reaches: bytes per second to and from the host's memory or a disk."""
+"""The rates of a tier: bytes per second to and from the host's memory or a disk."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measure_tier(
 
 
 class Copies(NamedTuple):
-    """What copies between a device and its tier reach; the rate of both at once is of both together."""
+    """Rates of copies between a device and its tier; the rate of both at once is that of their sum."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
