@@ -81,6 +81,19 @@ def test_the_page_on_the_command_line_names_every_verb(capsys):
     assert [verb for verb in verbs if f"| `{verb}` |" not in page] == []
 
 
+def test_every_option_that_a_page_names_is_there(capsys):
+    main(["--help"])
+    verbs = re.findall(r"^│ ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
+    known = {"--help", "--nproc-per-node"}
+    for verb in verbs:
+        main([verb, "--help"])
+        known.update(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    named = {
+        (page.name, option) for page in pages() for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", page.read_text())
+    }
+    assert sorted((name, option) for name, option in named if option not in known) == []
+
+
 def test_a_page_that_shows_something_else_is_found():
     block = "```console\n$ pipefit draw naive -p 2 -m 1\nNothing like it\n```\n"
     assert "rank 1" in transcripts.answered(block)
