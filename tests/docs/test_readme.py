@@ -15,8 +15,8 @@ PAGES = [
 ]
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -42,6 +42,24 @@ def test_what_a_page_imports_and_names_is_there(page):
     for path in re.findall(r"`(pipefit\.\w+(?:\.\w+)+)", text):
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name) or importlib.util.find_spec(path), path
+
+
+def test_the_study_file_of_the_manual_is_read(tmp_path):
+    from pipefit import Study
+
+    (study,) = blocks(ROOT / "docs/studies.md", "toml")
+    path = tmp_path / "study.toml"
+    path.write_text(study)
+    Study.load(path)
+
+
+@pytest.mark.parametrize("name", ["planning", "spilling"])
+def test_parts_of_topologies_in_the_manual_are_read(name):
+    from pipefit import Topology
+
+    level = "[[levels]]\nname = 'server'\nwidth = 2\nbandwidth_bytes_per_s = '1 GB/s'\n"
+    for part in blocks(ROOT / f"docs/{name}.md", "toml"):
+        Topology.parse(f"format = 'pipefit.topology/1'\n{level}{part}")
 
 
 def test_the_training_script_of_the_readme_is_the_example():
