@@ -336,7 +336,7 @@ def test_records_with_one_copy_and_versions_of_their_own_are_found_by_the_next_p
         assert all(map(torch.equal, tensors(), left)) and tensors()[0].stride() == left[0].stride()
     copy, tensors = parked.read(empty)
     copy.wait()
-    assert tensors() == [] and [row[:3] for row in parked.describe()] == [list(act)]
+    assert tensors() == [] and [row[:3] for row in parked.describe() if len(row) > 4] == [list(act)]
     tier.close()
 
 

@@ -26,6 +26,7 @@ from pipefit.spec.files import write_atomically
 __all__ = ["FileEntry", "read_sealed", "seal", "unseal", "write_file", "write_sealed"]
 
 _FORMAT = re.compile(rb'"format": ?"([^"\n]*)"')
+_CHECKSUM = re.compile(r'(?:,\n +|, )"checksum": "([0-9a-f]{64})"(\n?)}\n\Z')
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,8 +90,10 @@ def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
         data: JSON data with its "format" first.
         indent: 1 for people, None for speed.
     """
-    plain = json.loads(json.dumps(data))
-    return _text({**plain, "checksum": _checksum(plain, indent)}, indent)
+    text = json.dumps(data, indent=indent)
+    if indent is None:
+        return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'
+    return f'{text[:-2]},\n{" " * indent}"checksum": "{_checksum(text)}"\n}}\n'
 
 
 def unseal(content: bytes, form: str, where: str, error: type[PipefitError] = PipefitError) -> dict[str, Any]:
@@ -109,26 +112,19 @@ def unseal(content: bytes, form: str, where: str, error: type[PipefitError] = Pi
     name = found[1].decode(errors="replace") if found else ""
     if name != form and name.partition("/")[0] == form.partition("/")[0]:
         raise error(f"{where}: has format {name}, this version of pipefit reads {form}")
-    try:
-        text = content.decode()
-        data = json.loads(text)
-    except ValueError:
-        raise error(f"{where}: damaged (not JSON)") from None
-    indent = 1 if text.startswith("{\n") else None
-    body = {key: value for key, value in data.items() if key != "checksum"} if isinstance(data, dict) else {}
-    if not body or data.get("checksum") != _checksum(body, indent) or _text(data, indent) != text:
+    text = content.decode(errors="replace")
+    end = _CHECKSUM.search(text)
+    body = f"{text[: end.start()]}{end[2]}}}" if end else ""
+    if end is None or end[1] != _checksum(body):
         raise error(f"{where}: damaged (it does not have the checksum it states)")
-    if body.get("format") != form:
-        raise error(f"{where}: format: expected {form!r}, got {body.get('format')!r}; is this another kind of file?")
-    return body
+    data: dict[str, Any] = json.loads(body)
+    if data.get("format") != form:
+        raise error(f"{where}: format: expected {form!r}, got {data.get('format')!r}; is this another kind of file?")
+    return data
 
 
-def _text(data: Mapping[str, Any], indent: int | None) -> str:
-    return json.dumps(data, indent=indent) + "\n"
-
-
-def _checksum(data: Mapping[str, Any], indent: int | None) -> str:
-    return hashlib.sha256(_text(data, indent).encode()).hexdigest()
+def _checksum(text: str) -> str:
+    return hashlib.sha256(f"{text}\n".encode()).hexdigest()
 
 
 def write_sealed(path: Path, data: Mapping[str, Any], *, indent: int | None = None, durable: bool = True) -> None:
