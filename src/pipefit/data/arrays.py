@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipefit.data.windows import batch_seed, resume_position
+from pipefit.data.position import Resumable, batch_seed
 from pipefit.errors import DataError
 
 __all__ = ["ArrayBatches", "Digits", "digits"]
@@ -59,8 +59,8 @@ def _digits_table() -> np.ndarray:
     return np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
-class ArrayBatches:
-    """Batches (x, y) of samples; each epoch has its own order, a function of (seed, epoch) alone.
+class ArrayBatches(Resumable):
+    """Batches (x, y) of samples; the order of each epoch is a function of (seed, epoch).
 
     Every pass of `for` ends with the epoch, and the next pass is the next epoch. A pass that was left in the middle
     (a break, or a resume) continues where it was.
@@ -88,7 +88,6 @@ class ArrayBatches:
             raise DataError(f"data: batch must lie between 1 and the {len(x)} samples there are, got {batch}")
         self._x, self._y, self._batch, self._seed = x, y, batch, seed
         self._shuffle, self._ragged = shuffle, ragged
-        self._position = 0
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __len__(self) -> int:
@@ -123,27 +122,6 @@ class ArrayBatches:
             self._cached = (epoch, order)
         return self._cached[1]
 
-    def reset(self) -> None:
-        """Goes back to the first batch of the first epoch."""
-        self._position = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: position and seed, and the sizes the position counts in."""
-        return {"position": self._position, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the position of `state`.
-
-        Raises:
-            DataError: the state belongs to other data, seed or sizes, so the position would mean other batches.
-        """
-        self._position = resume_position(state, self._identity())
-
     def _identity(self) -> dict[str, Any]:
-        return {
-            "seed": self._seed,
-            "batch": self._batch,
-            "num_samples": len(self._x),
-            "shuffle": self._shuffle,
-            "ragged": self._ragged,
-        }
+        sizes = {"seed": self._seed, "batch": self._batch, "num_samples": len(self._x)}
+        return sizes | {"shuffle": self._shuffle, "ragged": self._ragged}

@@ -1,4 +1,4 @@
-"""Text as bytes: a corpus that ships with Python, or the user's own files.
+"""Text as bytes: a corpus that ships with Python, or the user's files.
 
 A byte is a token, so no tokenizer stands between the text and the model, and losses are in nats per byte.
 """

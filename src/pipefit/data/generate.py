@@ -30,7 +30,7 @@ def sample(
         model_forward: ids (1, s) int64 -> logits (1, s, 256), s up to `context`.
         prompt: at least one byte.
         num_bytes: bytes to add.
-        temperature: 0 takes the likeliest byte; 1 samples from the model's own distribution.
+        temperature: 0 takes the likeliest byte; 1 samples from the model's distribution.
         seed: of the sampling; the same seed gives the same text.
         context: the longest window that the model takes.
 

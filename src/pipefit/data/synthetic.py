@@ -14,7 +14,7 @@ __all__ = ["synthetic"]
 def synthetic(
     example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0, num_batches: int | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Batches (x, y) made by a model's own `example(batch, seed)`.
+    """Batches (x, y) made by a model's `example(batch, seed)`.
 
     A few batches are made once and then repeat, so that a benchmark does not measure the making.
 

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from pipefit.data.corpus import as_tokens
+from pipefit.data.position import Resumable, batch_seed
 from pipefit.errors import DataError
 
 __all__ = ["TextBatches"]
 
 
-class TextBatches:
+class TextBatches(Resumable):
     """Batches (x, y) of windows of a corpus: x (batch, context) int64 and y the same, one byte later.
 
-    Batch number i is a function of (seed, i) alone: the position is the whole state, every rank can draw the same
+    Batch number i is a function of (seed, i): the position is the whole state, every rank can draw the same
     batch without a message, and a resumed run sees what an uninterrupted one would have seen.
 
     Args:
@@ -26,7 +27,7 @@ class TextBatches:
         context: bytes per window.
         seed: of the window starts.
         num_batches: batches until the iterator ends; None never ends.
-        sequential: windows side by side from the start of the corpus instead of random ones (for evaluation); the
+        sequential: consecutive windows from the start of the corpus instead of random ones (for evaluation); the
             iterator ends with the corpus, and the last batch may be smaller.
 
     Raises:
@@ -56,7 +57,6 @@ class TextBatches:
         whole = -(-num_windows // batch) if sequential else None
         limits = [limit for limit in (whole, num_batches) if limit is not None]
         self._end = min(limits) if limits else None
-        self._position = 0
 
     def __len__(self) -> int:
         """Batches from the start to the end; an endless stream has no length."""
@@ -86,46 +86,6 @@ class TextBatches:
         generator = torch.Generator().manual_seed(batch_seed(self._seed, index))
         return torch.randint(0, last_start + 1, (self._batch,), generator=generator)
 
-    def reset(self) -> None:
-        """Goes back to the first batch."""
-        self._position = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: position and seed, and the sizes the position counts in."""
-        return {"position": self._position, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the position of `state`.
-
-        Raises:
-            DataError: the state belongs to other data, seed or sizes, so the position would mean other batches.
-        """
-        self._position = resume_position(state, self._identity())
-
     def _identity(self) -> dict[str, Any]:
-        return {
-            "seed": self._seed,
-            "batch": self._batch,
-            "context": self._context,
-            "corpus_bytes": len(self._tokens),
-        }
-
-
-def batch_seed(seed: int, index: int) -> int:
-    """One 63-bit seed from a pair, so that neighbouring pairs share nothing (splitmix64's finisher)."""
-    mask = (1 << 64) - 1
-    mixed = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & mask
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
-    return (mixed ^ (mixed >> 31)) >> 1
-
-
-def resume_position(state: dict[str, Any], identity: dict[str, Any]) -> int:
-    """The position held in `state`, if the state was taken from data of the same `identity`."""
-    missing = [key for key in ("position", *identity) if key not in state]
-    if missing:
-        raise DataError(f"data: the saved position lacks {', '.join(missing)}; it is not a state of these batches")
-    other = [f"{key} was {state[key]!r}, is {now!r}" for key, now in identity.items() if state[key] != now]
-    if other:
-        raise DataError(f"data: cannot resume, because the data differ: {'; '.join(other)}")
-    return int(state["position"])
+        sizes = {"seed": self._seed, "batch": self._batch, "context": self._context}
+        return sizes | {"corpus_bytes": len(self._tokens)}

@@ -1,4 +1,4 @@
-"""Built-in models as named layers, and the way to the user's own."""
+"""Built-in models as named layers, and those of users."""
 
 from pipefit.models import gpt_tensor as gpt_tensor  # gives the GPT's layers their tensor rules
 from pipefit.models.convolution import alexnet, convnet, vgg16

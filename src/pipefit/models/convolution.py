@@ -14,32 +14,24 @@ from pipefit.models.blocks import chain, require_multiple, require_positive, req
 __all__ = ["alexnet", "convnet", "initialise", "vgg16"]
 
 
-def initialise(model: nn.Module) -> None:
-    """He initialisation (2015) of every convolution, by fan-out; unit scales and zero shifts in every norm."""
+def initialise(model: nn.Sequential) -> nn.Sequential:
+    """The model, after He initialisation (2015) of every convolution, by fan-out; norms stay as torch makes them."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+    return model
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, padding: int = 0) -> nn.Sequential:
-    return chain(
-        [
-            ("convolution", nn.Conv2d(inputs, outputs, kernel, stride, padding)),
-            ("activation", nn.ReLU()),
-        ]
-    )
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding)
+    return chain([("convolution", convolution), ("activation", nn.ReLU())])
 
 
 def _norm_block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
-    return chain(
-        [
-            ("convolution", nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)),
-            ("norm", nn.BatchNorm2d(outputs)),
-            ("activation", nn.ReLU()),
-        ]
-    )
+    convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+    return chain([("convolution", convolution), ("norm", nn.BatchNorm2d(outputs)), ("activation", nn.ReLU())])
 
 
 def _pooled(layer: nn.Sequential, kernel: int, stride: int) -> nn.Sequential:
@@ -84,9 +76,7 @@ def convnet(
         size, width = (size + 1) // 2 if halve else size, outputs
     head = [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("dropout", nn.Dropout(dropout))]
     model.append(("head", chain([*head, ("linear", nn.Linear(width, classes))])))
-    network = chain(model)
-    initialise(network)
-    return network
+    return initialise(chain(model))
 
 
 def _scaled(channels: int, width: float) -> int:
@@ -99,15 +89,18 @@ def _require_width(model: str, width: float, dropout: float) -> None:
     require_probability(model, dropout=dropout)
 
 
-def _classifier(features: int, hidden: int, classes: int, dropout: float) -> list[tuple[str, nn.Module]]:
-    """Three linear layers; the dropout stands before the first two, as in AlexNet, and the first one flattens."""
-    fc6 = [("flatten", nn.Flatten()), ("dropout", nn.Dropout(dropout)), ("linear", nn.Linear(features, hidden))]
-    fc7 = [("dropout", nn.Dropout(dropout)), ("linear", nn.Linear(hidden, hidden))]
-    return [
-        ("fc6", chain([*fc6, ("activation", nn.ReLU())])),
-        ("fc7", chain([*fc7, ("activation", nn.ReLU())])),
-        ("fc8", nn.Linear(hidden, classes)),
-    ]
+def _classifier(
+    features: int, hidden: int, classes: int, dropout: float, *, is_first: bool
+) -> list[tuple[str, nn.Module]]:
+    """Three linear layers, the first of which flattens; dropout is first in two of them (AlexNet) or last (VGG)."""
+
+    def layer(inputs: int, *first: tuple[str, nn.Module]) -> nn.Sequential:
+        drop, linear = ("dropout", nn.Dropout(dropout)), ("linear", nn.Linear(inputs, hidden))
+        parts = [drop, linear, ("activation", nn.ReLU())] if is_first else [linear, ("activation", nn.ReLU()), drop]
+        return chain([*first, *parts])
+
+    fc6 = layer(features, ("flatten", nn.Flatten()))
+    return [("fc6", fc6), ("fc7", layer(hidden)), ("fc8", nn.Linear(hidden, classes))]
 
 
 def alexnet(
@@ -132,21 +125,19 @@ def alexnet(
     if image < 63:
         raise ModelError(f"alexnet: image={image} vanishes in the poolings; the smallest that works is image=63")
     c = [_scaled(channels, width) for channels in (64, 192, 384, 256, 256)]
-    pool = nn.AdaptiveAvgPool2d(6)
     conv5 = _pooled(_convolution(c[3], c[4], 3, padding=1), 3, 2)
-    conv5.add_module("average", pool)
-    network = chain(
+    conv5.add_module("average", nn.AdaptiveAvgPool2d(6))
+    model = chain(
         [
             ("conv1", _pooled(_convolution(inputs, c[0], 11, stride=4, padding=2), 3, 2)),
             ("conv2", _pooled(_convolution(c[0], c[1], 5, padding=2), 3, 2)),
             ("conv3", _convolution(c[1], c[2], 3, padding=1)),
             ("conv4", _convolution(c[2], c[3], 3, padding=1)),
             ("conv5", conv5),
-            *_classifier(c[4] * 36, _scaled(4096, width), classes, dropout),
+            *_classifier(c[4] * 36, _scaled(4096, width), classes, dropout, is_first=True),
         ]
     )
-    initialise(network)
-    return network
+    return initialise(model)
 
 
 _VGG16 = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # (channels, convolutions) of the five groups
@@ -180,12 +171,6 @@ def vgg16(
             layer = _convolution(before, _scaled(channels, width), 3, padding=1)
             model.append((f"conv{group}_{index}", _pooled(layer, 2, 2) if index == count else layer))
             before = _scaled(channels, width)
-    hidden, features = _scaled(4096, width), before * (image // 32) ** 2
-    fc6 = [("flatten", nn.Flatten()), ("linear", nn.Linear(features, hidden)), ("activation", nn.ReLU())]
-    fc7 = [("linear", nn.Linear(hidden, hidden)), ("activation", nn.ReLU())]
-    model.append(("fc6", chain([*fc6, ("dropout", nn.Dropout(dropout))])))
-    model.append(("fc7", chain([*fc7, ("dropout", nn.Dropout(dropout))])))
-    model.append(("fc8", nn.Linear(hidden, classes)))
-    network = chain(model)
-    initialise(network)
-    return network
+    features = before * (image // 32) ** 2
+    model += _classifier(features, _scaled(4096, width), classes, dropout, is_first=False)
+    return initialise(chain(model))

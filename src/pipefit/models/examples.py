@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = [
-    "Example",
-    "Loss",
-    "image_example",
-    "mean_cross_entropy",
-    "text_example",
-    "translation_example",
-    "vector_example",
-]
+__all__ = ["Draw", "Example", "Loss", "classified", "example_of", "mean_cross_entropy", "text", "translation"]
 
 Loss = Callable[[Any, Any], Tensor]
 Example = Callable[[int, int], tuple[Any, Any]]
+Draw = Callable[[Mapping[str, Any], int, torch.Generator], tuple[Any, Any]]
+"""A random (x, y) of a model, from its options, the number of samples and a generator."""
 
 
 def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -28,55 +22,36 @@ def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-# Where the output is divided along the classes, it can be computed on the parts.
+# Where the output is split along the classes, it can be computed on the parts.
 mean_cross_entropy.is_mean_cross_entropy = True
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def example_of(draw: Draw, options: Mapping[str, Any]) -> Example:
+    """The example of a model with these options."""
+
+    def example(batch: int, seed: int = 0) -> tuple[Any, Any]:
+        return draw(options, batch, torch.Generator().manual_seed(seed))
+
+    return example
 
 
-def text_example(options: Mapping[str, Any]) -> Example:
+def text(options: Mapping[str, Any], batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Windows of random tokens: x, y (batch, context) int64, y one token later than x."""
-
-    def example(batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        shape = (batch, options["context"] + 1)
-        ids = torch.randint(0, options["vocab"], shape, generator=_generator(seed))
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-    return example
+    ids = torch.randint(0, options["vocab"], (batch, options["context"] + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def vector_example(options: Mapping[str, Any]) -> Example:
-    """Normal features (batch, inputs) float32 and random classes (batch,) int64."""
-
-    def example(batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        generator = _generator(seed)
-        x = torch.randn(batch, options["inputs"], generator=generator)
-        return x, torch.randint(0, options["classes"], (batch,), generator=generator)
-
-    return example
+def classified(options: Mapping[str, Any], batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Normal features (batch, inputs), or images (batch, inputs, image, image), and classes (batch,) int64."""
+    image = (options["image"],) * 2 if "image" in options else ()
+    x = torch.randn(batch, options["inputs"], *image, generator=generator)
+    return x, torch.randint(0, options["classes"], (batch,), generator=generator)
 
 
-def image_example(options: Mapping[str, Any]) -> Example:
-    """Normal images (batch, inputs, image, image) float32 and random classes (batch,) int64."""
-
-    def example(batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        generator = _generator(seed)
-        x = torch.randn(batch, options["inputs"], options["image"], options["image"], generator=generator)
-        return x, torch.randint(0, options["classes"], (batch,), generator=generator)
-
-    return example
-
-
-def translation_example(options: Mapping[str, Any]) -> Example:
+def translation(
+    options: Mapping[str, Any], batch: int, generator: torch.Generator
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Random sentences: x = (source, target) and y, the target one token later; all (batch, length) int64."""
-
-    def example(batch: int, seed: int = 0) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        generator = _generator(seed)
-        length, vocab = options["length"], options["vocab"]
-        source = torch.randint(0, vocab, (batch, length), generator=generator)
-        ids = torch.randint(0, vocab, (batch, length + 1), generator=generator)
-        return (source, ids[:, :-1].contiguous()), ids[:, 1:].contiguous()
-
-    return example
+    source = torch.randint(0, options["vocab"], (batch, options["length"]), generator=generator)
+    x, y = text(options | {"context": options["length"]}, batch, generator)
+    return (source, x), y

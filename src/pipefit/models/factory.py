@@ -53,7 +53,7 @@ def _import_module(name: str, path: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{name}.".startswith(f"{missing}."):
             raise ModelError(f"{path}: there is no module {missing!r}, neither installed nor in {here}") from error
-        raise ModelError(f"{path}: importing {name} raised {_told(error)}") from error
+        raise ModelError(f"{path}: importing {name} raised {_cause(error)}") from error
 
 
 def _import_file(file: str, path: str) -> ModuleType:
@@ -72,7 +72,7 @@ def _import_file(file: str, path: str) -> ModuleType:
         spec.loader.exec_module(module)
     except _RAISED as error:
         del sys.modules[name]
-        raise ModelError(f"{path}: importing {file} raised {_told(error)}") from error
+        raise ModelError(f"{path}: importing {file} raised {_cause(error)}") from error
     return module
 
 
@@ -83,16 +83,16 @@ def call_factory(factory: Callable[..., Any], options: Mapping[str, Any], model:
     except PipefitError:
         raise
     except _RAISED as error:
-        raise ModelError(f"{model}: the factory raised {_told(error)}") from error
+        raise ModelError(f"{model}: the factory raised {_cause(error)}") from error
 
 
-def _told(error: BaseException) -> str:
-    """What was raised, and the innermost of the user's own lines, not the line of a library that refused."""
+def _cause(error: BaseException) -> str:
+    """The exception and the innermost line of the user's code, not the line of a library that refused."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not _is_library(frame.filename)] or frames
-    place = f" ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
+    users = [frame for frame in frames if not _is_library(frame.filename)] or frames
+    place = f" ({users[-1].filename}, line {users[-1].lineno}, in {users[-1].name})" if users else ""
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -1,4 +1,4 @@
-"""Options of a model factory as text: `layers=8,hidden=256` read by the types in the factory's own signature."""
+"""Options of a model factory as text: `layers=8,hidden=256` read by the types in the factory's signature."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pipefit.errors import ModelError, nearest
 
 __all__ = ["check_options", "parse_text", "valid_options"]
 
-_TRUE = frozenset({"true", "yes", "on", "1"})
-_FALSE = frozenset({"false", "no", "off", "0"})
+_WORDS: dict[type, dict[str, object]] = {
+    bool: dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False),
+    types.NoneType: dict.fromkeys(("none", "auto")),
+}
 _WANTED = {
     int: "a whole number",
     float: "a number",
@@ -117,16 +119,12 @@ def _read(value: object, kinds: tuple[type, ...], model: str, name: str) -> obje
 
 
 def _as_kind(word: str, kind: type) -> object:
-    lowered = word.lower()
-    if kind is bool:
-        if lowered in _TRUE | _FALSE:
-            return lowered in _TRUE
+    words = _WORDS.get(kind)
+    if words is None:
+        return kind(word)
+    if word.lower() not in words:
         raise ValueError(word)
-    if kind is types.NoneType:
-        if lowered in {"none", "auto"}:
-            return None
-        raise ValueError(word)
-    return kind(word)
+    return words[word.lower()]
 
 
 def _literal(word: str) -> object:

@@ -1,6 +1,6 @@
 """A translator of LSTMs after GNMT (Wu et al. 2016): residual stacks, the first encoder bidirectional, attention.
 
-Shapes: b sentences, s source and t target positions, h hidden, V vocabulary. What travels between the layers is a
+Shapes: b sentences, s source and t target positions, h hidden, V vocabulary. The layers exchange a
 tuple, because the target waits while the source is read, and every decoder layer takes the attention's context:
 
     (source, target)              embed_source    source (b, s), target (b, t) int64

@@ -1,9 +1,9 @@
-"""The GPT's layers over several processes: columns before, rows after, heads and vocabulary divided between them.
+"""The GPT's layers over several processes: columns before, rows after, heads and vocabulary sharded among them.
 
     embedding   rows of the vocabulary                                     one all-reduce
-    attention   enter ─ q k v of the own heads (columns) ─ softmax ─ own rows of out ─ leave ─ + bias
-    MLP         enter ─ own columns of up ─ GELU ─ own rows of down ─ leave ─ + bias
-    head        enter ─ own rows of the vocabulary ─ the loss joins them
+    attention   enter ─ q k v of its heads (columns) ─ softmax ─ its rows of out ─ leave ─ + bias
+    MLP         enter ─ its columns of up ─ GELU ─ its rows of down ─ leave ─ + bias
+    head        enter ─ its rows of the vocabulary ─ the loss joins them
 
 Numbers are those of one process, dropout included: masks are drawn for the whole and each process takes its part.
 
@@ -33,7 +33,7 @@ class SharedEmbedding(Embedding):
     region: Region
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Looks up the own tokens, zeros for the others, and sums over the processes."""
+        """Looks up the tokens of this process, zeros for the others, and sums over the processes."""
         region, size, length = self.region, self.token.weight.shape[0], ids.shape[1]
         if length > self.position.num_embeddings:
             raise ValueError(f"gpt: {length} positions given, but context={self.position.num_embeddings}")
@@ -70,11 +70,13 @@ class SharedBlock(Block):
         return x + region.dropout(y, self.dropout.p, self.training)
 
     def _attend(self, x: Tensor) -> Tensor:
-        """The own heads: (b, s, h) -> (b, s, h/t)."""
-        own, (b, s, h) = self.attention, x.shape
-        heads, width = own.heads // self.region.size, h // own.heads
-        q, k, v = F.linear(x, own.qkv.weight, own.qkv.bias).view(b, s, 3, heads, width).permute(2, 0, 3, 1, 4)
-        rate = own.dropout if self.training else 0.0
+        """The heads of this process: (b, s, h) -> (b, s, h/t)."""
+        attention, (b, s, h) = self.attention, x.shape
+        heads, width = attention.heads // self.region.size, h // attention.heads
+        q, k, v = (
+            F.linear(x, attention.qkv.weight, attention.qkv.bias).view(b, s, 3, heads, width).permute(2, 0, 3, 1, 4)
+        )
+        rate = attention.dropout if self.training else 0.0
         if rate:
             y = self._with_dropout(q, k, v, rate)
         else:
@@ -82,7 +84,7 @@ class SharedBlock(Block):
         return y.transpose(1, 2).reshape(b, s, heads * width)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
-        """Attention whose dropout mask is the own heads' part of the mask of all heads."""
+        """Attention whose dropout mask is the part of this process of the mask of all heads."""
         s = q.shape[2]
         future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
         scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)
@@ -90,30 +92,23 @@ class SharedBlock(Block):
 
 
 class SharedHead(Head):
-    """(b, s, h), or (b, s/t, h) -> logits of the own part of the vocabulary (b, s, V/t)."""
+    """(b, s, h), or (b, s/t, h) -> logits of this process's part of the vocabulary (b, s, V/t)."""
 
     region: Region
 
     def forward(self, x: Tensor) -> Tensor:
-        """The full logits are never put together."""
+        """Logits of its part; the full logits are never gathered."""
         weight, bias = self.region.shared(self.norm.weight, self.norm.bias)
         x = F.layer_norm(x, self.norm.normalized_shape, weight, bias, self.norm.eps)
         return F.linear(self.region.enter(x), self.project.weight)
 
 
-def _embedding_sizes(layer: Embedding) -> dict[str, int]:
-    return {"vocab": layer.token.num_embeddings}
-
-
-def _block_sizes(layer: Block) -> dict[str, int]:
-    return {"heads": layer.attention.heads, "hidden": layer.up.in_features}
-
-
-def _head_sizes(layer: Head) -> dict[str, int]:
-    return {"vocab": layer.project.out_features}
-
-
-Embedding.tensor_rule = TensorRule(SharedEmbedding, {"token.weight": ShardSpec(0)}, _embedding_sizes, takes_whole=True)
+Embedding.tensor_rule = TensorRule(
+    SharedEmbedding,
+    {"token.weight": ShardSpec(0)},
+    lambda layer: {"vocab": layer.token.num_embeddings},
+    takes_whole=True,
+)
 Block.tensor_rule = TensorRule(
     SharedBlock,
     {
@@ -124,6 +119,8 @@ Block.tensor_rule = TensorRule(
         "up.bias": _COLUMNS,
         "down.weight": _ROWS,
     },
-    _block_sizes,
+    lambda layer: {"heads": layer.attention.heads, "hidden": layer.up.in_features},
 )
-Head.tensor_rule = TensorRule(SharedHead, {"project.weight": ShardSpec(0)}, _head_sizes, gives_shares=True)
+Head.tensor_rule = TensorRule(
+    SharedHead, {"project.weight": ShardSpec(0)}, lambda layer: {"vocab": layer.project.out_features}, gives_shares=True
+)

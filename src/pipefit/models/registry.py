@@ -1,4 +1,4 @@
-"""From a name to a model with its loss and an example: built-in models, and the user's own `pkg.mod:factory`."""
+"""Models by name, each with its loss and an example: built-in ones, and the user's `pkg.mod:factory`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
 from pipefit.models.convolution import alexnet, convnet, vgg16
-from pipefit.models.examples import Example, Loss, mean_cross_entropy
+from pipefit.models.examples import Draw, Example, Loss, example_of, mean_cross_entropy
 from pipefit.models.factory import call_factory, find_factory
 from pipefit.models.factory_options import check_options, parse_text, valid_options
 from pipefit.models.gnmt import gnmt
@@ -27,38 +27,38 @@ __all__ = ["BUILT_IN", "BuiltIn", "ModelBundle", "build", "parse_options"]
 class BuiltIn:
     """A model that comes with pipefit.
 
-    `sizes` are options of the example alone, such as the length of a sentence; `data` names the data set that suits
+    `sizes` are options of the example only, such as the length of a sentence; `data` names the data set that suits
     the default sizes, None where only random data do.
     """
 
     factory: Callable[..., nn.Sequential]
-    example: Callable[[Mapping[str, Any]], Example]
+    example: Draw
     data: str | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
-    "alexnet": BuiltIn(alexnet, examples.image_example),
-    "convnet": BuiltIn(convnet, examples.image_example, data="digits"),
-    "gnmt": BuiltIn(gnmt, examples.translation_example, sizes={"length": 24}),
-    "gpt": BuiltIn(gpt, examples.text_example, data="text"),
-    "mlp": BuiltIn(mlp, examples.vector_example, data="digits"),
-    "resnet50": BuiltIn(resnet50, examples.image_example),
-    "vgg16": BuiltIn(vgg16, examples.image_example),
+    "alexnet": BuiltIn(alexnet, examples.classified),
+    "convnet": BuiltIn(convnet, examples.classified, data="digits"),
+    "gnmt": BuiltIn(gnmt, examples.translation, sizes={"length": 24}),
+    "gpt": BuiltIn(gpt, examples.text, data="text"),
+    "mlp": BuiltIn(mlp, examples.classified, data="digits"),
+    "resnet50": BuiltIn(resnet50, examples.classified),
+    "vgg16": BuiltIn(vgg16, examples.classified),
 }
 
 
 @dataclass(frozen=True)
 class ModelBundle:
-    """A model, ready to be profiled, cut and trained.
+    """A model, ready to be profiled, split and trained.
 
     Attributes:
-        name: as it was asked for.
+        name: as the user wrote it.
         layers: the model as named layers in order; a module that is no sequence is one layer.
         loss: (output, target) -> scalar mean over the samples.
         example: (batch, seed) -> random (x, y) of the shapes and types that the model takes.
         data: name of the data set to train on when none is given ("text", "digits"), or None.
-        options: every option with the value it has here (empty for the user's own factories, beyond those given).
+        options: every option with the value it has here (of a user's factory, those given).
         num_parameters: trainable and frozen ones, a tied one once; as it was made: later a rank keeps its part only.
     """
 
@@ -81,7 +81,7 @@ class ModelBundle:
 
 
 def build(name_or_path: str, **options: object) -> ModelBundle:
-    """Builds a built-in model by name, or the user's own by `pkg.mod:factory` or `path/file.py:factory`.
+    """Builds a built-in model by name, or the user's by `pkg.mod:factory` or `path/file.py:factory`.
 
     The user's factory returns an `nn.Sequential`, a list of modules or of (name, module), or any `nn.Module`; or a
     tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`. The loss is
@@ -96,7 +96,7 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
             or returns something else.
     """
     if ":" in name_or_path:
-        return _build_own(name_or_path, options)
+        return _build_users(name_or_path, options)
     entry = BUILT_IN.get(name_or_path)
     if entry is None:
         hint = nearest(name_or_path, BUILT_IN)
@@ -106,7 +106,7 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     complete = {**defaults, **entry.sizes, **given}
     arguments = {name: value for name, value in given.items() if name not in entry.sizes}
     layers = call_factory(entry.factory, arguments, name_or_path)
-    example = entry.example(complete)
+    example = example_of(entry.example, complete)
     return ModelBundle(name_or_path, layers, mean_cross_entropy, example, entry.data, complete)
 
 
@@ -125,7 +125,7 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
     return check_options(entry.factory, words, name_or_path, entry.sizes)
 
 
-def _build_own(path: str, options: Mapping[str, object]) -> ModelBundle:
+def _build_users(path: str, options: Mapping[str, object]) -> ModelBundle:
     factory = find_factory(path)
     given = check_options(factory, options, path)
     made = call_factory(factory, given, path)

@@ -79,6 +79,4 @@ def resnet50(
             before = _EXPANSION * inner
     head = [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("linear", nn.Linear(before, classes))]
     model.append(("head", chain(head)))
-    network = chain(model)
-    initialise(network)
-    return network
+    return initialise(chain(model))

@@ -35,8 +35,7 @@ def make_pipeline(case: Case) -> Pipeline:
 def run_pipeline(case: Case) -> Outcome:
     """Trains a case's batches; gives the losses, and gradients and weights of the ranks of this process.
 
-    Alone, the process holds all ranks. Under a launcher every rank calls it, and `Outcome.joined` puts the parts
-    together.
+    Without a launcher the process holds all ranks. Under one, every rank calls it, and `Outcome.joined` joins them.
     """
     pipe = make_pipeline(case)
     workers = pipe.workers

@@ -1,0 +1,47 @@
+"""The position in a stream of batches: its whole state, so that a resumed run sees the batches that were left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipefit.errors import DataError
+
+__all__ = ["Resumable", "batch_seed"]
+
+
+class Resumable:
+    """Batches by number; the number of the next one is all that a checkpoint keeps."""
+
+    _position = 0
+
+    def _identity(self) -> dict[str, Any]:
+        """Seed and sizes: where one differs, a position means other batches."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and seed, and the sizes the position counts in."""
+        return {"position": self._position, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the position of `state`.
+
+        Raises:
+            DataError: the state belongs to other data, seed or sizes, so the position would mean other batches.
+        """
+        identity = self._identity()
+        missing = [key for key in ("position", *identity) if key not in state]
+        if missing:
+            raise DataError(f"data: the saved position lacks {', '.join(missing)}; it is not a state of these batches")
+        other = [f"{key} was {state[key]!r}, is {now!r}" for key, now in identity.items() if state[key] != now]
+        if other:
+            raise DataError(f"data: cannot resume, because the data differ: {'; '.join(other)}")
+        self._position = int(state["position"])
+
+
+def batch_seed(seed: int, index: int) -> int:
+    """One 63-bit seed from a pair, so that neighbouring pairs share nothing (splitmix64's finisher)."""
+    mask = (1 << 64) - 1
+    mixed = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return (mixed ^ (mixed >> 31)) >> 1
