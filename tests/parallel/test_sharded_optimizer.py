@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipefit import Pipeline
 from pipefit.errors import PlanError
+from pipefit.models.examples import mean_cross_entropy
 from pipefit.spec.options import Parallelism
-from pipefit.testing.case import mean_cross_entropy
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -41,6 +41,9 @@ def tick_by_tick(program, cost, repeats=1, contention=False, blocked=()):
     """Start and end of everything, by (rank, repeat, index); all costs must be whole numbers."""
     before = predecessors(program)
     graph = dependency_graph(program)
+    awaited = {(rank, index) for (rank, _), indices in before.items() for index in indices}
+    # A pass ends with the reductions that nothing in it awaits: the executor, too, waits for all that is left.
+    closing = {graph.place(number) for group in graph.collectives for number in group} - awaited
     groups = [tuple(map(graph.place, pair)) for pair in {tuple(sorted(item)) for item in graph.partner.items()}]
     groups += [tuple(map(graph.place, group)) for group in graph.collectives]
     waiting = {(group, lap) for group in groups for lap in range(repeats)}
@@ -57,6 +60,8 @@ def tick_by_tick(program, cost, repeats=1, contention=False, blocked=()):
         if lap == repeats or free[rank] > now:
             return False
         if index == len(program.ranks[rank]):
+            if any(end.get((r, lap, j), now + 1) > now for r, j in closing if r == rank):
+                return False
             at[rank] = lap + 1, 0
             return True
         i, key = program.ranks[rank][index], (rank, lap, index)
@@ -192,6 +197,22 @@ def agree(program, cost, repeats=1, blocked=(), **options):
 @given(shaken(), st.data(), st.integers(1, 2))
 def test_a_ticking_clock_gives_the_same_times(program, data, repeats):
     agree(program, data.draw(costs(program.header)), repeats)
+
+
+def test_a_pass_waits_for_the_last_reductions_of_the_one_before_even_where_no_instruction_does():
+    # The reduction of tied weights comes after the step, so that nothing awaits it.
+    program = generate("naive", Shape(2, 4, ties=((0, 1),)))
+    ranks = [list(instructions) for instructions in program.ranks]
+    (tied,) = (i for i in ranks[0] if i.op is Op.REDUCE)
+    ranks[0] = [i for i in ranks[0] if i.op is not Op.REDUCE] + [tied]
+    late = program.with_ranks(ranks)
+    cost = CostModel((1, 1), (1, 1), (1, 1), step_s=(1, 1), weight_bytes=(8, 8), bandwidth_bytes_per_s=1)
+    agree(late, cost, repeats=2)
+    timeline = simulate(late, cost, repeats=2)
+    reduced = max(
+        event.end_s for event in timeline.events if (event.repeat, timeline.instruction(event).op) == (0, Op.REDUCE)
+    )
+    assert min(event.start_s for event in timeline.events if event.rank == 0 and event.repeat == 1) >= reduced
 
 
 @given(shaken(), st.data())

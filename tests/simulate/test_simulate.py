@@ -179,22 +179,6 @@ def test_messages_that_come_while_their_receiver_works_cost_it_as_much():
     assert added == 3 * 5 + 3
 
 
-def test_forwards_and_backwards_may_vary_and_nothing_else_does():
-    program = generate("gpipe", Shape(2, 4))
-    plain = CostModel((1, 1), (1, 1), (1, 1), step_s=(5, 5), loss_s=7)
-    twice = CostModel((2, 2), (2, 2), (2, 2), step_s=(5, 5), loss_s=7)
-    assert simulate(program, plain, vary=lambda seconds: 2 * seconds) == simulate(program, twice)
-    # Of all passes alike.
-    seconds = iter(range(1, 100))
-    timeline = simulate(program, plain, repeats=2, vary=lambda _: next(seconds))
-    spent = {(e.rank, e.position): e.end_s - e.start_s for e in timeline.events}
-    assert all(spent[e.rank, e.position] == e.end_s - e.start_s for e in timeline.events if is_work(timeline, e))
-
-
-def is_work(timeline, event):
-    return timeline.instruction(event).op in (Op.FWD, Op.BWD)
-
-
 # -------------------------------------------------------------------------------------------------------------- peaks
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pipefit import Pipeline
 from pipefit.errors import PipefitError
+from pipefit.models.examples import mean_cross_entropy
 from pipefit.stage.precision import LossScale
-from pipefit.testing.case import mean_cross_entropy
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

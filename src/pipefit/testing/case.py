@@ -10,24 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.models.examples import mean_cross_entropy
 from pipefit.planner import ranks_of
 from pipefit.spec.options import Precision, Request, Updates
 from pipefit.stage.precision import first_scale, half_of
 
-__all__ = ["Case", "Outcome", "descend", "mean_cross_entropy"]
+__all__ = ["Case", "Outcome", "descend"]
 
 
 def descend(parameters: list[nn.Parameter]) -> Optimizer:
     """SGD with momentum, the optimizer of a check: unlike Adam it hides no wrongly scaled gradient."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross entropy in nats: logits (…, classes) and classes (…) int64 -> a scalar."""
-    return torch.nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
-
-
-mean_cross_entropy.is_mean_cross_entropy = True
 
 
 @dataclass(frozen=True)

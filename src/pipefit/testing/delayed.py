@@ -9,8 +9,8 @@ program is read.
     2BW              version(s, k) = max(⌊k/m⌋ − 1, 0)
 
 R_s replicas of stage s, N workers, m micro-batches per mini-batch, k counts micro-batches. Replica k mod R_s runs W_s
-forwards before its first backward and then one of each in turn, so when it begins its j-th forward (j = ⌊k/R_s⌋) it has
-finished max(j − W_s, 0) backwards, of which every m make a version. With R_s = 1, m = 1 and n stages that is
+forwards before its first backward and then alternates one of each, so when it begins its j-th forward (j = ⌊k/R_s⌋) it
+has finished max(j − W_s, 0) backwards, of which every m make a version. With R_s = 1, m = 1 and n stages that is
 k − min(k, n−1−s).
 
 Source: PipeDream (SOSP 2019) §3.2–3.4; PipeDream-2BW (ICML 2021) §3.1.
@@ -126,7 +126,7 @@ def delayed_reference(case: Case) -> Outcome:
 
 
 def _part(case: Case, index: int, size: int) -> _Part:
-    """A stage on a copy of its own, so that two stages that share a weight can hold different versions of it."""
+    """A stage on a deep copy of the model, so that two stages that share a weight can hold different versions of it."""
     layers = named_layers(copy.deepcopy(case.model))
     start = sum(case.counts[:index])
     mine: list[NamedLayer] = layers[start : start + case.counts[index]]

@@ -13,21 +13,19 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError, PipefitError, PlanError
+from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.planner import ranks_of
 from pipefit.runtime.launch import launch
 from pipefit.schedules import find
 from pipefit.spec.options import Parallelism, Precision, Request, Updates
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
-from pipefit.testing.case import Case, Outcome, descend, mean_cross_entropy
+from pipefit.testing.case import Case, Outcome, descend
 from pipefit.testing.delayed import delayed_reference
 from pipefit.testing.pipelined import run_pipeline
 from pipefit.testing.reference import reference
 
 __all__ = ["CheckResult", "check", "compare", "expected", "layer_counts", "run", "tolerance_of"]
-
-Loss = Callable[[Any, Any], Tensor]
-Example = Callable[[int, int], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""One process, one model, no pipeline: what a synchronous schedule must compute.
+"""One process, one model, no pipeline: the numbers that a synchronous schedule must compute.
 
 Nothing here comes from the executor. Only what the *definition* of the numbers needs is shared with it: the seeds of a
 layer's random numbers and the running averages of batch norm (`pipefit.stage`).
 
-Mixed precision is torch's own, autocast and `GradScaler`. One thing of the pipeline is part of its definition: what
-crosses from stage to stage is rounded to the half type there, and so is its gradient.
+Mixed precision is that of torch, autocast and `GradScaler`. One thing of the pipeline is part of its definition:
+activations between stages are rounded to the half type there, and so are their gradients.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def reference(case: Case) -> Outcome:
 
 
 def _stages(layers: Sequence[NamedLayer], case: Case) -> list[Stage]:
-    """The layers of each stage by themselves, under autocast."""
+    """One stage for each group of layers, under autocast."""
     ends = [0, *itertools.accumulate(case.counts)]
     parts = [layers[start:end] for start, end in itertools.pairwise(ends)]
     stages = [Stage(index, part, torch.device(case.device), case.updates.seed) for index, part in enumerate(parts)]
@@ -96,7 +96,7 @@ def _accumulate(
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """A pytree of tensors cut along the first dimension: sizes differ by at most one, the larger ones first."""
+    """A pytree of tensors split along the first dimension: sizes differ by at most one, the larger ones first."""
     size = int(pytree.tree_leaves(batch)[0].shape[0])
     ends = [0]
     for index in range(count):
@@ -111,7 +111,7 @@ def shares_of(targets: Sequence[Any], weigh: Callable[[Any], float] | None) -> l
 
 
 def as_sent(payload: Any, half: torch.dtype | None) -> Any:
-    """What a stage has from the one before: rounded to the half type where it carries a gradient, as float32 again."""
+    """The input of a stage: rounded to the half type where it carries a gradient, as float32 again."""
 
     def rounded(leaf: Tensor) -> Tensor:
         return leaf.to(half).float() if leaf.requires_grad and leaf.dtype in (torch.float32, half) else leaf
