@@ -2,8 +2,19 @@
 
 from pipefit.cost.layer_bytes import LayerBytes, ModelBytes
 from pipefit.cost.model import CostModel
-from pipefit.cost.plan_costs import of_plan, usual_state
+from pipefit.cost.plan_costs import of_plan, speeds_of, usual_state
 from pipefit.cost.runtime import FREE, USUAL, RuntimeCosts
 from pipefit.cost.unit_costs import unit
 
-__all__ = ["FREE", "USUAL", "CostModel", "LayerBytes", "ModelBytes", "RuntimeCosts", "of_plan", "unit", "usual_state"]
+__all__ = [
+    "FREE",
+    "USUAL",
+    "CostModel",
+    "LayerBytes",
+    "ModelBytes",
+    "RuntimeCosts",
+    "of_plan",
+    "speeds_of",
+    "unit",
+    "usual_state",
+]

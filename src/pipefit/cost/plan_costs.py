@@ -13,7 +13,7 @@ from pipefit.spec.plan import Partition, Plan
 from pipefit.spec.profile import ARITHMETIC, Layer, Profile
 from pipefit.spec.topology import Topology
 
-__all__ = ["of_plan", "usual_state"]
+__all__ = ["of_plan", "speeds_of", "usual_state"]
 
 
 def usual_state(profile: Profile) -> float:
@@ -93,7 +93,7 @@ def of_plan(
         host_s=runtime.host_s,
         arrival_s=runtime.arrival_s,
         pass_s=runtime.pass_s,
-        speed=_speeds(topology, tensor),
+        speed=speeds_of(topology, tensor),
         tiers=tiers,
         tensor=tensor,
     )
@@ -123,8 +123,8 @@ def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], 
     return tuple(sizes)
 
 
-def _speeds(topology: Topology, tensor: int) -> tuple[float, ...]:
-    """Of each rank; one of several devices is as fast as the slowest of them."""
+def speeds_of(topology: Topology, tensor: int = 1) -> tuple[float, ...]:
+    """Speed of each rank over the device of the profile; (): all alike. The slowest of t devices sets a rank's."""
     if not topology.devices or not all(device.flops for device in topology.devices):
         return ()
     reference = topology.device if topology.device.flops else topology.devices[0]

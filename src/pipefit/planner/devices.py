@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipefit.cost import speeds_of
 from pipefit.planner.space import Config, Problem
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Placement
@@ -39,12 +40,9 @@ def limits_of(problem: Problem, config: Config) -> tuple[float, ...]:
 
 def slowness_of(problem: Problem, config: Config) -> list[float]:
     """Of each rank of one pipeline, over the device the profile is for."""
-    topology = problem.ranks(config.tensor)
-    if not topology.devices or not all(device.flops for device in topology.devices):
+    speeds = speeds_of(problem.ranks(config.tensor))
+    if not speeds:
         return [1.0] * config.depth
-    reference = topology.device if topology.device.flops else topology.devices[0]
-    usable = reference.flops * reference.efficiency
-    speeds = [device.flops * device.efficiency / usable for device in topology.devices]
     return [
         1 / min(speeds[position + config.depth * copy] for copy in range(config.data))
         for position in range(config.depth)

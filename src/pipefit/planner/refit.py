@@ -13,8 +13,6 @@ from pipefit.timeline import Timeline, by_kind
 
 __all__ = ["refit"]
 
-_Factors = dict[int, dict[str, float]]
-
 
 def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
     """The profile with its seconds scaled so that each stage takes what it took in the run.

@@ -10,13 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from pipefit.cost import CostModel, usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.ir.program import Program
 from pipefit.partition import minmax
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
+from pipefit.planner.cuts import cut
 from pipefit.planner.estimate import estimate
 from pipefit.planner.lane_limits import Limit, limit_of, traffic
 from pipefit.planner.search import Outcome, SearchResult
@@ -26,7 +25,7 @@ from pipefit.planner.spilled_candidates import has_room, spilled_configs
 from pipefit.planner.spilled_cuts import layers_of
 from pipefit.schedules import find
 from pipefit.schedules.registry import Schedule
-from pipefit.spec import Candidate, Partition, Profile, Topology
+from pipefit.spec import Candidate, Profile, Topology
 from pipefit.spec.options import STEP_ON
 from pipefit.spec.topology import Tier
 from pipefit.units import format_bytes, format_seconds
@@ -165,8 +164,7 @@ def _residents(problem: Problem, config: Config) -> Iterator[Outcome]:
     for partition in dict.fromkeys((minmax(profile, count), minmax(profile, count, weights))):
         for recompute in ("none", "all") if config.depth > 1 else ("none",):
             each = replace(config, chunks=chunks, recompute=recompute, layers=layers_of(partition))
-            stages = tuple(msgspec.structs.replace(s, recompute=recompute == "all") for s in partition.stages)
-            estimated = Estimate(each, Partition(stages), (), (), 0.0, True)
+            estimated = Estimate(each, cut(problem, each, set()), (), (), 0.0, True)
             yield Outcome(estimated, simulated(problem, estimated))
 
 
