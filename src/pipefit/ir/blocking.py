@@ -107,7 +107,7 @@ class Blocking:
         return found
 
     def post(self, send: int) -> None:
-        """Posts the receive of a stuck send where its rank now stands."""
+        """Posts the receive of a stuck send where its rank is stuck."""
         receive = self._graph.partner[send]
         self._done[receive] = 1
         self.posted_early[receive] = self.at[self._graph.ranks[receive]]

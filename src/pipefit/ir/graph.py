@@ -24,7 +24,7 @@ class Graph:
     Attributes:
         program: what it was built from.
         starts: number of each rank's first instruction, and at the end how many there are.
-        instructions: of all ranks, in turn.
+        instructions: of all ranks, one rank after the other.
         ranks: the rank of each.
         preds: for each, the earlier instructions of its rank that made the values it needs; for a fetch, also those
             that wrote what it reads and that free its slot.

@@ -138,7 +138,7 @@ def lies_in_slot(header: Header, value: Value) -> bool:
 
 
 def arena_bytes(header: Header, rank: int, size: Callable[[Value], float]) -> float:
-    """What the slots of a rank take, full or empty: each is as large as the rank's largest spilled stage."""
+    """Bytes of the slots of a rank, full or empty: each is as large as the rank's largest spilled stage."""
     own = [stage for stage in header.stages_of(rank) if header.is_spilled(stage)]
     if not own or header.spill is None:
         return 0.0
@@ -160,7 +160,7 @@ def device_peak_bytes(
         program: that runs.
         rank: whose device.
         size: bytes of a value.
-        resident_bytes: what is there beside values: the states of optimizers that are not moved.
+        resident_bytes: held in addition to values: the states of optimizers that are not moved.
     """
     lives = [life for life in lifetimes(program, rank) if not lies_in_slot(program.header, life.value)]
     highest, index = peak_at(lives, size)

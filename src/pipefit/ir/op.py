@@ -1,4 +1,4 @@
-"""What an instruction can be: one enum, and one table of facts about it.
+"""The operations of instructions: one enum, and one table of facts about each.
 
 Validation, text form, dependency graph, liveness, lanes, costs, drawings and the runtime all read `OP_SPEC`; a fact
 about an operation is written nowhere else.

@@ -33,7 +33,7 @@ class WeightRule(enum.StrEnum):
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """What a program claims about itself; the verifier holds it to that.
+    """The claims of a program about itself, which the verifier checks.
 
     Attributes:
         schedule: the generator's name.
@@ -167,7 +167,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
     """A header and, for each rank, the instructions it issues in order.
 
     An instruction of the compute lane waits for the values it needs, runs, and only then does the rank issue the
-    next one. Instructions of the other lanes are issued and complete by themselves: a `recv` posts a buffer, a
+    next one. Instructions of the other lanes are issued and complete asynchronously: a `recv` posts a buffer, a
     `send` or `reduce` is under way, and whoever needs the value waits for it.
     """
 

@@ -1,7 +1,7 @@
 """Must wait, for what is spilled: a fetch for the write-back of its value and for its slot. Part of the graph.
 
 A rank issues its list in order and its compute lane makes it wait, so what read a slot is done when the `drop` or
-`evict` that frees it is issued. What is left are the waits between copies, which run by themselves, and those of a
+`evict` that frees it is issued. What is left are the waits between copies, which run asynchronously, and those of a
 backward for gradients that were summed earlier.
 """
 

@@ -12,7 +12,7 @@ from pipefit.ir.op import Kind
 __all__ = ["GRAIN_BYTES", "SLOTTED", "TIERS", "UNDER_WAY", "Spill"]
 
 GRAIN_BYTES: Final = 4096
-"""What records and slots are rounded up to: direct I/O asks for it."""
+"""Records and slots are rounded up to a multiple of this: direct I/O needs it."""
 
 TIERS: Final = ("host", "disk")
 """Where a stage can live while it is not on the device."""

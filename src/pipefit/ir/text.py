@@ -103,8 +103,8 @@ def _spill_line(spill: Spill) -> str:
     stages = " ".join(map(str, spill.stages))
     parked = " activations" if spill.activations else ""
     some = (("on-host", spill.on_host), ("keeps", spill.keeps))
-    told = "".join(f" {word} {' '.join(map(str, those))}" for word, those in some if those)
-    return f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}{parked}{told}"
+    lists = "".join(f" {word} {' '.join(map(str, those))}" for word, those in some if those)
+    return f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}{parked}{lists}"
 
 
 def _spill(words: list[str]) -> Spill:

@@ -49,9 +49,9 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
 
 
 def _without_deadlock(program: Program) -> Program:
-    """Posts receives earlier wherever the program would stand still if every send waited for its receive.
+    """Posts receives earlier wherever the program would be stuck if every send waited for its receive.
 
-    On each cycle of waiting one receive is posted where its rank stands. The sends of a link wait in order, so
+    On each cycle of waiting one receive is posted where its rank is stuck. The sends of a link wait in order, so
     the order of its receives stays. A cycle without a send is the schedule's own mistake and stays as it is.
     """
     graph = dependency_graph(program)

@@ -1,4 +1,4 @@
-"""What a rank looks up while it runs a program, worked out once from the dependency graph and liveness."""
+"""The tables that a rank looks up while it runs a program, worked out once from the dependency graph and liveness."""
 
 from __future__ import annotations
 

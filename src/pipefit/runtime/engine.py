@@ -36,7 +36,7 @@ __all__ = ["Engine", "PassResult"]
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one pass over a program gave, for the ranks of this process.
+    """The results of one pass over a program, for the ranks of this process.
 
     Attributes:
         losses: weighted losses by micro-batch, of those computed here.
@@ -103,7 +103,7 @@ class Engine:
         Args:
             program: proven.
             feed: its data.
-            metric: taken of every output beside its loss.
+            metric: taken of every output in addition to its loss.
             look: called after each instruction.
 
         Raises:
@@ -138,7 +138,7 @@ class Engine:
         return PassResult(losses, executions, (now_sent - sent, now_inside - inside))
 
     def _settle_in(self) -> None:
-        """What is arranged once a program has run: all threads are there, and sizes have been seen."""
+        """Settings that wait until a program has run: all threads are there, and sizes have been seen."""
         for transport in self.transports:
             if isinstance(transport, DistributedTransport):
                 transport.let_work_finish()
@@ -176,7 +176,7 @@ class Engine:
 
 
 def _agree_on(program: Program, session: Session) -> None:
-    """Every rank has derived the program by itself: before it runs, all must have the same.
+    """Checks that all ranks have derived the same program before it runs.
 
     Raises:
         InvalidProgramError: on every rank, when two differ.
@@ -191,7 +191,7 @@ def _agree_on(program: Program, session: Session) -> None:
 
 
 def _drive(executions: Sequence[Execution]) -> None:
-    """Steps the ranks of this process in turn until all are done."""
+    """Steps the ranks of this process round-robin until all are done."""
     active = [(run, run.run(HANDLERS)) for run in executions]
     while active:
         moved, waiting = False, []

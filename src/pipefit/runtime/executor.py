@@ -36,7 +36,7 @@ class Feed:
         targets: of each micro-batch, on ranks that hold the last stage.
         shares: of each micro-batch in the loss of its step; they add up to 1 over a step.
         ordinals: number of each micro-batch since training began.
-        signatures: what stands for the shapes of each micro-batch.
+        signatures: identify the shapes of each micro-batch.
     """
 
     inputs: Sequence[Any]
@@ -129,6 +129,6 @@ class Execution:
                 self.ends[index] = time.perf_counter()
 
     def stage_input(self, instruction: Instruction) -> Message:
-        """What a forward or replay takes: the activation of the stage before, or the micro-batch."""
+        """The input of a forward or replay: the activation of the stage before, or the micro-batch."""
         stage, mb = instruction.stage, instruction.mb
         return self.values["act", stage - 1, mb] if stage else self.values["input", 0, mb][0]

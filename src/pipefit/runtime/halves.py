@@ -33,7 +33,7 @@ _AT_ONCE = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward.
+    """The saved state of a forward for its backward.
 
     Attributes:
         inputs: the stage's inputs that need a gradient, leaves of its graph; or edges where its graph ends.
@@ -126,7 +126,7 @@ class _Ways:
     """The nodes of a stage's graph, by where the ways from them lead.
 
     Attributes:
-        children: of each node, the edges that leave it; every node stands after those it leads to.
+        children: of each node, the edges that leave it; every node comes after those it leads to.
         to_input: the nodes from which a way leads to an input.
         weights: of each node from which ways lead to weights only: which.
         branches: of each node from which ways lead to both: the edges to nodes of `weights`.
@@ -175,7 +175,7 @@ class _Ways:
 
 
 def _nodes_below(starts: Iterable[Node], ends: set[Node]) -> dict[Node, list[tuple[Node, int]]]:
-    """All nodes down to some ends, each with the edges that leave it; none stands before one that it leads to."""
+    """All nodes down to some ends, each with the edges that leave it; none comes before one that it leads to."""
     done: dict[Node, list[tuple[Node, int]]] = {}
     opened: dict[Node, list[tuple[Node, int]]] = {}
     stack = [*starts]

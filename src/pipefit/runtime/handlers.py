@@ -1,4 +1,4 @@
-"""What each operation does on a rank: one short function per operation, and the table that the executor reads."""
+"""The handlers of operations on a rank: one short function per operation, and the table that the executor reads."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _step(run: Execution, i: Instruction) -> None:
 
 
 def _host_step(run: Execution, i: Instruction) -> None:
-    """The same on the host, by itself: gradients, weights and states are there."""
+    """The step on the host, asynchronously: gradients, weights and states are there."""
     worker = run.worker
     batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
     taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
@@ -260,7 +260,7 @@ def _host_step(run: Execution, i: Instruction) -> None:
 
 
 def _update(run: Execution, i: Instruction) -> Callable[[], None]:
-    """What makes an update once the gradients are with the optimizer; what it needs of the rank is looked up now."""
+    """Returns the function that makes an update once the gradients are with the optimizer; it looks up the rank now."""
     worker, header = run.worker, run.compiled.program.header
     optimizer, scheduler = worker.optimizers[i.stage], worker.schedulers.get(i.stage)
     scale = 1 / _steps_in(header, i.stage, i.version)

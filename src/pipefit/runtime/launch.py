@@ -126,7 +126,7 @@ def _passing_on_sigterm(processes: list[Any]) -> Iterator[threading.Event]:
 
 
 class _Settings:
-    """What a child needs to know before it joins the others."""
+    """The settings of a child process before it joins the others."""
 
     def __init__(
         self, rank: int, num_ranks: int, folder: str, threads: int, quiet: bool, environment: dict[str, str]

@@ -1,4 +1,4 @@
-"""All ranks in one process, stepped in turn: for notebooks, debuggers, tests, and many stages on one GPU."""
+"""All ranks in one process, stepped round-robin: for notebooks, debuggers, tests, and many stages on one GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Key = tuple[Any, ...]
 
 @dataclass
 class Mailbox:
-    """What the ranks of one process share: messages by (receiver, kind, stage, micro-batch), and open reductions."""
+    """The shared state of the ranks: messages by (receiver, kind, stage, micro-batch), and open reductions."""
 
     messages: dict[Key, Message] = field(default_factory=dict)
     reductions: dict[Key, dict[int, list[Tensor]]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class _Receive:
 
 @dataclass(frozen=True)
 class _Collective:
-    """What the members of a collective have given; `finish` takes the results from it once all have."""
+    """The tensors that the members of a collective have given; `finish` takes the results from it once all have."""
 
     mailbox: Mailbox
     key: Key

@@ -1,4 +1,4 @@
-"""What glibc's allocator does with memory that is let go of; where there is another allocator, nothing changes."""
+"""Settings of glibc's allocator for memory that is freed; with another allocator, nothing changes."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def feed_of(
 
 
 def _number(signature: Hashable) -> int:
-    """A number that stands for the shapes of a micro-batch in this process: cheaper to look up than the shapes."""
+    """A number that identifies the shapes of a micro-batch in this process: cheaper to look up than the shapes."""
     return _NUMBERS.setdefault(signature, len(_NUMBERS))
 
 

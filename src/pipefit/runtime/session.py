@@ -104,8 +104,9 @@ def current() -> Session:
 
 
 def join() -> Session:
-    """Joins the process group that `pipefit run`, `pipefit train --ranks` or `torchrun` prepared; alone without one.
+    """Joins the process group that `pipefit run`, `pipefit train --ranks` or `torchrun` prepared.
 
+    Without one it is a session of one process.
     Ranks on one machine meet through a file in a private folder, so no port is opened to the network.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -1,4 +1,4 @@
-"""What the instructions of a program that spills do: they start copies, and say what follows once one has ended."""
+"""The handlers of spilling: they start copies, and say what follows once one has ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Arriving:
     arrived: Callable[[], None]
 
     def ready(self) -> bool:
-        """Always: a copy comes to its end by itself, so `wait` may block."""
+        """Always: a copy ends on its own lane, so `wait` may block."""
         return True
 
     def wait(self) -> None:

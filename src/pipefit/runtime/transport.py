@@ -43,7 +43,7 @@ class Transport(Protocol):
     rank: int
 
     def begin(self, signatures: Sequence[object]) -> None:
-        """A pass over a program begins; micro-batch k has shapes that `signatures[k]` stands for."""
+        """A pass over a program begins; micro-batch k has shapes that `signatures[k]` identifies."""
 
     def send(self, instruction: Instruction, message: Message) -> None:
         """Starts to send; the tensors stay alive until it is done."""
@@ -52,7 +52,7 @@ class Transport(Protocol):
         """Posts a receive."""
 
     def delivered(self, kind: str, stage: int, mb: int) -> None:
-        """What the rank has sent under this name has been used by its receiver: let go of it."""
+        """The receiver has used the message that was sent under this name: its tensors are released."""
 
     def gather(self, pieces: Any) -> Message:
         """Puts together what arrived in pieces; only for ranks of several processes."""

@@ -146,7 +146,7 @@ def hang_report(
     num_ranks: int,
     stacks: Callable[[int], str] = lambda rank: "",
 ) -> str:
-    """One page about a rank that stands still: the verdict, the chain that leads to it, and where every rank is.
+    """One page about a rank that hangs: the verdict, the chain that leads to it, and where every rank is.
 
     Args:
         rank: that found out.

@@ -25,7 +25,7 @@ __all__ = ["Worker"]
 
 @dataclass
 class Worker:
-    """What one rank keeps between programs.
+    """The state that one rank keeps between programs.
 
     Attributes:
         rank: its number.

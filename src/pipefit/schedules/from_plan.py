@@ -42,11 +42,10 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...
 def _spill(plan: Plan) -> Spill | None:
     if plan.spill is None:
         return None
-    told = plan.spill
-    stages = told.stages or tuple(range(len(plan.partition.stages)))
-    optim = told.optim_slots > 0
-    some = told.activations, told.on_host, told.keeps
-    return Spill(told.tier, told.weights_slots, told.optim_slots, optim, stages, *some)
+    stages = plan.spill.stages or tuple(range(len(plan.partition.stages)))
+    optim = plan.spill.optim_slots > 0
+    some = plan.spill.activations, plan.spill.on_host, plan.spill.keeps
+    return Spill(plan.spill.tier, plan.spill.weights_slots, plan.spill.optim_slots, optim, stages, *some)
 
 
 def program_of(plan: Plan, *, num_steps: int = 1) -> Program:

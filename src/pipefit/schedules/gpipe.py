@@ -28,7 +28,7 @@ def _naive(task: Task) -> Iterator[list[Instruction]]:
 
 @schedule(name="data-parallel", layout="replicas")
 def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
-    """Data parallelism: the whole model on every rank, micro-batches in turn, gradients averaged.
+    """Data parallelism: the whole model on every rank, micro-batches round-robin, gradients averaged.
 
         F0 B0 F3 B3   rank 0
         F1 B1 F4 B4   rank 1

@@ -31,7 +31,7 @@ def _interleavable(shape: Shape) -> None:
 
 @schedule(name="interleaved", chunks=True, options={"group": 0}, check=_interleavable)
 def _interleaved(task: Task) -> Iterator[list[Instruction]]:
-    """Interleaved 1F1B: groups of p micro-batches go through a rank's chunks in turn; the bubble shrinks by v.
+    """Interleaved 1F1B: groups of p micro-batches go through a rank's chunks; the bubble shrinks by v.
 
         F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 .    B2.2 .    B2.3 B0.2 B0.3   rank 0
         .    F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3 .      rank 1

@@ -14,7 +14,7 @@ __all__ = ["alternate", "num_warmup"]
 
 
 def alternate(forwards: list[Instruction], backwards: list[Instruction], warmup: int) -> list[Instruction]:
-    """Some forwards first, then one forward and one backward in turn, then the backwards that are left."""
+    """Some forwards first, then one forward and one backward alternating, then the backwards that are left."""
     warmup = min(warmup, len(forwards))
     steady = [i for pair in zip(forwards[warmup:], backwards, strict=False) for i in pair]
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
@@ -96,7 +96,7 @@ def _vertical_sync(task: Task) -> Iterator[list[Instruction]]:
 
 
 def _enough_for_double_buffering(shape: Shape) -> None:
-    """Two versions suffice if all of a replica's micro-batches in flight belong to two updates in a row."""
+    """Two versions suffice if all of a replica's micro-batches in flight belong to two consecutive updates."""
     _warmup_in_reach(shape)
     header = shape.header("pipedream-2bw", "loop", WeightRule.DOUBLE)
     depth = shape.options.get("warmup", 1)

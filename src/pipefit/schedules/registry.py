@@ -17,7 +17,7 @@ __all__ = ["REGISTRY", "Schedule", "Task", "schedule"]
 
 @dataclass(frozen=True)
 class Task:
-    """What the order of a schedule is asked for: a header to read, and the micro-batches to cover.
+    """The input of an order function: a header to read, and the micro-batches to cover.
 
     A synchronous schedule is asked once for each step; an asynchronous one for the whole program.
     """
@@ -170,7 +170,7 @@ def schedule(
     >>> from pipefit.ir import bwd, fwd
     >>> @schedule
     ... def one_by_one(task):
-    ...     "Every micro-batch alone."
+    ...     "One micro-batch at a time."
     ...     for rank in range(task.num_ranks):
     ...         yield [op(rank, mb) for mb in task.span for op in (fwd, bwd)]
     >>> one_by_one(Shape(depth=2, num_microbatches=2)).order

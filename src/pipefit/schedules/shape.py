@@ -14,7 +14,7 @@ __all__ = ["Shape", "placement_of"]
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """What a schedule is generated for.
+    """The integers that a schedule is generated for.
 
     Attributes:
         depth: positions of the pipeline, p; the number of ranks when no stage is replicated.

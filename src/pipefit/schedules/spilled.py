@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 @schedule(name="spilled", layout="single", chunks=True, spills=True)
 def _spilled(task: Task) -> Iterator[list[Instruction]]:
-    """Spilled execution (Hydra): stages fetched in turn to one device, all micro-batches at each visit.
+    """Spilled execution (Hydra): stages fetched one after the other to one device, all micro-batches at each visit.
 
         .    F0.0 F0.1 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 S2   B1.0 B1.1 S1   B0.0 B0.1 S0   .    compute
         f0   f1        f2                                 f0                                 to the device

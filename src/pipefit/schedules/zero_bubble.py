@@ -46,7 +46,7 @@ def _h1(task: Task) -> Iterator[list[Instruction]]:
 
     F forward, I and W the halves of a backward for inputs and for weights, digits micro-batches; drawn for f = i = w.
     Time m(f+i+w) + (p−1)·max(f, i, f+i−w) for m ≥ p, where 1F1B takes (m+p−1)(f+i+w); min(p, m) micro-batches of
-    activations on every rank, and beside them what the first half of a backward keeps for the second.
+    activations on every rank, and in addition what the first half of a backward keeps for the second.
     Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2.1.
     """
     return _late_weights(task, 1)
@@ -54,7 +54,7 @@ def _h1(task: Task) -> Iterator[list[Instruction]]:
 
 @schedule(name="zb-h2")
 def _h2(task: Task) -> Iterator[list[Instruction]]:
-    """Zero-bubble H2: H1 with twice the warm-up; ranks stand idle only before the first update and after the last.
+    """Zero-bubble H2: H1 with twice the warm-up; ranks are idle only before the first update and after the last.
 
         F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .    rank 0
         .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .    rank 1
@@ -80,7 +80,7 @@ def _two_chunks(shape: Shape) -> None:
 
 @schedule(name="zb-v", layout="wave", chunks=True, check=_two_chunks)
 def _v(task: Task) -> Iterator[list[Instruction]]:
-    """Zero-bubble V: stages go down the ranks and up again, so that each rank holds as much and none stands idle.
+    """Zero-bubble V: stages go down the ranks and up again, so that each rank holds as much and none is idle.
 
         F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 I0.1 W0.1 I0.2 W0.2 W3.2 .      rank 0
         .    F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 I1.1 I2.2 I1.2 W1.1 W1.2 W2.1 W2.2   rank 1
@@ -124,7 +124,7 @@ def _found_work(depth: int, num_microbatches: int) -> list[list[tuple[Op, int, i
 
 
 class _Work:
-    """What has been done so far: when each operation of each stage ended, by micro-batch."""
+    """The work done so far: when each operation of each stage ended, by micro-batch."""
 
     def __init__(self, depth: int, num_microbatches: int) -> None:
         self.depth, self.num_microbatches = depth, num_microbatches
@@ -133,7 +133,7 @@ class _Work:
         }
 
     def next_of(self, position: int, now: int) -> tuple[Op, int] | None:
-        """What a rank does now; None: it has to wait."""
+        """Returns the next operation of a rank; None: it has to wait."""
         forwards, inputs, weights = self.ended.values()
         last = 2 * self.depth - 1
         stages = (position, last - position)

@@ -14,12 +14,12 @@ __all__ = ["Code", "FlatProgram", "flat_program"]
 
 
 class Code(enum.IntEnum):
-    """What the clock of a rank does at an instruction.
+    """How the clock of a rank treats an instruction.
 
     WORK: runs at once: all it needs comes from earlier work of the rank.
     WAIT: runs once messages or reductions have arrived.
     MESSAGE: is issued; it only waits for its other side.
-    PENDING: is issued; it waits by itself for whatever it needs: reductions, copies, messages passed on.
+    PENDING: is issued; it waits asynchronously for whatever it needs: reductions, copies, messages passed on.
     """
 
     WORK = 0

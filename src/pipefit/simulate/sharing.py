@@ -24,7 +24,7 @@ class Machine:
 
     Attributes:
         cores: for ranks; of ranks that are t processes each, 1/t of the machine's.
-        done: seconds that whoever has run since the beginning has been at work, alone on a core.
+        done: seconds that whoever has run since the beginning has been at work, with a core of its own.
         now: the time for which `done` holds.
         work: what runs, (the `done` at which it ends, rank), first to end first.
     """
@@ -69,8 +69,8 @@ class SharingEngine(EventEngine):
     Attributes:
         machines: with their cores.
         machine_of: of each rank, the index of its machine.
-        enters: whether a rank stands before a pass.
-        works: whether it has begun the instruction it stands at.
+        enters: whether a rank is about to begin a pass.
+        works: whether it has begun its current instruction.
     """
 
     machines: Sequence[Machine] = ()
@@ -84,7 +84,7 @@ class SharingEngine(EventEngine):
         size, num_ranks = len(graph.instructions), len(graph.starts) - 1
         for times in (self.start, self.posted, self.end):
             times += [UNKNOWN] * (size * self.repeats)
-        # Whoever is awaited is told by the agenda, which is what the order of time means to the rest of the engine.
+        # The agenda wakes whoever waits, which is what the order of time means to the rest of the engine.
         self.contention = True
         self.clock, self.at = [0] * num_ranks, list(graph.starts[:-1])
         self.blocked_on = [UNKNOWN] * num_ranks

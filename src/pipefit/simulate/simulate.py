@@ -37,10 +37,10 @@ def simulate(
     """When each instruction starts and ends.
 
     Every rank issues its list in order. An instruction of the compute lane starts when the rank is free and what it
-    needs has arrived. Any other is issued and completes by itself: a message starts when both sides have posted it, a
-    reduction when all members have, a copy when its lane is free; where reads and writes of a tier take turns, they
-    move in each other's gaps. Weights that lie in their slots since the pass before are not read. Where a machine of
-    the topology has fewer cores than processes, those that work at the same time share them evenly.
+    needs has arrived. Any other is issued and completes asynchronously: a message starts when both sides have posted
+    it, a reduction when all members have, a copy when its lane is free; where reads and writes of a tier take turns,
+    they move in each other's gaps. Weights that lie in their slots since the pass before are not read. Where a machine
+    of the topology has fewer cores than processes, those that work at the same time share them evenly.
 
     >>> from pipefit.cost import unit
     >>> from pipefit.schedules import Shape, generate
@@ -159,7 +159,7 @@ def _check(layout: FlatProgram) -> None:
 
 
 def _blocking(blocking_sends: bool, overlap: bool) -> set[Op]:
-    """The operations, beside those of the compute lane, whose end a rank waits for."""
+    """The operations, in addition to those of the compute lane, whose end a rank waits for."""
     held = {op for op, spec in OP_SPEC.items() if spec.lane is not Lane.COMPUTE} - MESSAGE_OPS
     return ({Op.SEND} if blocking_sends else set()) | (set() if overlap else held)
 
@@ -238,13 +238,13 @@ def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dic
 
 
 def _message_lanes(cost: CostModel, source: int, target: int, contention: bool) -> tuple[Key, ...]:
-    """What a message has for itself while it travels."""
+    """The ports and links that a message occupies while it travels."""
     ports = cost.ports(source, target)
     return (*ports, (source, target)) if contention else ports
 
 
 def _commit_s(graph: Graph, cost: CostModel) -> float:
-    """Seconds that ranks wait between two passes for what they have written to be committed; one alone does not."""
+    """Seconds that ranks wait between two passes for what they have written to be committed; a single rank never."""
     header = graph.program.header
     if header.spill is None or header.num_ranks == 1:
         return 0
@@ -313,7 +313,7 @@ def _events(engine: EventEngine) -> tuple[Event, ...]:
 
 
 def _hang(engine: EventEngine) -> str:
-    """What waits for what, rank by rank."""
+    """A message that says which rank waits for what."""
     graph = engine.layout.graph
     size = len(graph.instructions)
     lines = []

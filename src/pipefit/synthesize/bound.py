@@ -1,4 +1,4 @@
-"""What no order can beat."""
+"""A lower bound on the makespan of every order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def bound_s(problem: OrderProblem) -> float:
     """A time that no order of the steps can beat.
 
     First, for every step, what must come before and after it: along its micro-batch; the same step of the micro-batches
-    before and after (they are alike, so they may be taken to go in turn); and, where memory is limited, the end of the
-    micro-batch whose place a forward takes. With these heads and tails each rank by itself is one machine whose best
+    before and after (they are alike, so they may be taken to go in order); and, where memory is limited, the end of the
+    micro-batch whose place a forward takes. With these heads and tails each rank in isolation is one machine whose best
     order with interruptions is known: of what is there, always that with the longest tail. The worst rank counts.
 
     Source: Carlier, The one-machine sequencing problem (European Journal of Operational Research 11, 1982), for heads,
@@ -50,7 +50,7 @@ def _chain(problem: OrderProblem) -> list[int]:
 
 
 def _before(problem: OrderProblem, step: int) -> list[tuple[int, float]]:
-    """What comes before a step within its micro-batch, and how long its result travels."""
+    """The step before a step within its micro-batch, and how long its result travels."""
     count = problem.header.num_stages
     kind, stage = divmod(step, count)
     if kind == WEIGHT:

@@ -15,7 +15,7 @@ __all__ = ["Policy", "listed", "nearby", "policies"]
 
 @dataclass(frozen=True)
 class Policy:
-    """What ranks like.
+    """The preferences of ranks.
 
     Attributes:
         eager: of each rank, whether it takes a forward before the first half of a backward.
@@ -81,7 +81,7 @@ def listed(problem: OrderProblem, policy: Policy) -> Order | None:
 
 @dataclass
 class _Board:
-    """What has been done so far."""
+    """The work done so far."""
 
     problem: OrderProblem
     policy: Policy
@@ -118,7 +118,7 @@ class _Board:
         return found
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether a forward fits, and beside it the rest of the oldest micro-batch: so nothing is ever stuck."""
+        """Whether a forward fits in addition to the rest of the oldest micro-batch: so nothing is ever stuck."""
         problem, own = self.problem, self.problem.stages[rank]
         last = 2 if problem.split else 1
         oldest = min(self.done[last * problem.header.num_stages + s] for s in own)
@@ -129,7 +129,7 @@ class _Board:
         return self.held[rank] + sizes[own.index(stage)] + rest <= self.policy.room[rank]
 
     def choice(self, rank: int, now: float) -> int | None:
-        """What a rank does now; None: it waits."""
+        """Returns the next step of a rank; None: it waits."""
         count, policy = self.problem.header.num_stages, self.policy
         coming = self.coming(rank, now)
         there = [step for time, step in coming if time <= now]

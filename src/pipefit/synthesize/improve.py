@@ -59,7 +59,7 @@ def _moved(steps: list[int], index: int, random: Random) -> list[int]:
     """A rank's steps with one moved, or with a step before it moved past it; its later likes may move along."""
     by = random.randint(1, _REACH) * random.choice((-1, 1))
     if random.random() < 0.5 and index:
-        # What stands in the way of a critical step goes behind it.
+        # A step that delays a critical one goes behind it.
         index = max(index - abs(by), 0)
         by = abs(by)
     places = [index]

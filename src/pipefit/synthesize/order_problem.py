@@ -1,6 +1,6 @@
-"""What an order is looked for: seconds, memory and messages of each stage, as plain lists.
+"""The problem of ordering: seconds, memory and messages of each stage, as plain lists.
 
-Micro-batches are alike, so an order is told by steps alone: a rank's list of (kind, stage), the k-th occurrence of
+Micro-batches are alike, so an order is given by steps: a rank's list of (kind, stage), the k-th occurrence of
 which is micro-batch k. A step is one number, kind · num_stages + stage.
 """
 
@@ -91,14 +91,14 @@ class OrderProblem:
             header: placement and micro-batches.
             cost: seconds and bytes.
             limit: of memory.
-            static_bytes: of each rank, beside activations.
+            static_bytes: of each rank, in addition to activations.
             split: whether backwards may come in halves.
         """
         stages, ranks = range(header.num_stages), range(header.num_ranks)
         home = [header.placement[stage][0] for stage in stages]
         seconds = [cost.duration_s(Instruction(op, stage, 0, 0), home[stage]) for op in _OPS for stage in stages]
-        beside = {0: (Op.LOAD,), header.last_stage: (Op.LOAD,) * (header.last_stage > 0) + (Op.LOSS,)}
-        for stage, ops in beside.items():
+        ends = {0: (Op.LOAD,), header.last_stage: (Op.LOAD,) * (header.last_stage > 0) + (Op.LOSS,)}
+        for stage, ops in ends.items():
             seconds[stage] += sum(cost.duration_s(Instruction(op, stage, 0), home[stage]) for op in ops)
 
         def travel_s(kind: Kind, stage: int, source: int, target: int) -> float:
@@ -144,7 +144,7 @@ class OrderProblem:
 
     @cached_property
     def feeds(self) -> list[tuple[int, float]]:
-        """For each step what feeds it, and how long that travels; −1: nothing beside earlier steps of its stage.
+        """For each step what feeds it, and how long that travels; −1: nothing but earlier steps of its stage.
 
         What feeds is a forward or, for backwards whole or in halves alike, a first half.
         """
@@ -154,7 +154,7 @@ class OrderProblem:
         return [*forwards, *backwards, *([(-1, 0.0)] * count), *backwards]
 
     def keeps(self, rank: int, order: Sequence[int]) -> bool:
-        """Whether every micro-batch of a rank takes its steps in turn, and what is held has room."""
+        """Whether every micro-batch of a rank takes its steps in order, and what is held has room."""
         count, held, room = self.header.num_stages, 0.0, self.room[rank]
         done = [0] * (4 * count)
         for step in order:
@@ -198,7 +198,7 @@ class OrderProblem:
         return result
 
     def steps(self, program: Program) -> Order:
-        """The order of a program; its micro-batches are taken to be in turn."""
+        """The order of a program; its micro-batches are taken to be in order."""
         count = self.header.num_stages
         kinds = {op: kind * count for kind, op in enumerate(_OPS)}
         return [[kinds[i.op] + i.stage for i in instructions if i.op in kinds] for instructions in program.ranks]

@@ -16,7 +16,7 @@ class Times:
     Attributes:
         makespan_s: of the whole.
         starts: of each step of each rank.
-        fed_by: for each step, the step (rank, index) whose message it waited for; None: for its rank alone.
+        fed_by: for each step, the step (rank, index) whose message it waited for; None: only for its rank.
         ends: of each rank.
     """
 

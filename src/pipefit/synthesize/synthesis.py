@@ -115,11 +115,11 @@ def synthesize(
         raise ScheduleError("expected one rank per stage, in a loop or a wave; copies of a pipeline follow one order")
     cost = cost or unit(header, 1, 2)
     limit = Limit(_each("in_flight", in_flight, header, 1), _each("capacity_bytes", capacity_bytes, header, 0))
-    alone = _one_by_one(header)
+    one_by_one = _one_by_one(header)
     rivals = [program for program in _built_in(header) if split or not _has_halves(program)]
-    problem = OrderProblem.of(header, cost, limit, _static_bytes([alone, *rivals], cost), split)
+    problem = OrderProblem.of(header, cost, limit, _static_bytes([one_by_one, *rivals], cost), split)
     fitting = {program.header.schedule: program for program in rivals if limit.keeps(program, cost)}
-    starts = [problem.steps(program) for program in (*fitting.values(), alone)]
+    starts = [problem.steps(program) for program in (*fitting.values(), one_by_one)]
     walk = Walk(problem, bound_s(problem), candidates, seconds)
     best = walk.run([*starts, *(_split(problem, start) for start in starts if split)], Random(seed))
     if split and best:
@@ -180,7 +180,7 @@ def _built_in(header: Header) -> Iterator[Program]:
 
 
 def _one_by_one(header: Header) -> Program:
-    """Every micro-batch alone: what needs the least memory, in any shape."""
+    """One micro-batch at a time: the order that needs the least memory, in any shape."""
     mbs = range(header.num_microbatches)
     own = [header.stages_of(rank) for rank in range(header.num_ranks)]
     ways = [[*((fwd, stage) for stage in stages), *((bwd, stage) for stage in reversed(stages))] for stages in own]
@@ -188,7 +188,7 @@ def _one_by_one(header: Header) -> Program:
 
 
 def _static_bytes(programs: Sequence[Program], cost: CostModel) -> list[float]:
-    """What ranks hold beside activations: the least of the schedules there are."""
+    """Bytes that ranks hold in addition to activations: the least of the schedules there are."""
 
     def size(value: Value) -> float:
         return 0 if value.kind in (Kind.SAVED.value, Kind.HALF.value) else cost.size_bytes(value)

@@ -1,4 +1,4 @@
-"""Predicted beside measured: times by operation and stage, and one function that compares two timelines."""
+"""Predicted and measured: times by operation and stage, and one function that compares two timelines."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["Wait", "critical_path", "waited_for"]
 
 
 class Wait(NamedTuple):
-    """What an event waited for.
+    """The reason why an event did not start earlier.
 
     Attributes:
         reason: "start": nothing came before it; "rank": its rank was busy with `by`; "message", "reduction" or "copy":
@@ -167,7 +167,7 @@ _Queue = tuple[object, ...]
 
 
 def _ahead_on_lane(timeline: Timeline, event: Event, ready: float) -> Event | None:
-    """What left its link or ports last to this one, when this one was ready before."""
+    """The last user of its link or ports before this one, where this one was ready earlier."""
     found = []
     for lane in _lanes(timeline, event):
         users = _by_lane(timeline).get(lane, [])

@@ -90,7 +90,7 @@ class Timeline:
 
     @cached_property
     def _span(self) -> list[Event]:
-        """What a step lasts from and to: its work, and what must be fetched before it and written back after it."""
+        """The events that a step spans: its work, the fetches before it and the evictions after it."""
         if self.program.header.spill is None:
             return self._work
         return self._work + [event for event in self.events if self.lane(event) is Lane.COPY]

@@ -62,8 +62,8 @@ def _due(header: Header) -> dict[Key, tuple[int, ...]]:
     for kind, stage in groups:
         members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
         # Stages of one rank that share a weight are summed too, though nothing travels.
-        alone = len(members) == 1 and len(tied_stages(header, stage, members[0])) < 2
-        if (kind == Reduction.REPLICAS and len(members) == 1) or alone:
+        is_single = len(members) == 1 and len(tied_stages(header, stage, members[0])) < 2
+        if (kind == Reduction.REPLICAS and len(members) == 1) or is_single:
             continue
         due.update({(kind, stage, update): members for update in range(header.num_updates(stage))})
     if header.clip:

@@ -58,7 +58,7 @@ def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -
 
 
 def tiers(s: Subject, limit_bytes: float, size: Callable[[Value], float]) -> Iterator[Finding]:
-    """What all ranks keep on the tier at their fullest, one copy of each, is at most its capacity."""
+    """The peaks of all ranks on the tier, one copy of each value, are together at most its capacity."""
     spill = s.header.spill
     if spill is None:
         return

@@ -19,7 +19,7 @@ def messages(s: Subject) -> Iterator[Finding]:
     links = _owed(s.header)
     crossed: dict[Owed, int] = {}
     instructions, ranks = s.graph.instructions, s.graph.ranks
-    alone = set(s.graph.unmatched)
+    unmatched = set(s.graph.unmatched)
     for op in MESSAGE_OPS:
         for numbers in s.by_microbatch[op].values():
             for number in numbers:
@@ -29,7 +29,7 @@ def messages(s: Subject) -> Iterator[Finding]:
                 problem = _wrong_link(i, ranks[number], link)
                 if problem:
                     yield s.at("messages", number, problem)
-                elif number in alone:
+                elif number in unmatched:
                     other = "receive" if op is Op.SEND else "send"
                     yield s.at("messages", number, f"rank {i.peer} has no {other} for it")
                 elif op is Op.SEND:

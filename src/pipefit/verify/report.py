@@ -52,7 +52,7 @@ class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the verifier found. In files: `"format": "pipefit.report/1"`.
+    """The findings of the verifier. In files: `"format": "pipefit.report/1"`.
 
     Attributes:
         schedule: the name in the program's header.

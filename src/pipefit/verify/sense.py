@@ -1,4 +1,4 @@
-"""Instructions that make no sense by themselves: stages, micro-batches, versions, ranks and kinds that do not exist.
+"""Instructions that are invalid in isolation: stages, micro-batches, versions, ranks and kinds that do not exist.
 
 They are reported and set aside, so that every other rule may rely on its operands.
 """

@@ -23,7 +23,7 @@ _NOUN = {_WEIGHTS: "weights", _WGRAD: "gradients", _OPTIM: "optimizer states"}
 
 @dataclass
 class _Rank:
-    """What one rank's device and its tier hold at an instruction.
+    """The contents of one rank's device and of its tier at an instruction.
 
     Attributes:
         header: of the program.
@@ -123,7 +123,7 @@ def _drop(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str
 
 
 def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
-    """What autograd saved lies in the slot, but for stages that keep it: there the backward reads whichever slot it is.
+    """Saved tensors lie in the slot, but for stages that keep them: there the backward reads whichever slot it is.
 
     That the slot then holds the same version is a rule of values.
     """

@@ -1,4 +1,4 @@
-"""What the rules look at: a program whose instructions all make sense one by one, its graph, and an index of it."""
+"""The subject of the rules: a program whose instructions are valid one by one, its graph, and an index of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Places = defaultdict[tuple[int, int], list[int]]
 
 
 class Finding(NamedTuple):
-    """What a rule found.
+    """A finding of a rule.
 
     Attributes:
         rule: its name.
@@ -37,7 +37,7 @@ class Subject:
     """A program under proof.
 
     Attributes:
-        program: without instructions that make no sense by themselves.
+        program: without instructions that are invalid in isolation.
         graph: its dependencies.
         kept: of each of its instructions, the index in the program that was given (None: the same).
         by_microbatch: for each operation with a micro-batch, the numbers of its instructions by (stage, micro-batch).
