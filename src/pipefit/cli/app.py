@@ -54,8 +54,9 @@ def make_app(tokens: list[str], config: Any = None) -> App:
 
 
 def _flowing(text: str | None) -> str:
-    """A docstring whose paragraphs break where the terminal ends, not also where the source's lines do."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(text or "").split("\n\n"))
+    """A docstring without its arguments, whose paragraphs break where the terminal ends."""
+    paragraphs = inspect.cleandoc(text or "").partition("\n\nArgs:")[0].split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def run(arguments: list[str] | None = None) -> int:

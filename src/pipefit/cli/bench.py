@@ -7,7 +7,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, count, help_of, whole_numbers
+from pipefit.cli.options import Json, count, verb, whole_numbers
 from pipefit.errors import PipefitError, nearest
 
 __all__ = ["command"]
@@ -18,13 +18,12 @@ _ABOUT: Final = {
 }
 
 
+@verb()
 def command(
     name: Annotated[str | None, Parameter(help="Which; without one, a list.")] = None,
     *,
-    repeats: Annotated[int | None, help_of("Repetitions, alternating; default: the benchmark's own.")] = None,
-    microbatches: Annotated[
-        str | None, help_of("Numbers of micro-batches per update; lean takes the first.", "--microbatches", "-m")
-    ] = None,
+    repeats: int | None = None,
+    microbatches: Annotated[str | None, "-m"] = None,
     json: Json = False,
 ) -> Answer:
     """Measure pipefit itself on this machine.
@@ -32,6 +31,10 @@ def command(
     Example: pipefit bench lean
 
     Ranks share this machine with whatever else runs on it: compare figures of one run with each other.
+
+    Args:
+        repeats: Repetitions, alternating; default: the benchmark's own.
+        microbatches: Numbers of micro-batches per update; lean takes the first.
     """
     if name is None:
         width = max(map(len, _ABOUT))

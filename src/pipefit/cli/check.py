@@ -7,11 +7,11 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, importable, make_model
-from pipefit.cli.options import Json, count, flat, help_of
+from pipefit.cli.options import Json, count, verb
 from pipefit.errors import ModelError
 from pipefit.spec.options import Precision, Request, Updates
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@flat("plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device")
+@verb("plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device")
 def command(
     *,
     model: ModelName,
@@ -30,17 +30,11 @@ def command(
     request: Request,
     precision: Precision,
     updates: Updates,
-    steps: Annotated[int, help_of("Weight updates.")] = 3,
-    batch: Annotated[int | None, help_of("Samples of a step; default: two for each micro-batch, and one more.")] = None,
-    dtype: Annotated[
-        Literal["float64", "float32"] | None,
-        help_of("Of weights and data; default: float64, with --precision float32."),
-    ] = None,
-    transport: Annotated[
-        Literal["local", "distributed"] | None,
-        help_of("All ranks in this process, or a process for each; default: local, but for --tensor."),
-    ] = None,
-    device: Annotated[str, help_of("Where both sides compute.")] = "cpu",
+    steps: int = 3,
+    batch: int | None = None,
+    dtype: Literal["float64", "float32"] | None = None,
+    transport: Literal["local", "distributed"] | None = None,
+    device: str = "cpu",
     json: Json = False,
 ) -> Answer:
     """Are loss, gradients and weights of a pipeline those of one process?
@@ -49,6 +43,18 @@ def command(
 
     Trains on random data with SGD, once by a pipeline and once by one process. A schedule without a flush is
     compared with its formulas of delayed gradients. Exit code 1: they differ; the first tensor that does is named.
+
+    Args:
+        schedule: its name; `pipefit schedules` lists them. Default: 1f1b.
+        ranks: processes: data × pipeline × tensor; default: 2.
+        stages: layers of each stage, like 3,3; default: as even as can be.
+        clip: clip gradients to this global norm.
+        seed: of weights, data and dropout.
+        steps: Weight updates.
+        batch: Samples of a step; default: two for each micro-batch, and one more.
+        dtype: Of weights and data; default: float64, with --precision float32.
+        transport: All ranks in this process, or a process for each; default: local, but for --tensor.
+        device: Where both sides compute.
     """
     import torch
 

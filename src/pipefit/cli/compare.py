@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Json, count, flat, help_of
+from pipefit.cli.options import Json, count, verb
 from pipefit.compare.settings import CompareConfig
 from pipefit.errors import PipefitError
 
@@ -26,12 +26,12 @@ __all__ = ["command", "compare_rank", "table"]
 _PATIENCE_S = 30.0
 
 
-@flat()
+@verb()
 def command(
     *,
     settings: CompareConfig,
-    ranks: Annotated[int, help_of("Processes, one thread each.", "--ranks", "-n")] = 2,
-    output: Annotated[Path | None, help_of("Folder for the figures and the chart.", "--output", "-o")] = None,
+    ranks: Annotated[int, "-n"] = 2,
+    output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
     """Measure every strategy side by side on this machine.
@@ -41,6 +41,10 @@ def command(
     One process, data parallelism, every schedule, and torch.distributed.pipelining, for several numbers of
     micro-batches, alternating within one run, so that whatever slows the machine down slows all alike. Shown are
     samples per second, speed-ups, measured and predicted times, memory, and the loss after equal samples.
+
+    Args:
+        ranks: Processes, one thread each.
+        output: Folder for the figures and the chart.
     """
     if count("--ranks", ranks) < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Annotated
 
 from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Json, count, help_of
+from pipefit.cli.options import Json, count, verb
 from pipefit.errors import PipefitError
 
 __all__ = ["command"]
 
 
+@verb()
 def command(
     *,
-    ranks: Annotated[int, help_of("Processes of the self-test.", "--ranks", "-n")] = 2,
-    timeout: Annotated[int, help_of("Seconds after which the self-test has failed.")] = 60,
+    ranks: Annotated[int, "-n"] = 2,
+    timeout: int = 60,
     json: Json = False,
 ) -> Answer:
     """Say what this machine has, whether ranks can talk, and what to fix.
@@ -22,6 +23,10 @@ def command(
     Example: pipefit doctor
 
     Exit code 1: something keeps pipefit from working here. A mark of ! is a warning.
+
+    Args:
+        ranks: Processes of the self-test.
+        timeout: Seconds after which the self-test has failed.
     """
     from pipefit.cli.doctor_checks import all_checks
 

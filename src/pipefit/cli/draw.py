@@ -18,9 +18,8 @@ from pipefit.cli.options import (
     check_suffix,
     check_times,
     count,
-    flag,
-    help_of,
     pairs,
+    verb,
     whole_numbers,
 )
 from pipefit.errors import PipefitError, ScheduleError, nearest
@@ -34,51 +33,34 @@ __all__ = ["command"]
 _MOST_FORWARDS = 500_000
 
 
+@verb()
 def command(
-    schedule: Annotated[str, help_of("Its name; `pipefit schedules` lists them.")],
+    schedule: str,
     /,
     *,
-    stages: Annotated[int, help_of("Positions of the pipeline, p.", "--stages", "-p")],
-    microbatches: Annotated[
-        int,
-        help_of(
-            "m, per weight update; PipeDream updates after each one, unless --steps is given.", "--microbatches", "-m"
-        ),
-    ],
-    chunks: Annotated[int, help_of("Stages on each rank, v.", "--chunks", "-v")] = 1,
+    stages: Annotated[int, "-p"],
+    microbatches: Annotated[int, "-m"],
+    chunks: Annotated[int, "-v"] = 1,
     forward: Forward = 1,
     backward: Backward = None,
     input_gradient: InputGradient = None,
     weight_gradient: WeightGradient = None,
     latency: Latency = 0,
-    steps: Annotated[int | None, help_of("Weight updates to draw.")] = None,
-    replicas: Annotated[str | None, help_of("Copies of each stage, such as 2,1.")] = None,
-    recompute: Annotated[bool, flag("Replay each forward before its backward.")] = False,
-    slots: Annotated[
-        int | None,
-        help_of("Spill all stages: a rank has room for so many; `spilled` does with 2, others only if asked."),
-    ] = None,
-    optim_slots: Annotated[
-        int, help_of("And for the optimizer states of so many; 0: these stay.", "--optim-slots")
-    ] = 1,
-    tier: Annotated[Literal["host", "disk"], help_of("Where stages that are spilled live.")] = "host",
-    prefetch: Annotated[
-        int | None,
-        help_of("Fetch a stage so many visits ahead; 0: when it is needed. Default: as soon as a slot is free."),
-    ] = None,
-    activations: Annotated[bool, flag("What enters a spilled stage waits on the tier too, until its replay.")] = False,
-    step_on: Annotated[Literal["device", "host"], help_of("Where stages on the host step.", "--step-on")] = "device",
-    keep: Annotated[bool, flag("Spilled stages keep their activations on the device, and replay nothing.")] = False,
+    steps: int | None = None,
+    replicas: str | None = None,
+    recompute: bool = False,
+    slots: int | None = None,
+    optim_slots: int = 1,
+    tier: Literal["host", "disk"] = "host",
+    prefetch: int | None = None,
+    activations: bool = False,
+    step_on: Literal["device", "host"] = "device",
+    keep: bool = False,
     copy: Copy = 2,
-    option: Annotated[list[str] | None, help_of("An option of the schedule as NAME=INTEGER; may be repeated.")] = None,
-    warmup: Annotated[int | None, help_of("Short for --option warmup=…")] = None,
-    group: Annotated[int | None, help_of("Short for --option group=…")] = None,
-    output: Annotated[
-        Path | None,
-        help_of(
-            ".svg, .html or .png for a picture, .trace.json for Perfetto, .pipe for the program.", "--output", "-o"
-        ),
-    ] = None,
+    option: list[str] | None = None,
+    warmup: int | None = None,
+    group: int | None = None,
+    output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
     """Draw a schedule, or print its numbers.
@@ -86,6 +68,26 @@ def command(
     Example: pipefit draw 1f1b -p 4 -m 8 -o 1f1b.html
 
     Without -o the grid is printed.
+
+    Args:
+        schedule: Its name; `pipefit schedules` lists them.
+        stages: Positions of the pipeline, p.
+        microbatches: micro-batches per weight update; PipeDream updates after each one, unless --steps is given.
+        chunks: Stages on each rank, v.
+        steps: Weight updates to draw.
+        replicas: Copies of each stage, such as 2,1.
+        recompute: Replay each forward before its backward.
+        slots: Spill all stages: a rank has room for so many; `spilled` does with 2, others only if asked.
+        optim_slots: And for the optimizer states of so many; 0: these stay.
+        tier: Where stages that are spilled live.
+        prefetch: Fetch a stage so many visits ahead; 0: when it is needed. Default: as soon as a slot is free.
+        activations: What enters a spilled stage waits on the tier too, until its replay.
+        step_on: Where stages on the host step.
+        keep: Spilled stages keep their activations on the device, and replay nothing.
+        option: An option of the schedule as NAME=INTEGER; may be repeated.
+        warmup: Short for --option warmup=…
+        group: Short for --option group=…
+        output: .svg, .html or .png for a picture, .trace.json for Perfetto, .pipe for the program.
     """
     from pipefit.draw.drawing import draw
 

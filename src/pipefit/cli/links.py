@@ -7,22 +7,28 @@ from pathlib import Path
 from typing import Annotated
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, check_suffix, count, help_of
+from pipefit.cli.options import Json, check_suffix, count, verb
 from pipefit.errors import PipefitError
 
 __all__ = ["command"]
 
 
+@verb()
 def command(
     *,
-    ranks: Annotated[int, help_of("Processes on this machine.", "--ranks", "-n")] = 2,
-    repeats: Annotated[int, help_of("Messages to and fro for each size.")] = 20,
-    output: Annotated[Path | None, help_of("Write the topology to this TOML file.", "--output", "-o")] = None,
+    ranks: Annotated[int, "-n"] = 2,
+    repeats: int = 20,
+    output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
     """Measure the links and devices of this machine.
 
     Example: pipefit links --ranks 2 -o here.toml
+
+    Args:
+        ranks: Processes on this machine.
+        repeats: Messages to and fro for each size.
+        output: Write the topology to this TOML file.
     """
     from pipefit.profiling import measure_device, measure_links
     from pipefit.runtime.launch import launch

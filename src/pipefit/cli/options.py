@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import Parameter as Argument
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from cyclopts import CoercionError, Parameter, Token, convert
 
@@ -34,7 +34,6 @@ __all__ = [
     "count",
     "exact",
     "flag",
-    "flat",
     "help_of",
     "numbers",
     "pairs",
@@ -83,49 +82,58 @@ def flag(text: str, *names: str) -> Parameter:
     return Parameter(name=names or None, help=text, negative=(), show_default=False)
 
 
-def flat(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Turns groups of options into options: a verb's argument that is a dataclass becomes a flag for each field.
+def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a verb of a function: each argument is an option, and so is each field of an argument that is a dataclass.
 
-    Help comes from the dataclass's docstring, names and types from its fields; see `pipefit.spec.options.setting`.
+    The help of an argument stands under "Args" of the function's docstring, its short name behind its type, as in
+    `Annotated[int, "-n"]`. Fields of dataclasses have theirs (see `pipefit.spec.options.setting`), unless the
+    function's docstring has another.
 
     Args:
         without: names of fields, or of groups of them, that the verb does not offer.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        hints = get_type_hints(command, include_extras=True)
+        hints, helps = get_type_hints(command, include_extras=True), _helps(command, "Args:")
         groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
         groups.pop("return")  # the verb's answer is a dataclass too
 
-        def verb(**given: Any) -> Any:
+        def called(*places: Any, **given: Any) -> Any:
             for name, check in checks.items():
                 if name in given:
                     check(given[name])
-            own = {name: value for name, value in given.items() if name in plain}
-            return command(**own, **{name: from_flat(group, given) for name, group in groups.items()})
+            plain = {name: value for name, value in given.items() if name in hints.keys() - groups.keys()}
+            return command(*places, **plain, **{name: from_flat(group, given) for name, group in groups.items()})
 
         arguments: list[Argument] = []
         checks: dict[str, Callable[[Any], Any]] = {}
-        plain = set()
         for argument in inspect.signature(command).parameters.values():
             if argument.name not in groups:
-                arguments.append(argument.replace(annotation=hints[argument.name]))
-                plain.add(argument.name)
+                arguments.append(_described(argument, hints[argument.name], helps.get(argument.name, "")))
                 continue
             for one, value, kind, text in _visible(groups[argument.name](), without):
-                arguments.append(_argument(one, value, kind, text))
+                arguments.append(_argument(one, value, kind, helps.get(key_of(one), text)))
                 if one.metadata.get("least") == 1:
                     checks[key_of(one)] = partial(count, flag_of(one))
-        verb.__doc__, verb.__module__, verb.__name__ = command.__doc__, command.__module__, command.__name__
-        verb.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
-        return verb
+        called.__doc__, called.__module__, called.__name__ = command.__doc__, command.__module__, command.__name__
+        called.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+        return called
 
     return decorate
 
 
+def _described(argument: Argument, hint: Any, text: str) -> Argument:
+    """An argument of a verb with its help and its names."""
+    if not text:
+        return argument.replace(annotation=hint)
+    kind, *short = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    names = (f"--{argument.name.replace('_', '-')}", *short) if short else ()
+    return argument.replace(annotation=Annotated[kind, (flag if kind is bool else help_of)(text, *names)])
+
+
 def _visible(group: Any, without: Collection[str]) -> Iterator[tuple[Any, Any, Any, str]]:
     """The fields of a group and of those in it that the command line offers: field, default, type, help."""
-    helps, hints, groups = _helps(type(group)), get_type_hints(type(group)), groups_of(type(group))
+    helps, hints, groups = _helps(type(group), "Attributes:"), get_type_hints(type(group)), groups_of(type(group))
     for one in fields(group):
         value = getattr(group, one.name)
         if one.name in without or one.metadata.get("hidden"):
@@ -166,9 +174,9 @@ _TYPED: dict[Any, tuple[Any, dict[str, Any]]] = {
 """Types of options that are typed otherwise than Python's."""
 
 
-def _helps(kind: type[Any]) -> dict[str, str]:
-    """The lines under "Attributes" of a dataclass, by field, with a capital, up to what is for Python."""
-    found = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[2]
+def _helps(described: Any, heading: str) -> dict[str, str]:
+    """The entries under a heading of a docstring, by name, with a capital, up to what is for Python."""
+    found = inspect.cleandoc(described.__doc__ or "").partition(heading)[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", found, re.MULTILINE)
     texts = {name: " ".join(words.split()).partition(" In Python ")[0] for name, words in entries}
     return {name: text[0].upper() + text[1:] for name, text in texts.items()}

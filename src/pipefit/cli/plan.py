@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, check_suffix, count, flag, help_of, whole_numbers
+from pipefit.cli.options import Json, check_suffix, count, verb, whole_numbers
 from pipefit.cli.programs import read_profile
 from pipefit.errors import PipefitError
 
@@ -16,64 +16,37 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+@verb()
 def command(
     *,
-    profile: Annotated[
-        str,
-        help_of("A profile (.json), a published one (vgg16, resnet50, gnmt), or gpt:layers=96,hidden=12288,heads=96."),
-    ],
-    topology: Annotated[str, help_of("A TOML file, local:N, or a machine by name, like dgx-a100-1024.")],
-    method: Annotated[
-        Literal["auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform"], help_of("Whose rules to plan by.")
-    ] = "auto",
-    cost: Annotated[
-        Literal["ring", "paper", "pipedream-code"], help_of("How --method pipedream counts communication.")
-    ] = "ring",
-    straight: Annotated[bool, flag("No replicas (--method pipedream).")] = False,
-    global_batch: Annotated[int | None, help_of("Samples per weight update.", "--global-batch")] = None,
-    microbatch_size: Annotated[
-        str | None, help_of("Micro-batch sizes to choose from, like 1,2,4.", "--microbatch-size", "-b")
-    ] = None,
-    microbatches: Annotated[int | None, help_of("Micro-batches per update, when they are given.", "-m")] = None,
-    schedule: Annotated[str | None, help_of("Schedules to choose from, like 1f1b,gpipe.")] = None,
-    depth: Annotated[str | None, help_of("Depths to choose from, like 2,4.")] = None,
-    recompute: Annotated[Literal["auto", "always", "never"], help_of("Replay forwards to save memory?")] = "auto",
-    memory: Annotated[str | None, help_of('Memory of every device, like "8 GiB", in place of the topology\'s.')] = None,
-    device_memory: Annotated[
-        str | None,
-        help_of(
-            'Train within so much of each device\'s memory, like "1.5 GiB", and spill the rest to the tiers of the '
-            "topology.",
-            "--device-memory",
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None, help_of("Devices to plan for under --device-memory; default: one.", "--ranks", "-n")
-    ] = None,
-    chunks: Annotated[int | None, help_of("Stages on each of them; default: the best.", "--chunks", "-v")] = None,
-    data_parallel: Annotated[
-        int | None, help_of("Copies of the pipeline among them; default: one.", "--data-parallel", "-d")
-    ] = None,
-    tier: Annotated[Literal["host", "disk"] | None, help_of("Where --device-memory spills to.")] = None,
-    step_on: Annotated[
-        Literal["auto", "device", "host"] | None, help_of("Where what --device-memory spills steps.", "--step-on")
-    ] = None,
-    keep: Annotated[
-        Literal["auto", "none"] | None, help_of("Stages that keep their activations; auto: as there is room for.")
-    ] = None,
-    state: Annotated[float | None, help_of("Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.")] = None,
-    tensor: Annotated[str | None, help_of("Tensor widths to choose from, such as 1,2.", "--tensor", "-t")] = None,
-    tokens: Annotated[float | None, help_of("Say how long training a GPT on so many tokens takes.")] = None,
-    refit: Annotated[Path | None, help_of("Correct the profile by this measured trace; needs --of.")] = None,
-    of: Annotated[Path | None, help_of("The plan (.json) that the trace of --refit ran.")] = None,
-    picture: Annotated[Path | None, help_of("Draw the partition over the model as .svg.")] = None,
-    pareto: Annotated[
-        Path | None, help_of("Draw the throughput of all candidates against their memory as .svg.")
-    ] = None,
-    depths: Annotated[
-        Path | None, help_of("Draw throughput against depth and micro-batch size as .svg.", "--depths")
-    ] = None,
-    output: Annotated[Path | None, help_of("Write the plan to this JSON file.", "--output", "-o")] = None,
+    profile: str,
+    topology: str,
+    method: Literal["auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform"] = "auto",
+    cost: Literal["ring", "paper", "pipedream-code"] = "ring",
+    straight: bool = False,
+    global_batch: int | None = None,
+    microbatch_size: Annotated[str | None, "-b"] = None,
+    microbatches: Annotated[int | None, "-m"] = None,
+    schedule: str | None = None,
+    depth: str | None = None,
+    recompute: Literal["auto", "always", "never"] = "auto",
+    memory: str | None = None,
+    device_memory: str | None = None,
+    ranks: Annotated[int | None, "-n"] = None,
+    chunks: Annotated[int | None, "-v"] = None,
+    data_parallel: Annotated[int | None, "-d"] = None,
+    tier: Literal["host", "disk"] | None = None,
+    step_on: Literal["auto", "device", "host"] | None = None,
+    keep: Literal["auto", "none"] | None = None,
+    state: float | None = None,
+    tensor: Annotated[str | None, "-t"] = None,
+    tokens: float | None = None,
+    refit: Path | None = None,
+    of: Path | None = None,
+    picture: Path | None = None,
+    pareto: Path | None = None,
+    depths: Path | None = None,
+    output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
     """Find the best pipeline for a model on a machine, and say why every other lost.
@@ -82,6 +55,37 @@ def command(
 
     --method pipedream plans asynchronous training with a weight update per mini-batch; auto, gpipe, ptdp and uniform
     plan synchronous training; 2bw updates with gradients one update old.
+
+    Args:
+        profile: A profile (.json), a published one (vgg16, resnet50, gnmt), or gpt:layers=96,hidden=12288,heads=96.
+        topology: A TOML file, local:N, or a machine by name, like dgx-a100-1024.
+        method: Whose rules to plan by.
+        cost: How --method pipedream counts communication.
+        straight: No replicas (--method pipedream).
+        global_batch: Samples per weight update.
+        microbatch_size: Micro-batch sizes to choose from, like 1,2,4.
+        microbatches: Micro-batches per update, when they are given.
+        schedule: Schedules to choose from, like 1f1b,gpipe.
+        depth: Depths to choose from, like 2,4.
+        recompute: Replay forwards to save memory?
+        memory: Memory of every device, like "8 GiB", in place of the topology's.
+        device_memory: Train within so much of each device's memory, like "1.5 GiB", and spill the rest to the tiers of
+            the topology.
+        ranks: Devices to plan for under --device-memory; default: one.
+        chunks: Stages on each of them; default: the best.
+        data_parallel: Copies of the pipeline among them; default: one.
+        tier: Where --device-memory spills to.
+        step_on: Where what --device-memory spills steps.
+        keep: Stages that keep their activations; auto: as there is room for.
+        state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
+        tensor: Tensor widths to choose from, such as 1,2.
+        tokens: Say how long training a GPT on so many tokens takes.
+        refit: Correct the profile by this measured trace; needs --of.
+        of: The plan (.json) that the trace of --refit ran.
+        picture: Draw the partition over the model as .svg.
+        pareto: Draw the throughput of all candidates against their memory as .svg.
+        depths: Draw throughput against depth and micro-batch size as .svg.
+        output: Write the plan to this JSON file.
     """
     check_suffix(output, (".json",))
     for drawn in (picture, pareto, depths):

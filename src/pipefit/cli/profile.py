@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
-from pipefit.cli.options import Json, check_suffix, count, flag, help_of, whole_numbers
+from pipefit.cli.options import Json, check_suffix, count, verb, whole_numbers
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
@@ -16,31 +16,38 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+@verb()
 def command(
     *,
     model: ModelName,
-    microbatch_size: Annotated[
-        str, help_of("Samples of a micro-batch; several sizes as 4,8,16.", "--microbatch-size", "-b")
-    ] = "8",
+    microbatch_size: Annotated[str, "-b"] = "8",
     option: ModelOptions = None,
-    repeats: Annotated[int, help_of("Measured turns, of which the medians are taken.")] = 15,
-    threads: Annotated[int, help_of("CPU threads, as many as a rank will have.")] = 1,
-    device: Annotated[str | None, help_of("Where to measure, like cpu or cuda:0.")] = None,
-    dtype: Annotated[
-        Literal["float32", "float64", "bfloat16", "float16"] | None, help_of("Type of weights and floating inputs.")
-    ] = None,
-    optimizer: Annotated[Literal["adamw", "sgd", "none"], help_of("Whose step to measure.")] = "adamw",
-    seed: Annotated[int, help_of("Of the random weights and inputs.")] = 0,
-    analytic: Annotated[bool, flag("Compute from FLOP and bytes instead, for the device of --topology.")] = False,
-    topology: Annotated[
-        str | None, help_of("Whose device to compute for: a TOML file, or a name like dgx-a100-8.")
-    ] = None,
-    output: Annotated[Path | None, help_of("Write the profile to this JSON file.", "--output", "-o")] = None,
+    repeats: int = 15,
+    threads: int = 1,
+    device: str | None = None,
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
+    optimizer: Literal["adamw", "sgd", "none"] = "adamw",
+    seed: int = 0,
+    analytic: bool = False,
+    topology: str | None = None,
+    output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
     """Measure what each layer of a model costs.
 
     Example: pipefit profile --model gpt --option layers=4 --microbatch-size 4 -o gpt.profile.json
+
+    Args:
+        microbatch_size: Samples of a micro-batch; several sizes as 4,8,16.
+        repeats: Measured turns, of which the medians are taken.
+        threads: CPU threads, as many as a rank will have.
+        device: Where to measure, like cpu or cuda:0.
+        dtype: Type of weights and floating inputs.
+        optimizer: Whose step to measure.
+        seed: Of the random weights and inputs.
+        analytic: Compute from FLOP and bytes instead, for the device of --topology.
+        topology: Whose device to compute for: a TOML file, or a name like dgx-a100-8.
+        output: Write the profile to this JSON file.
     """
     check_suffix(output, (".json",))
     sizes = whole_numbers("--microbatch-size", microbatch_size)

@@ -6,23 +6,26 @@ from pathlib import Path
 from typing import Annotated
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, check_suffix, help_of
+from pipefit.cli.options import Json, check_suffix, verb
 
 __all__ = ["command"]
 
 
+@verb()
 def command(
-    folder: Annotated[Path, help_of("Of a run: what `pipefit train -o FOLDER` left.")],
+    folder: Path,
     /,
     *,
-    output: Annotated[
-        Path | None, help_of("Where the page goes; default: FOLDER/report.html.", "--output", "-o")
-    ] = None,
+    output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
     """One self-contained HTML page of a run: loss, plan, predicted beside measured, timelines.
 
     Example: pipefit report runs/first
+
+    Args:
+        folder: Of a run: what `pipefit train -o FOLDER` left.
+        output: Where the page goes; default: FOLDER/report.html.
     """
     from pipefit.run.report_page import write_report
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, count, help_of
+from pipefit.cli.options import Json, count, verb
 from pipefit.errors import PipefitError
 
 __all__ = ["command", "prepare"]
@@ -17,13 +17,14 @@ __all__ = ["command", "prepare"]
 _WITH_VALUE = ("-n", "--ranks", "--threads", "--logs")
 
 
+@verb()
 def command(
-    script: Annotated[Path, help_of("A Python script.")],
+    script: Path,
     /,
     *arguments: Annotated[str, Parameter(help="For the script.", allow_leading_hyphen=True)],
-    ranks: Annotated[int, help_of("Processes to start.", "--ranks", "-n")] = 2,
-    threads: Annotated[int | None, help_of("CPU threads of each; default: the cores divided among them.")] = None,
-    logs: Annotated[Path | None, help_of("Folder for the logs of the ranks; default: a temporary one.")] = None,
+    ranks: Annotated[int, "-n"] = 2,
+    threads: int | None = None,
+    logs: Path | None = None,
     json: Json = False,
 ) -> Answer:
     """Start the ranks of a script on this machine.
@@ -31,6 +32,12 @@ def command(
     Example: pipefit run -n 4 train.py --epochs 3
 
     What follows the script is its own. Rank 0 writes here, the others to logs. When one fails, all end and it is named.
+
+    Args:
+        script: A Python script.
+        ranks: Processes to start.
+        threads: CPU threads of each; default: the cores divided among them.
+        logs: Folder for the logs of the ranks; default: a temporary one.
     """
     from pipefit.cli.ranks import run_rank
     from pipefit.runtime.launch import launch

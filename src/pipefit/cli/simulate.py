@@ -20,8 +20,7 @@ from pipefit.cli.options import (
     check_suffix,
     check_times,
     count,
-    flag,
-    help_of,
+    verb,
     whole_numbers,
 )
 from pipefit.cli.programs import figures, read_source, save_timeline
@@ -32,25 +31,24 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+@verb()
 def command(
-    path: Annotated[Path, help_of("A program (.pipe) or a plan (.json).")],
+    path: Path,
     /,
     *,
     profile: ProfileName = None,
     topology: TopologyName = None,
-    layers: Annotated[str | None, help_of("Layers of each stage, like 3,3: a .pipe file does not say them.")] = None,
+    layers: str | None = None,
     forward: Forward = 1,
     backward: Backward = None,
     input_gradient: InputGradient = None,
     weight_gradient: WeightGradient = None,
     latency: Latency = 0,
     copy: Copy = 2,
-    steps: Annotated[int, help_of("Weight updates of a plan's program.")] = 1,
-    repeats: Annotated[int, help_of("Passes over the program, without a barrier between them.")] = 1,
-    contention: Annotated[bool, flag("Messages on one link take turns, as they do with a profile.")] = False,
-    output: Annotated[
-        Path | None, help_of(".svg, .html or .png for a picture, .trace.json for Perfetto.", "--output", "-o")
-    ] = None,
+    steps: int = 1,
+    repeats: int = 1,
+    contention: bool = False,
+    output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
     """Predict the time and memory of a program or a plan.
@@ -59,6 +57,14 @@ def command(
 
     With a profile, times are seconds and memory is bytes. Without one they are units of --forward and micro-batches of
     a rank's layers.
+
+    Args:
+        path: A program (.pipe) or a plan (.json).
+        layers: Layers of each stage, like 3,3: a .pipe file does not say them.
+        steps: Weight updates of a plan's program.
+        repeats: Passes over the program, without a barrier between them.
+        contention: Messages on one link take turns, as they do with a profile.
+        output: .svg, .html or .png for a picture, .trace.json for Perfetto.
     """
     from pipefit.simulate import simulate
 

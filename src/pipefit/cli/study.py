@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Json, count, flag, help_of
+from pipefit.cli.options import Json, count, verb
 from pipefit.study.results import loss_text
 from pipefit.units import format_seconds
 
@@ -31,13 +31,14 @@ _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "wait
 """Which trials are shown where there is no room for all."""
 
 
+@verb()
 def command(
     file: Annotated[Path, Parameter(help="The study, as TOML.")],
     *,
-    workers: Annotated[int | None, help_of("Processes, one per device; default: those of the file.")] = None,
-    policy: Annotated[str | None, help_of("lrtf, fifo, round-robin or whole-task; default: that of the file.")] = None,
-    output: Annotated[Path | None, help_of("The study's folder.", "--output", "-o")] = None,
-    resume: Annotated[bool, flag("Go on from what the folder holds.")] = False,
+    workers: int | None = None,
+    policy: str | None = None,
+    output: Annotated[Path | None, "-o"] = None,
+    resume: bool = False,
     json: Json = False,
 ) -> Answer:
     """Train many trials on few devices, a shard at a time.
@@ -47,6 +48,12 @@ def command(
     The file names a model, its data, and a grid or a list of trials. Free devices take turns of a shard, by default of
     the trial with the longest remaining time; a trial that fails leaves the others alone. Printed are the makespan, the
     time that no policy can beat, and the gap; the folder holds the results, the timeline and the best weights.
+
+    Args:
+        workers: Processes, one per device; default: those of the file.
+        policy: lrtf, fifo, round-robin or whole-task; default: that of the file.
+        output: The study's folder.
+        resume: Go on from what the folder holds.
     """
     from pipefit.study.file import load_study
 

@@ -20,9 +20,8 @@ from pipefit.cli.options import (
     check_suffix,
     check_times,
     count,
-    flag,
-    help_of,
     numbers,
+    verb,
     whole_numbers,
 )
 from pipefit.cli.programs import Source, figures, read_profile, save_timeline
@@ -38,38 +37,29 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
+@verb()
 def command(
     *,
-    ranks: Annotated[int | None, help_of("Ranks of the pipeline, p.", "--ranks", "-p")] = None,
-    microbatches: Annotated[int | None, help_of("m, per weight update.", "--microbatches", "-m")] = None,
-    chunks: Annotated[int, help_of("Stages on each rank, v.", "--chunks", "-v")] = 1,
-    placement: Annotated[
-        Literal["loop", "v"], help_of("How chunks lie on ranks: round and round, or down and up again.")
-    ] = "loop",
+    ranks: Annotated[int | None, "-p"] = None,
+    microbatches: Annotated[int | None, "-m"] = None,
+    chunks: Annotated[int, "-v"] = 1,
+    placement: Literal["loop", "v"] = "loop",
     forward: Forward = 1,
     input_gradient: InputGradient = None,
     weight_gradient: WeightGradient = None,
-    stage_work: Annotated[
-        str | None, help_of("What each stage costs beside the others, like 1,2,1,1.", "--stage-work")
-    ] = None,
+    stage_work: str | None = None,
     latency: Latency = 0,
-    memory: Annotated[
-        str | None,
-        help_of("Micro-batches of its layers whose activations a rank may hold: 4, or 4,3,2,1 rank by rank."),
-    ] = None,
-    capacity: Annotated[str | None, help_of("Memory of each rank, like 8GiB; needs --profile.")] = None,
-    plan: Annotated[Path | None, help_of("Stages, ranks and micro-batches of this plan; needs --profile.")] = None,
+    memory: str | None = None,
+    capacity: str | None = None,
+    plan: Path | None = None,
     profile: ProfileName = None,
-    layers: Annotated[str | None, help_of("With a profile and no plan: layers of each stage, like 3,3.")] = None,
+    layers: str | None = None,
     topology: TopologyName = None,
-    whole: Annotated[bool, flag("Backwards stay whole: inputs and weights in one.")] = False,
-    seconds: Annotated[Number, help_of("Time to search, at most.")] = 10,
-    candidates: Annotated[int, help_of("Orders to look at, at most.")] = 20_000,
-    seed: Annotated[int, help_of("Of the search.")] = 0,
-    output: Annotated[
-        Path | None,
-        help_of(".pipe for the schedule, to run it; .svg, .html or .png for a picture.", "--output", "-o"),
-    ] = None,
+    whole: bool = False,
+    seconds: Number = 10,
+    candidates: int = 20_000,
+    seed: int = 0,
+    output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
     """Search for the fastest schedule for given costs and memory.
@@ -78,6 +68,22 @@ def command(
 
     Says what no schedule can beat, and what the built-in ones take. A .pipe file is a schedule for every verb: pipefit
     train --schedule found.pipe --ranks 4 --microbatches 8.
+
+    Args:
+        ranks: Ranks of the pipeline, p.
+        microbatches: micro-batches per weight update, m.
+        chunks: Stages on each rank, v.
+        placement: How chunks lie on ranks: round and round, or down and up again.
+        stage_work: What each stage costs beside the others, like 1,2,1,1.
+        memory: Micro-batches of its layers whose activations a rank may hold: 4, or 4,3,2,1 rank by rank.
+        capacity: Memory of each rank, like 8GiB; needs --profile.
+        plan: Stages, ranks and micro-batches of this plan; needs --profile.
+        layers: With a profile and no plan: layers of each stage, like 3,3.
+        whole: Backwards stay whole: inputs and weights in one.
+        seconds: Time to search, at most.
+        candidates: Orders to look at, at most.
+        seed: Of the search.
+        output: .pipe for the schedule, to run it; .svg, .html or .png for a picture.
     """
     from pipefit.units import parse_quantity
 

@@ -6,11 +6,11 @@ import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Json, flat, help_of
+from pipefit.cli.options import Json, verb
 from pipefit.errors import PipefitError
 from pipefit.run.config import RunConfig, with_defaults
 from pipefit.spec.options import as_flat
@@ -18,15 +18,13 @@ from pipefit.spec.options import as_flat
 __all__ = ["command"]
 
 
-@flat()
+@verb()
 def command(
     *,
     run: RunConfig,
-    transport: Annotated[
-        Literal["distributed", "local"], help_of("A process for each rank, or all of them in this one.")
-    ] = "distributed",
-    threads: Annotated[int | None, help_of("CPU threads of each rank; default: the cores divided among them.")] = None,
-    config: Annotated[Path | None, help_of("TOML file with any of these options; what is typed wins.")] = None,
+    transport: Literal["distributed", "local"] = "distributed",
+    threads: int | None = None,
+    config: Path | None = None,
     json: Json = False,
 ) -> Answer:
     """Train a model over a pipeline of processes.
@@ -35,6 +33,11 @@ def command(
 
     Profiles the model, plans, trains, and shows what was measured next to what was predicted. Under torchrun each
     process is a rank.
+
+    Args:
+        transport: A process for each rank, or all of them in this one.
+        threads: CPU threads of each rank; default: the cores divided among them.
+        config: TOML file with any of these options; what is typed wins.
     """
     run = with_defaults(replace(run, model=importable(run.model)))
     folder = Path(run.output)

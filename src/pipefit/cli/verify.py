@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Json, count, help_of, whole_numbers
+from pipefit.cli.options import Json, count, verb, whole_numbers
 from pipefit.cli.programs import Source, read_source
 from pipefit.errors import PipefitError
 
 __all__ = ["command"]
 
 
+@verb()
 def command(
-    path: Annotated[Path, help_of("A program (.pipe) or a plan (.json).")],
+    path: Path,
     /,
     *,
-    capacity: Annotated[str | None, help_of("Memory of each rank, like 8GiB; needs --profile.")] = None,
-    tier_capacity: Annotated[
-        str | None,
-        help_of("Room on the tier that stages are spilled to, for all ranks; needs --profile.", "--tier-capacity"),
-    ] = None,
-    profile: Annotated[str | None, help_of("Profile of the model, for the bytes of its values.")] = None,
-    layers: Annotated[str | None, help_of("Layers of each stage, like 3,3: a .pipe file does not say them.")] = None,
-    topology: Annotated[str | None, help_of("Topology whose device memory is the capacity.")] = None,
-    max_versions: Annotated[int | None, help_of("Versions of one stage's weights that may be alive at once.")] = None,
-    steps: Annotated[int, help_of("Weight updates of a plan's program.")] = 1,
+    capacity: str | None = None,
+    tier_capacity: str | None = None,
+    profile: str | None = None,
+    layers: str | None = None,
+    topology: str | None = None,
+    max_versions: int | None = None,
+    steps: int = 1,
     json: Json = False,
 ) -> Answer:
     """Prove a program right, or list everything that is wrong with it.
@@ -36,6 +33,16 @@ def command(
 
     Checks that every micro-batch is complete, that dependencies, messages and weight versions are right, that nothing
     hangs even when sends block, and with --capacity that it fits. Exit code 1: there are violations.
+
+    Args:
+        path: A program (.pipe) or a plan (.json).
+        capacity: Memory of each rank, like 8GiB; needs --profile.
+        tier_capacity: Room on the tier that stages are spilled to, for all ranks; needs --profile.
+        profile: Profile of the model, for the bytes of its values.
+        layers: Layers of each stage, like 3,3: a .pipe file does not say them.
+        topology: Topology whose device memory is the capacity.
+        max_versions: Versions of one stage's weights that may be alive at once.
+        steps: Weight updates of a plan's program.
     """
     from pipefit.verify import verify
 
