@@ -105,7 +105,6 @@ def _studied(place, until=lambda: False, more=()):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_study_of_trials_larger_than_the_cap_keeps_it_and_can_be_interrupted(tmp_path):
     state = tmp_path / "out" / "state"
     grown, code = _studied(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,7 +71,7 @@ class StudyFolder:
             shutil.rmtree(self.state, ignore_errors=True)
         write_sealed(self._file, {"format": _FORMAT, "state": str(self.state), **spec.told()}, indent=1)
         _make(self.logs)
-        _make(self.state)
+        _make_own(self.state)
 
     @property
     def _file(self) -> Path:
@@ -137,6 +139,21 @@ def _make(place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
+
+
+def _make_own(place: Path) -> None:
+    """Makes a folder that nobody else can write to, or checks that the one that is there is such a folder.
+
+    Shared memory is one place for all users of a machine, and the folder's name there can be guessed.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            place.mkdir(mode=0o700, parents=True)
+        found = place.lstat()
+    except OSError as problem:
+        raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StudyError(f"{place}: is there already, and is not a folder of this user's: give another output")
 
 
 def _locked(path: Path) -> IO[Any]:

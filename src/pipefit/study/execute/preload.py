@@ -1,5 +1,14 @@
-"""What the fork server of a study does once everything is loaded: SIGTERM, too, is the study's to answer."""
+"""Modules that the fork server of a study loads before it forks a worker, which then starts at once."""
 
 import signal
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+import torch
+
+import pipefit.profiling
+import pipefit.study.execute.runner  # noqa: F401
+
+# The first product of tensors without memory loads what knows their shapes.
+_heads = torch.empty(1, 1, 2, 2, device="meta", requires_grad=True)
+torch.nn.functional.scaled_dot_product_attention(_heads, _heads, _heads).sum().backward()
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is the study's to answer

@@ -84,7 +84,11 @@ class StudyRun:
         self.spec, self._define, self._search = spec, define, search
         self._observer: Observer = observer or _Nobody()
         self._resume, self._folder = resume, StudyFolder(spec, resume)
-        entries = [self._entry(number, trial, file_name(number, trial)) for number, trial in enumerate(spec.trials)]
+        try:
+            entries = [self._entry(n, trial, file_name(n, trial)) for n, trial in enumerate(spec.trials)]
+        except BaseException:
+            self._folder.close()
+            raise
         self.board = Board(entries, spec.workers, spec.policy, spec.stop)
         self.board.on_end = self._ended
         self.board.admits_singly = spec.tier_bytes > 0

@@ -142,16 +142,19 @@ class TrialRunner:
             step, number = opened.step, opened.state.turn
             turn, compiled = opened.turns[number]
             run = self._execution(opened, turn, compiled)
+            ready_s = time.monotonic()
             for waiting in run.run(HANDLERS):
                 raise PipefitError(f"the turn waits for ever at '{waiting}'")
+            ran_s = time.monotonic()
             loss, held_out = self._keep(opened, turn, run)
         except BaseException:
             self.close()  # what the device holds is no longer what the tier has
             raise
         if self.capacity_bytes and opened.resident.is_shared:
             self.forget()
-        read_s, write_s = (_copies_s(run, op) for op in (Op.FETCH, Op.EVICT))
-        return TurnDone(self.number, step, number, start_s, time.monotonic(), loss, held_out, read_s, write_s)
+        end_s = time.monotonic()
+        read_s, write_s = ready_s - start_s + _copies_s(run, Op.FETCH), end_s - ran_s + _copies_s(run, Op.EVICT)
+        return TurnDone(self.number, step, number, start_s, end_s, loss, held_out, read_s, write_s)
 
     def _execution(self, opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Execution:
         """The executor's state before a turn."""
