@@ -111,7 +111,7 @@ def norm_part(run: Execution, i: Instruction) -> None:
 
 def _time(run: Execution, copy: Copy) -> None:
     """The times of the instruction will be those of its copy, which its lane knows."""
-    run.at_end.append(partial(copy.tell, run.starts, run.ends, run.index))
+    run.at_end.append(partial(copy.record_times, run.starts, run.ends, run.index))
 
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:

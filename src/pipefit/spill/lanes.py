@@ -1,7 +1,7 @@
 """Copy lanes: threads that move records between tiers while the rank computes.
 
-A lane does its copies one after the other, in the order in which they were asked for. A copy may have to wait for
-earlier ones of any lane, and only for what was asked for before it, so that no circle can arise. The optimizer's steps
+A lane does its copies one after the other, in the order in which they were submitted. A copy may have to wait for
+others of any lane, and only for those submitted before it, so that no circle can arise. The optimizer's steps
 on the host have a lane of their own.
 """
 
@@ -30,8 +30,8 @@ class Copy:
         self._future: Future[None] = Future()
         self._check: Callable[[], None] | None = None
 
-    def tell(self, starts: list[float], ends: list[float], index: int) -> None:
-        """Writes down when it ran, as soon as that is known."""
+    def record_times(self, starts: list[float], ends: list[float], index: int) -> None:
+        """Records when it ran, as soon as that is known."""
 
         def write(_: Future[None]) -> None:
             starts[index], ends[index] = self.started_s, self.ended_s
@@ -39,7 +39,7 @@ class Copy:
         self._future.add_done_callback(write)
 
     def checked_by(self, check: Callable[[], None]) -> Copy:
-        """Has the one who waits for it look at what has come, once: on cores that are the waiting one's own."""
+        """Adds a check of the copied data, made once by the thread that waits for the copy, on its own cores."""
         self._check = check
         return self
 
@@ -90,7 +90,7 @@ class Lane:
         self.stream = torch.cuda.Stream(device) if threaded and device.type == "cuda" else None
 
     def submit(self, work: Callable[[], None], num_bytes: int, after: Sequence[Copy] = ()) -> Copy:
-        """Asks for a copy.
+        """Submits a copy.
 
         On a CUDA device it begins once the device has done all that the caller's stream was given before, and it has
         ended once the device says so: until then the slots at its ends are its own. Both are waited for by the

@@ -41,12 +41,12 @@ class SpilledStore:
         gradients: gives the layout of the trained parameters' gradients in the slot.
 
     Attributes:
-        masters: what the optimizer gets.
+        masters: the parameters that the optimizer gets.
         reached: places of the gradients of this update that a micro-batch has reached so far.
         states: what its optimizer keeps, where that moves; None: it stays on the device.
         summed: the parameters whose gradients lie in the slot.
         gradients: where they lie there.
-        on_arrival: told the slot's room for gradients when the stage comes into it.
+        on_arrival: called with the slot's room for gradients when the stage comes into it.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class SpilledStore:
 
     @property
     def stand_ins(self) -> set[int]:
-        """Where the memory begins of what stands for weights and states while its records hold them."""
+        """Addresses of the stand-ins for weights and states while its records hold them."""
         states = [] if self.states is None or self.on_host else self.states.tensors()
         return {tensor.data_ptr() for tensor in (*self._moved, *states)}
 
@@ -152,7 +152,7 @@ class SpilledStore:
         return self.masters
 
     def take_optimizer(self, optimizer: Optimizer, slot: int = 0) -> None:
-        """Learns whose states it moves; those that the optimizer has made already go to the tier."""
+        """Sets the optimizer whose states it moves; those that it has made already go to the tier."""
         if self.states is None:
             return
         self.states.belong_to(optimizer, self._master_of)
@@ -239,7 +239,7 @@ class SpilledStore:
         """Around a forward whose stage may leave before its backward: see `save_places`."""
         return save_places(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes)
 
-    # ---- what a WeightStore does -----------------------------------------------------------------------------------
+    # ---- as a WeightStore does --------------------------------------------------------------------------------------
 
     def at(self, version: int) -> None:
         """The version must sit in a slot; it is the only one that can."""
@@ -270,7 +270,7 @@ class SpilledStore:
 
         Args:
             version: of the weights that it starts from.
-            work: the optimizer's, on the gradients of its parameters; None: this step is passed by.
+            work: the optimizer's, on the gradients of its parameters; None: this step is skipped.
         """
         tier, reached = self._tier, sorted(self.reached)
         assert isinstance(tier, HostTier), "only the host can step"
