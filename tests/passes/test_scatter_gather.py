@@ -112,7 +112,7 @@ def test_a_plan_says_how_wide_its_ranks_are() -> None:
         plan_of(2, 1)
     with pytest.raises(PlanError, match="at least 2"):
         plan_of(1, 1, sequence_parallel=True)
-    with pytest.raises(PlanError, match="cannot be divided by tensor parallelism too"):
+    with pytest.raises(PlanError, match="cannot be sharded by tensor parallelism too"):
         plan_of(2, 2, spill=SpillSpec("host", 2))
 
 

@@ -99,13 +99,12 @@ def test_with_a_core_for_each_rank_both_clocks_tell_the_same_times(name, p, k, f
     program = generate(name, Shape(p, p * k, num_chunks=2 if name in ("interleaved", "breadth-first") else 1))
     cost = unit(program.header, f, b, latency=latency)
     layout = flat_program(program)
-    for blocked in (set(), inside._blocking(True, False)):
-        prices = inside._prices(layout, cost, False, blocked, True)
-        one = EventEngine(layout, prices, repeats, False)
-        many = SharingEngine(layout, prices, repeats, False, machines=[Machine(p)], machine_of=[0] * p)
-        one.run()
-        many.run()
-        assert (one.start, one.end) == (many.start, many.end)
+    prices = inside._prices(layout, cost, False, True)
+    one = EventEngine(layout, prices, repeats, False)
+    many = SharingEngine(layout, prices, repeats, False, machines=[Machine(p)], machine_of=[0] * p)
+    one.run()
+    many.run()
+    assert (one.start, one.end) == (many.start, many.end)
 
 
 @given(st.sampled_from(["gpipe", "1f1b", "breadth-first", "data-parallel"]), st.integers(2, 4), st.integers(1, 3))

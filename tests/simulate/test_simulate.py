@@ -280,16 +280,6 @@ def test_contention_lets_one_message_through_a_link_at_a_time():
     assert [waited_for(timeline, e).reason for e in timeline.events if e.rank == 1] == ["sender", "link", "link"]
 
 
-def test_a_blocking_send_holds_its_rank_until_it_has_arrived():
-    program = two_ranks(FORWARDS, RECEIVES)
-    cost = CostModel((1, 1), (1, 1), (1, 1), latency_s=3)
-    timeline = simulate(program, cost, blocking_sends=True)
-    assert ends(timeline, 0, Op.FWD) == [1, 5, 9]
-    assert ends(simulate(program, cost), 0, Op.FWD) == [1, 2, 3]
-    loads = [e for e in timeline.events if timeline.instruction(e).op is Op.LOAD]
-    assert [waited_for(timeline, e).reason for e in loads] == ["start", "message", "message"]
-
-
 def test_issuing_a_message_takes_the_ranks_time():
     program = two_ranks(FORWARDS, RECEIVES)
     cost = CostModel((1, 1), (1, 1), (1, 1), act_bytes=(10, 0), post_s=2, copy_s_per_byte=1, latency_s=3)
@@ -332,13 +322,6 @@ def test_clipping_waits_for_the_norm_of_all_reduced_gradients():
     assert timeline.makespan_s == max(norms)
 
 
-def test_without_overlap_a_rank_waits_for_each_reduction():
-    program = generate("breadth-first", Shape(1, 2, num_chunks=2, replicas=(2,)))
-    cost = CostModel((1, 1), (1, 1), (1, 1), weight_bytes=(8, 8), bandwidth_bytes_per_s=4)
-    assert simulate(program, cost).makespan_s == 2 + 4 + 2
-    assert simulate(program, cost, overlap=False).makespan_s == 2 + 4 + 4
-
-
 # -------------------------------------------------------------------------------------------------- bad programs, costs
 
 
@@ -378,20 +361,6 @@ def test_a_hang_names_what_waits_for_what():
         "  rank 1 stands at instruction 2 (fwd s1 m0 w0) and waits for recv s0 m0 act <0, "
         "which rank 0 has not reached (its instruction 4: send s0 m0 act >1)",
     ]
-
-
-def test_sends_that_block_until_received_can_hang_a_program_that_otherwise_runs():
-    # Both send before they post their receive.
-    program = two_ranks(
-        "load s0 m0\nload s0 m1\nfwd s0 m0 w0\nsend s0 m0 act >1\nfwd s0 m1 w0\nsend s0 m1 act >1\n"
-        "recv s0 m0 grad <1\nbwd s0 m0 w0",
-        "recv s0 m0 act <0\nload s1 m0\nfwd s1 m0 w0\nloss m0\nbwd s1 m0 w0\nsend s0 m0 grad >0\n"
-        "recv s0 m1 act <0\nload s1 m1\nfwd s1 m1 w0",
-    )
-    cost = unit(program.header)
-    simulate(program, cost)
-    with pytest.raises(InvalidProgramError, match="send s0 m1 act >1"):
-        simulate(program, cost, blocking_sends=True)
 
 
 def test_costs_of_another_partition_are_refused():

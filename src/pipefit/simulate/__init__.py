@@ -1,4 +1,4 @@
-"""When everything in a program happens under a cost model, without running it."""
+"""Times of everything in a program under a cost model, without running it."""
 
 from pipefit.simulate.figures import metrics, steady_period_s
 from pipefit.simulate.simulate import simulate

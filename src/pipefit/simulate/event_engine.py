@@ -33,22 +33,20 @@ class Prices:
         hold: how long it holds its rank (its work, or its issuing).
         travel: how long a message, reduction or copy takes after this side has issued it; it is there when that has
             passed for all sides.
-        blocks: whether the rank also waits for its end.
-        lanes: what only one of those that want it has at a time: for copies, the lane of their rank; for messages
+        lanes: resources that one instruction has at a time: for copies, the lane of their rank; for messages
             under contention, their link; for what goes through shared ports, these.
         groups: the members of the collective it belongs to.
         copies: each fetch and evict, with the evictions of the pass before that it must wait for.
-        kept: the fetches that find what they want in their slot, in a pass that follows another.
-        arrivals: seconds that a rank spends on what has come before the instruction that waited for it begins; in the
+        kept: the fetches whose value is still in its slot, in a pass that follows another.
+        arrivals: seconds that a rank spends on arrived data before the instruction that waited for them begins; in the
             first pass and in later ones.
-        channels: of copies that take turns with those of another lane, what both go through.
-        closing: of each rank, what nothing in the pass waits for, but the next pass does.
+        channels: of copies that alternate with those of another lane, the channel of both.
+        closing: of each rank, the instructions that only the next pass waits for.
         between: seconds a rank spends before each pass.
     """
 
     hold: list[float]
     travel: list[float]
-    blocks: list[bool] | None
     lanes: dict[int, tuple[Key, ...]]
     groups: dict[int, tuple[int, ...]]
     copies: dict[int, tuple[int, ...]]
@@ -80,7 +78,7 @@ class EventEngine:
     agenda: list[tuple[float, int]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Runs until no rank can go on; what hangs keeps UNKNOWN as its end."""
+        """Runs until no rank can go on; the end of an instruction that hangs stays UNKNOWN."""
         graph = self.layout.graph
         size, num_ranks = len(graph.instructions), len(graph.starts) - 1
         for times in (self.start, self.posted, self.end):
@@ -102,7 +100,7 @@ class EventEngine:
         """Runs one rank until it must wait: for a message, or (under contention) for ranks whose clocks are behind."""
         layout, prices = self.layout, self.prices
         codes, waits, partners = layout.codes, layout.waits, layout.partners
-        hold, travel, blocks = prices.hold, prices.travel, prices.blocks
+        hold, travel = prices.hold, prices.travel
         start, posted, end = self.start, self.posted, self.end
         size, ranks, first, stop = (
             len(codes),
@@ -114,7 +112,7 @@ class EventEngine:
         now = self.clock[rank]
         begin, i = divmod(self.at[rank], size)
         blocked_on[rank] = UNKNOWN
-        plain = not self.contention and blocks is None
+        plain = not self.contention
         for lap in range(begin, self.repeats):
             base = lap * size
             arrivals = prices.arrivals[lap > 0]
@@ -179,11 +177,6 @@ class EventEngine:
         if self.posted[n] < 0:
             self.posted[n] = self.clock[rank]
             self._try(n, i)
-        if self.prices.blocks is not None and self.prices.blocks[i]:
-            if self.end[n] < 0:
-                self.blocked_on[rank] = n
-                return False
-            self.clock[rank] = max(self.clock[rank], self.end[n])
         self.issuing[rank] = False
         return True
 
@@ -217,7 +210,7 @@ class EventEngine:
         for side in sides:
             self.end[base + side] = finish
         if i in prices.copies:
-            # What counts of a copy is when its lane begins it, not when the rank asked for it.
+            # A copy starts when its lane begins it, not when the rank issued it.
             self.start[n] = first
         for side in sides:
             self._arrived(base, side)
@@ -229,20 +222,20 @@ class EventEngine:
         is something to move, whatever the order in which that becomes known.
         """
         taken = self.taken.setdefault(channel, [])
-        own: list[tuple[float, float]] = []
+        pieces: list[tuple[float, float]] = []
         now, left = begin, seconds
         for start, end in taken[bisect_right(taken, begin, key=_end) :]:
             piece = min(left, start - now)
             if piece > 0:
-                own.append((now, now + piece))
+                pieces.append((now, now + piece))
                 left -= piece
             if left <= 0:
                 break
             now = end
         if left > 0:
-            own.append((now, now + left))
-        self.taken[channel] = sorted([*taken, *own])
-        return own[0][0], own[-1][1]
+            pieces.append((now, now + left))
+        self.taken[channel] = sorted([*taken, *pieces])
+        return pieces[0][0], pieces[-1][1]
 
     def _arrived(self, base: int, side: int) -> None:
         """Wakes the rank that waits for it, and whatever else needs it."""

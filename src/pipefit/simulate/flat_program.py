@@ -1,4 +1,4 @@
-"""A program laid out flat for the simulator: what each instruction is to the clock, built once per program."""
+"""A program laid out flat for the simulator: the code of each instruction for the clock, built once per program."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Code", "FlatProgram", "flat_program"]
 
 
 class Code(enum.IntEnum):
-    """How the clock of a rank treats an instruction.
+    """The action of a rank's clock at an instruction.
 
     WORK: runs at once: all it needs comes from earlier work of the rank.
     WAIT: runs once messages or reductions have arrived.
     MESSAGE: is issued; it only waits for its other side.
-    PENDING: is issued; it waits asynchronously for whatever it needs: reductions, copies, messages passed on.
+    PENDING: is issued; it waits for its needs asynchronously: reductions, copies, messages passed on.
     """
 
     WORK = 0

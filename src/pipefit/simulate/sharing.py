@@ -24,7 +24,7 @@ class Machine:
 
     Attributes:
         cores: for ranks; of ranks that are t processes each, 1/t of the machine's.
-        done: seconds that whoever has run since the beginning has been at work, with a core of its own.
+        done: seconds of work, each on a whole core, of a process that has run since the beginning.
         now: the time for which `done` holds.
         work: what runs, (the `done` at which it ends, rank), first to end first.
     """
@@ -35,7 +35,7 @@ class Machine:
     work: list[tuple[float, int]] = field(default_factory=list)
 
     def begin(self, now: float, seconds: float, rank: int) -> None:
-        """A rank begins work that takes so long with a core of its own."""
+        """A rank begins work that takes so long on a whole core."""
         self._advance(now)
         heapq.heappush(self.work, (self.done + seconds, rank))
 
@@ -79,12 +79,12 @@ class SharingEngine(EventEngine):
     works: list[bool] = field(default_factory=list)
 
     def run(self) -> None:
-        """Runs until no rank can go on; what hangs keeps UNKNOWN as its end."""
+        """Runs until no rank can go on; the end of an instruction that hangs stays UNKNOWN."""
         graph = self.layout.graph
         size, num_ranks = len(graph.instructions), len(graph.starts) - 1
         for times in (self.start, self.posted, self.end):
             times += [UNKNOWN] * (size * self.repeats)
-        # The agenda wakes whoever waits, which is what the order of time means to the rest of the engine.
+        # The agenda wakes ranks in the order of time, as it does under contention.
         self.contention = True
         self.clock, self.at = [0] * num_ranks, list(graph.starts[:-1])
         self.blocked_on = [UNKNOWN] * num_ranks
@@ -131,7 +131,7 @@ class SharingEngine(EventEngine):
         return self._busy(rank, self.prices.hold[i] + self.prices.arrivals[n != i].get(i, 0))
 
     def _end(self, rank: int) -> bool:
-        n, prices = self.at[rank], self.prices
+        n = self.at[rank]
         size = len(self.layout.codes)
         i = n % size
         if self.layout.codes[i] <= Code.WAIT:
@@ -140,8 +140,6 @@ class SharingEngine(EventEngine):
             if self.posted[n] < 0:
                 self.posted[n] = self.clock[rank]
                 self._try(n, i)
-            if prices.blocks is not None and prices.blocks[i] and not self._has(rank, [n]):
-                return False
         self.works[rank] = False
         self.at[rank] = n + 1
         if i + 1 == self.layout.graph.starts[rank + 1]:

@@ -11,7 +11,7 @@ from itertools import pairwise, repeat
 from pipefit.cost import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.graph import Graph, collective_members
-from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Kind, Lane, Op
+from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
 from pipefit.ir.residency import kept_fetches
 from pipefit.simulate.event_engine import EventEngine, Key, Prices
@@ -29,16 +29,14 @@ def simulate(
     *,
     repeats: int = 1,
     contention: bool = False,
-    blocking_sends: bool = False,
-    overlap: bool = True,
     rendezvous: bool = True,
     memory: bool = True,
 ) -> Timeline:
-    """When each instruction starts and ends.
+    """Times of each instruction's start and end.
 
     Every rank issues its list in order. An instruction of the compute lane starts when the rank is free and what it
     needs has arrived. Any other is issued and completes asynchronously: a message starts when both sides have posted
-    it, a reduction when all members have, a copy when its lane is free; where reads and writes of a tier take turns,
+    it, a reduction when all members have, a copy when its lane is free; where reads and writes of a tier alternate,
     they move in each other's gaps. Weights that lie in their slots since the pass before are not read. Where a machine
     of the topology has fewer cores than processes, those that work at the same time share them evenly.
 
@@ -56,8 +54,6 @@ def simulate(
             both their sides have posted them. So does, with or without it, whatever goes through the same port of a
             level of the topology that has one (`Level.one_port`): a message has the sender's port out and the
             receiver's port in for itself, a reduction those of all its members.
-        blocking_sends: a rank waits for each of its sends to arrive.
-        overlap: False: a rank waits for each of its reductions, gathers and copies.
         rendezvous: False: a message starts when it is sent, whether or not its receive is posted yet, so that how far
             ahead receives are posted changes nothing: the closed forms of the papers assume this.
         memory: whether to follow the memory of each rank.
@@ -79,13 +75,12 @@ def simulate(
             "where messages take turns on links or ports, their order is that in which both sides have posted them, so "
             "it needs rendezvous"
         )
-    said = {"contention": contention, "blocking_sends": blocking_sends, "no_overlap": not overlap}
-    said["no_rendezvous"] = not rendezvous
-    notes = {name: 1.0 for name, value in said.items() if value}
+    options = {"contention": contention, "no_rendezvous": not rendezvous}
+    notes = {name: 1.0 for name, value in options.items() if value}
     if cost.has_ports:
         notes["port_unit"] = float(cost.port_unit)
     with collector_paused():
-        engine = _run(program, cost, repeats, contention, _blocking(blocking_sends, overlap), rendezvous)
+        engine = _run(program, cost, repeats, contention, rendezvous)
         samples = memory_over_time(program, cost, engine) if memory else ()
         return Timeline(program, _events(engine), samples, num_repeats=repeats, notes=notes)
 
@@ -106,17 +101,10 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _run(
-    program: Program,
-    cost: CostModel,
-    repeats: int,
-    contention: bool,
-    blocked: set[Op],
-    rendezvous: bool,
-) -> EventEngine:
+def _run(program: Program, cost: CostModel, repeats: int, contention: bool, rendezvous: bool) -> EventEngine:
     layout = flat_program(program)
     _check(layout)
-    prices = _prices(layout, cost, contention, blocked, rendezvous)
+    prices = _prices(layout, cost, contention, rendezvous)
     engine = _engine(layout, prices, repeats, contention or cost.has_ports, cost)
     engine.run()
     if min(engine.end, default=0) < 0:
@@ -158,13 +146,7 @@ def _check(layout: FlatProgram) -> None:
             raise InvalidProgramError(f"{name(group[0])} is a collective that ranks {absent} never join")
 
 
-def _blocking(blocking_sends: bool, overlap: bool) -> set[Op]:
-    """The operations, in addition to those of the compute lane, whose end a rank waits for."""
-    held = {op for op, spec in OP_SPEC.items() if spec.lane is not Lane.COMPUTE} - MESSAGE_OPS
-    return ({Op.SEND} if blocking_sends else set()) | (set() if overlap else held)
-
-
-def _prices(layout: FlatProgram, cost: CostModel, contention: bool, blocked: set[Op], rendezvous: bool) -> Prices:
+def _prices(layout: FlatProgram, cost: CostModel, contention: bool, rendezvous: bool) -> Prices:
     graph = layout.graph
     hold_of = [cost.duration_s(i, rank) for i, rank in layout.kinds]
     travel_of: list[float] = [_travel_s(cost, layout, i.op, index) for index, (i, _) in enumerate(layout.kinds)]
@@ -181,7 +163,6 @@ def _prices(layout: FlatProgram, cost: CostModel, contention: bool, blocked: set
                 lanes[number] = ports
             groups[number] = group
             travel[number] = seconds
-    blocks = [i.op in blocked for i in graph.instructions] if blocked else None
     for number, i in enumerate(graph.instructions):
         if i.op is Op.RECV:
             travel[number] = travel[layout.partners[number]] if rendezvous else 0
@@ -200,7 +181,6 @@ def _prices(layout: FlatProgram, cost: CostModel, contention: bool, blocked: set
     return Prices(
         hold,
         travel,
-        blocks,
         lanes,
         groups,
         _copies(graph) | dict.fromkeys(later, ()),
@@ -238,13 +218,13 @@ def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dic
 
 
 def _message_lanes(cost: CostModel, source: int, target: int, contention: bool) -> tuple[Key, ...]:
-    """The ports and links that a message occupies while it travels."""
+    """The links and ports that a message occupies while it travels."""
     ports = cost.ports(source, target)
     return (*ports, (source, target)) if contention else ports
 
 
 def _commit_s(graph: Graph, cost: CostModel) -> float:
-    """Seconds that ranks wait between two passes for what they have written to be committed; a single rank never."""
+    """Seconds that ranks wait between two passes for a commit of the tier; a single rank does not."""
     header = graph.program.header
     if header.spill is None or header.num_ranks == 1:
         return 0
@@ -253,10 +233,10 @@ def _commit_s(graph: Graph, cost: CostModel) -> float:
 
 
 def _closing(layout: FlatProgram, commits: bool) -> list[list[int]]:
-    """Of each rank, what the next pass waits for and nothing in this one.
+    """Of each rank, the instructions that the next pass waits for and nothing in this one.
 
     Those are reductions whose end no instruction waits for, such as those that put weights together; steps on the host,
-    whose optimizers may be read between two passes; and where steps are committed, all that is written.
+    whose optimizers may be read between two passes; and where steps are committed, all evictions.
     """
     awaited = {number for needed in layout.waits for number in needed}
     result: list[list[int]] = [[] for _ in layout.graph.starts[1:]]
@@ -271,7 +251,7 @@ def _closing(layout: FlatProgram, commits: bool) -> list[list[int]]:
 
 
 def _copies(graph: Graph) -> dict[int, tuple[int, ...]]:
-    """Each copy; for a fetch, what the pass before must have written back: its value, and what was in its slot.
+    """Each copy; for a fetch, the evictions of the pass before that it needs: of its value, and of its slot's content.
 
     Only what nothing of its own pass has written or freed is waited for: the rest is in the graph.
     """
@@ -313,7 +293,7 @@ def _events(engine: EventEngine) -> tuple[Event, ...]:
 
 
 def _hang(engine: EventEngine) -> str:
-    """A message that says which rank waits for what."""
+    """The instruction at which each rank waits, and what it waits for."""
     graph = engine.layout.graph
     size = len(graph.instructions)
     lines = []
@@ -327,7 +307,7 @@ def _hang(engine: EventEngine) -> str:
         lines.append(f"{line}, {_awaited_sides(engine, waiting)}")
     if not lines:
         stuck = next(n for n, end in enumerate(engine.end) if end < 0) % size
-        lines = [f"{graph.instructions[stuck]} on rank {graph.ranks[stuck]} needs what itself makes"]
+        lines = [f"{graph.instructions[stuck]} on rank {graph.ranks[stuck]} needs its own result"]
     return "the program hangs:\n  " + "\n  ".join(lines)
 
 
@@ -343,4 +323,4 @@ def _awaited_sides(engine: EventEngine, n: int) -> str:
             names.append(f"which rank {rank} has not reached (its instruction {index}: {graph.instructions[side]})")
         elif side != i:
             names.append(f"which rank {rank} has issued")
-    return "; ".join(names) or "which itself waits for another message"
+    return "; ".join(names) or "which waits for another message"

@@ -12,7 +12,7 @@ from pipefit.simulate.simulate import simulate
 __all__ = ["FEW_SENDS", "most_unposted"]
 
 FEW_SENDS = 4
-"""Messages of one kind to a rank that are kept after they were sent, where nothing tells that they have arrived."""
+"""Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
 
 
 def most_unposted(program: Program) -> int:

@@ -67,8 +67,6 @@ def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
         return Wait(_name(timeline, arrival), arrival, max(event.start_s - free, 0))
     if before is None:
         return Wait("start", None, 0)
-    if timeline.lane(before) is not Lane.COMPUTE:
-        return Wait(_name(timeline, before), before, max(before.end_s - before.start_s, 0))
     return Wait("rank", before, max(event.start_s - free, 0))
 
 
@@ -208,21 +206,14 @@ def _by_lane(timeline: Timeline) -> dict[_Queue, list[Event]]:
 
 
 def _held_before(timeline: Timeline, event: Event) -> Event | None:
-    """The last event before this one that held its rank to its end: work, or what the rank was made to wait for."""
+    """The last work of its rank before this event."""
     place = _place_before(timeline, event)
     while place[1] >= 0:
         before = timeline.by_place.get(place)
-        if before is None or _holds(timeline, before):
+        if before is None or timeline.lane(before) is Lane.COMPUTE:
             return before
         place = _place_before(timeline, before)
     return None
-
-
-def _holds(timeline: Timeline, event: Event) -> bool:
-    if timeline.lane(event) is Lane.COMPUTE:
-        return True
-    op = timeline.instruction(event).op
-    return op is not Op.RECV and ("blocking_sends" if op is Op.SEND else "no_overlap") in timeline.notes
 
 
 def _place_before(timeline: Timeline, event: Event) -> tuple[int, int, int]:

@@ -48,8 +48,7 @@ class Timeline:
         memory: for each rank, (time_s, bytes) samples in order; () where it was not followed.
         source: "simulated" or "measured".
         num_repeats: passes over the program.
-        notes: how it was made, where that matters to `waited_for`: "contention", "blocking_sends", "no_overlap",
-            "no_rendezvous".
+        notes: how it was made, where that matters to `waited_for`: "contention", "no_rendezvous".
     """
 
     program: Program

@@ -24,26 +24,22 @@ def collectives(s: Subject) -> Iterator[Finding]:
     header = s.header
     due = _due(header)
     found: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for numbers in s.by_version[Op.REDUCE].values():
-        for number in numbers:
-            i = s.graph.instructions[number]
-            found[i.kind, i.stage, i.version][s.graph.ranks[number]].append(number)
+    for _, _, number in s.each(Op.REDUCE):
+        i = s.graph.instructions[number]
+        found[i.kind, i.stage, i.version][s.graph.ranks[number]].append(number)
     for key, by_rank in found.items():
         for rank, numbers in by_rank.items():
-            wrong = numbers if rank not in due.get(key, ()) else numbers[1:]
-            for number in wrong:
-                first = (
-                    f"is already reduced: {s.where(numbers[0])}" if rank in due.get(key, ()) else "nothing to reduce"
-                )
-                yield s.at("collectives", number, first)
+            is_due = rank in due.get(key, ())
+            problem = f"is already reduced: {s.where(numbers[0])}" if is_due else "nothing to reduce"
+            for number in numbers[is_due:]:
+                yield s.at("collectives", number, problem)
     for (kind, stage, update), members in due.items():
         reduce = Instruction(Op.REDUCE, stage, version=update, kind=kind)
         for rank in members:
             if not found.get((kind, stage, update), {}).get(rank):
                 together = ", ".join(map(str, members))
-                yield Finding(
-                    "collectives", rank, -1, f"{reduce} is missing: ranks {together} take part in it together"
-                )
+                message = f"{reduce} is missing: ranks {together} take part in it together"
+                yield Finding("collectives", rank, -1, message)
     positions = {(rank, key): numbers[0] for key, by_rank in found.items() for rank, numbers in by_rank.items()}
     yield from _misplaced(s, positions)
     yield from _barriers(s)
@@ -62,8 +58,8 @@ def _due(header: Header) -> dict[Key, tuple[int, ...]]:
     for kind, stage in groups:
         members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
         # Stages of one rank that share a weight are summed too, though nothing travels.
-        is_single = len(members) == 1 and len(tied_stages(header, stage, members[0])) < 2
-        if (kind == Reduction.REPLICAS and len(members) == 1) or is_single:
+        is_local = len(members) == 1 and len(tied_stages(header, stage, members[0])) < 2
+        if (kind == Reduction.REPLICAS and len(members) == 1) or is_local:
             continue
         due.update({(kind, stage, update): members for update in range(header.num_updates(stage))})
     if header.clip:
@@ -80,11 +76,9 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
     """Reductions before gradients they must hold, before other reductions they must hold, or after a step."""
     header, ranks = s.header, s.graph.ranks
     last_gradient: dict[tuple[int, int, int], int] = {}
-    for op in WEIGHT_GRADIENT_OPS:
-        for (stage, mb), numbers in s.by_microbatch[op].items():
-            for number in numbers:
-                key = ranks[number], stage, header.update_of(stage, mb)
-                last_gradient[key] = max(last_gradient.get(key, -1), number)
+    for stage, mb, number in s.each(*WEIGHT_GRADIENT_OPS):
+        key = ranks[number], stage, header.update_of(stage, mb)
+        last_gradient[key] = max(last_gradient.get(key, -1), number)
     steps = {
         (ranks[number], stage, update): number
         for (stage, update), numbers in s.by_version[Op.STEP].items()
@@ -92,12 +86,12 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
     }
     for (rank, (kind, stage, update)), number in positions.items():
         stages = reduced_stages(header, kind, stage, rank)
-        # What puts new weights together follows its step: that it needs their parts is a rule of values.
-        for own in stages if kind != Reduction.SHARDS else ():
-            gradient = last_gradient.get((rank, own, update), -1)
+        # A gather of new weights follows its step: that it needs their shards is a rule of values.
+        for member in stages if kind != Reduction.SHARDS else ():
+            gradient = last_gradient.get((rank, member, update), -1)
             if gradient > number:
                 yield s.at("collectives", number, f"comes before a gradient that it must hold: {s.where(gradient)}")
-            step = steps.get((rank, own, update), number)
+            step = steps.get((rank, member, update), number)
             if step < number:
                 yield s.at("collectives", number, f"comes after the step that uses it: {s.where(step)}")
         if kind == Reduction.NORM:

@@ -17,20 +17,16 @@ _HELD = (Op.STEP, Op.DROP, Op.FETCH, Op.EVICT)
 def ownership(s: Subject) -> Iterator[Finding]:
     """Instructions of a micro-batch on the rank of the round-robin rule, those of weights on a rank of the stage."""
     placement, ranks = s.header.placement, s.graph.ranks
-    for op in _OWNED:
-        for (stage, mb), numbers in s.by_microbatch[op].items():
-            owner = placement[stage][mb % len(placement[stage])]
-            for number in numbers:
-                if ranks[number] != owner:
-                    yield s.at("ownership", number, f"stage {stage} runs micro-batch {mb} on rank {owner}")
-    for op in _HELD:
-        for (stage, _), numbers in s.by_version[op].items():
-            for number in numbers:
-                # An activation is on the rank that made it, or on one that it was sent to.
-                sent = s.graph.instructions[number].kind == _TRAVELS and stage < s.header.last_stage
-                if ranks[number] not in placement[stage] + (placement[stage + 1] if sent else ()):
-                    holders = ", ".join(map(str, placement[stage]))
-                    yield s.at("ownership", number, f"the weights of stage {stage} are on rank {holders}")
+    for stage, mb, number in s.each(*_OWNED):
+        owner = placement[stage][mb % len(placement[stage])]
+        if ranks[number] != owner:
+            yield s.at("ownership", number, f"stage {stage} runs micro-batch {mb} on rank {owner}")
+    for stage, _, number in s.each(*_HELD):
+        # An activation is on the rank that made it, or on one that it was sent to.
+        sent = s.graph.instructions[number].kind == _TRAVELS and stage < s.header.last_stage
+        if ranks[number] not in placement[stage] + (placement[stage + 1] if sent else ()):
+            holders = ", ".join(map(str, placement[stage]))
+            yield s.at("ownership", number, f"the weights of stage {stage} are on rank {holders}")
 
 
 def complete(s: Subject) -> Iterator[Finding]:
@@ -69,8 +65,8 @@ def _data(s: Subject) -> Iterator[Finding]:
         for stage in ends:
             yield from _exactly_one(s, Op.LOAD, (stage, mb), loads.get((stage, mb), []))
         yield from _exactly_one(s, Op.LOSS, (header.last_stage, mb), losses.get((header.last_stage, mb), []))
-    for (stage, _), numbers in loads.items():
-        for number in numbers if stage not in ends else ():
+    for stage, _, number in s.each(Op.LOAD):
+        if stage not in ends:
             yield s.at("complete", number, f"only stages 0 and {header.last_stage} take data, not stage {stage}")
 
 
@@ -91,16 +87,16 @@ def _steps(s: Subject) -> Iterator[Finding]:
     for stage in range(header.num_stages):
         for update in range(header.num_updates(stage)):
             for rank in header.placement[stage]:
-                own = [number for number in steps.get((stage, update), ()) if ranks[number] == rank]
-                if not own:
+                there = [number for number in steps.get((stage, update), ()) if ranks[number] == rank]
+                if not there:
                     yield Finding("complete", rank, -1, f"step s{stage} w{update} is missing")
-                for number in own[1:]:
-                    yield s.at("complete", number, f"this update is already stepped: {s.where(own[0])}")
-    yield from _gathered(s)
+                for number in there[1:]:
+                    yield s.at("complete", number, f"this update is already stepped: {s.where(there[0])}")
+    yield from _accumulated(s)
 
 
-def _gathered(s: Subject) -> Iterator[Finding]:
-    """Gradients of a stage gather for one update at a time, each between the step before and its own step."""
+def _accumulated(s: Subject) -> Iterator[Finding]:
+    """Gradients of a stage accumulate for one update at a time, between the step before and the step that uses them."""
     header, graph = s.header, s.graph
     for rank, instructions in enumerate(s.program.ranks):
         steps: dict[int, list[int]] = {}

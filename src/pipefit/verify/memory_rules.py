@@ -1,4 +1,4 @@
-"""Rule `memory`: what a rank holds at once, against what it has."""
+"""Rule `memory`: the bytes that a rank holds at once, compared with its capacity."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -
 
 
 def tiers(s: Subject, limit_bytes: float, size: Callable[[Value], float]) -> Iterator[Finding]:
-    """The peaks of all ranks on the tier, one copy of each value, are together at most its capacity."""
+    """The bytes of all ranks on the tier at their peak, one copy of each value, are at most its capacity."""
     spill = s.header.spill
     if spill is None:
         return

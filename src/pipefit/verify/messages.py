@@ -1,4 +1,4 @@
-"""Rules `messages` and `fifo`: what travels between ranks."""
+"""Rules `messages` and `fifo`: the messages between ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,19 @@ def messages(s: Subject) -> Iterator[Finding]:
     crossed: dict[Owed, int] = {}
     instructions, ranks = s.graph.instructions, s.graph.ranks
     unmatched = set(s.graph.unmatched)
-    for op in MESSAGE_OPS:
-        for numbers in s.by_microbatch[op].values():
-            for number in numbers:
-                i = instructions[number]
-                key = WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb
-                link = links.get(key)
-                problem = _wrong_link(i, ranks[number], link)
-                if problem:
-                    yield s.at("messages", number, problem)
-                elif number in unmatched:
-                    other = "receive" if op is Op.SEND else "send"
-                    yield s.at("messages", number, f"rank {i.peer} has no {other} for it")
-                elif op is Op.SEND:
-                    if key in crossed:
-                        yield s.at("messages", number, f"is already sent: {s.where(crossed[key])}")
-                    crossed.setdefault(key, number)
+    for _, _, number in s.each(*MESSAGE_OPS):
+        i = instructions[number]
+        key = WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb
+        problem = _wrong_link(i, ranks[number], links.get(key))
+        if problem:
+            yield s.at("messages", number, problem)
+        elif number in unmatched:
+            other = "receive" if i.op is Op.SEND else "send"
+            yield s.at("messages", number, f"rank {i.peer} has no {other} for it")
+        elif i.op is Op.SEND:
+            if key in crossed:
+                yield s.at("messages", number, f"is already sent: {s.where(crossed[key])}")
+            crossed.setdefault(key, number)
     yield from _gathers(s)
     for key, (source, target) in links.items():
         if key not in crossed:
@@ -45,13 +42,11 @@ def messages(s: Subject) -> Iterator[Finding]:
 
 def _gathers(s: Subject) -> Iterator[Finding]:
     """A value that came in pieces is gathered once; that its pieces are there is the rule of dependencies."""
-    for numbers in s.by_microbatch[Op.GATHER].values():
-        seen: dict[str, int] = {}
-        for number in numbers:
-            kind = s.graph.instructions[number].kind
-            if kind in seen:
-                yield s.at("messages", number, f"is already gathered: {s.where(seen[kind])}")
-            seen.setdefault(kind, number)
+    seen: dict[Owed, int] = {}
+    for stage, mb, number in s.each(Op.GATHER):
+        first = seen.setdefault((s.graph.instructions[number].kind, stage, mb), number)
+        if first != number:
+            yield s.at("messages", number, f"is already gathered: {s.where(first)}")
 
 
 def _owed(header: Header) -> dict[Owed, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Rules `dependencies` and `use-after-free`: what an instruction needs is on its rank when it runs."""
+"""Rules `dependencies` and `use-after-free`: the needs of an instruction are on its rank when it runs."""
 
 from __future__ import annotations
 

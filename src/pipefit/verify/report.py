@@ -34,7 +34,7 @@ class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank: where; −1 when it belongs to no rank.
         index: in the rank's list; −1 when it is about something that is not there.
         instruction: its text, "" when index is −1.
-        message: what was expected, and what came.
+        message: the expectation, and what was found in its place.
         excerpt: the grid around it, with a mark.
     """
 

@@ -1,4 +1,4 @@
-"""Instructions that are invalid in isolation: stages, micro-batches, versions, ranks and kinds that do not exist.
+"""Malformed instructions: stages, micro-batches, versions, ranks and kinds that do not exist.
 
 They are reported and set aside, so that every other rule may rely on its operands.
 """
@@ -19,7 +19,7 @@ Check = Callable[[Header, Instruction, int], tuple[str, str] | None]
 
 
 def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[Finding]]:
-    """The program without instructions that make no sense.
+    """The program without malformed instructions.
 
     Returns:
         The rest, as many ranks as the header names; for each of its instructions the index it had (None: nothing was
@@ -29,14 +29,14 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
     findings: list[Finding] = []
     kept: list[list[int]] = []
     for rank, instructions in enumerate(program.ranks):
-        own: list[int] = []
+        sound: list[int] = []
         for index, i in enumerate(instructions):
             problem = _problem(header, i, rank)
             if problem is None:
-                own.append(index)
+                sound.append(index)
             else:
                 findings.append(Finding(problem[0], rank, index, problem[1]))
-        kept.append(own)
+        kept.append(sound)
     missing = header.num_ranks - len(kept)
     findings += [
         Finding("ownership", rank, -1, f"the program has no rank {rank}; its placement needs {header.num_ranks} ranks")
@@ -45,7 +45,7 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
     if not findings:
         return program, None, findings
     kept = [*kept[: header.num_ranks], *([] for _ in range(missing))]
-    ranks = [[program.ranks[rank][index] for index in own] for rank, own in enumerate(kept)]
+    ranks = [[program.ranks[rank][index] for index in indices] for rank, indices in enumerate(kept)]
     return program.with_ranks(ranks), kept, findings
 
 
@@ -55,7 +55,7 @@ def _problem(header: Header, i: Instruction, rank: int) -> tuple[str, str] | Non
     kinds = OP_SPEC[i.op].kinds
     if kinds and i.kind not in kinds:
         return _RULE_OF_KIND[i.op], f"expected one of {', '.join(kinds)}, got {i.kind or 'nothing'!r}"
-    return _CHECKS[i.op](header, i, rank)
+    return next(filter(None, (check(header, i, rank) for check in _CHECKS[i.op])), None)
 
 
 _RULE_OF_KIND = {
@@ -80,43 +80,25 @@ def _microbatch(header: Header, i: Instruction, rank: int) -> tuple[str, str] | 
     return "ownership", f"there is no micro-batch {i.mb}: the program has {header.total_microbatches}"
 
 
-def _stage_and_microbatch(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    return _stage(header, i, rank) or _microbatch(header, i, rank)
-
-
-def _versioned(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    return _stage_and_microbatch(header, i, rank) or _version(header, i, header.num_updates(i.stage))
-
-
-def _version(header: Header, i: Instruction, most: int) -> tuple[str, str] | None:
-    if 0 <= i.version <= most:
+def _version(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    if 0 <= i.version <= header.num_updates(i.stage):
         return None
     return "versions", f"there is no such version: stage {i.stage} has versions 0 to {header.num_updates(i.stage)}"
 
 
 def _step(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    problem = _stage(header, i, rank)
-    if problem or 0 <= i.version < header.num_updates(i.stage):
-        return problem
+    if 0 <= i.version < header.num_updates(i.stage):
+        return None
     return "complete", f"there is no update {i.version}: stage {i.stage} makes {header.num_updates(i.stage)} updates"
 
 
-def _step_on_device(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    problem = _step(header, i, rank)
-    if problem or not header.steps_on_host(i.stage):
-        return problem
-    return "residency", f"the header says that stage {i.stage} steps on the host: expected host_step"
-
-
-def _step_on_host(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    problem = _step(header, i, rank)
-    if problem or header.steps_on_host(i.stage):
-        return problem
-    return "residency", f"the header says that stage {i.stage} steps on its device: expected step"
-
-
-def _kept_version(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    return _stage(header, i, rank) or _version(header, i, header.num_updates(i.stage))
+def _device(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
+    """Whether a stage steps where the header says."""
+    on_host = header.steps_on_host(i.stage)
+    if on_host == (i.op is Op.HOST_STEP):
+        return None
+    expected = "the host: expected host_step" if on_host else "its device: expected step"
+    return "residency", f"the header says that stage {i.stage} steps on {expected}"
 
 
 def _message(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
@@ -126,13 +108,13 @@ def _message(header: Header, i: Instruction, rank: int) -> tuple[str, str] | Non
         return "messages", "a rank cannot send to itself: what it made is already there"
     if not 0 <= i.peer < header.num_ranks:
         return "messages", f"there is no rank {i.peer}: the placement names {header.num_ranks} ranks"
-    return _stage_and_microbatch(header, i, rank)
+    return None
 
 
 def _gather(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
-    if header.tensor == 1:
-        return "messages", "there is nothing to gather on a rank of one process: the header has tensor 1"
-    return _stage_and_microbatch(header, i, rank)
+    if header.tensor > 1:
+        return None
+    return "messages", "there is nothing to gather on a rank of one process: the header has tensor 1"
 
 
 def _reduce(header: Header, i: Instruction, rank: int) -> tuple[str, str] | None:
@@ -168,7 +150,7 @@ def _moved(header: Header, i: Instruction) -> tuple[str, str] | None:
         return "residency", f"the {i.kind} of stage {i.stage} do not come and go: the header does not spill them"
     if i.kind == Kind.WGRAD:
         return _step(header, i, 0)
-    return _version(header, i, header.num_updates(i.stage))
+    return _version(header, i, 0)
 
 
 def _slot(spill: Spill, i: Instruction) -> tuple[str, str] | None:
@@ -179,22 +161,19 @@ def _slot(spill: Spill, i: Instruction) -> tuple[str, str] | None:
     return "residency", f"expected slot {expected}, got {'@*' if i.slot < 0 else f'@{i.slot}'}"
 
 
-_CHECKS: dict[Op, Check] = {
-    Op.LOAD: _stage_and_microbatch,
-    Op.FWD: _versioned,
-    Op.LOSS: _microbatch,
-    Op.RECOMPUTE: _versioned,
-    Op.BWD: _versioned,
-    Op.BWD_INPUT: _versioned,
-    Op.BWD_WEIGHT: _versioned,
-    Op.SEND: _message,
-    Op.RECV: _message,
-    Op.GATHER: _gather,
-    Op.REDUCE: _reduce,
-    Op.STEP: _step_on_device,
-    Op.HOST_STEP: _step_on_host,
-    Op.DROP: _kept_version,
-    Op.FETCH: _tiered,
-    Op.EVICT: _tiered,
-    Op.BARRIER: lambda header, i, rank: None,
+_OF_MICROBATCH = (_stage, _microbatch)
+_CHECKS: dict[Op, tuple[Check, ...]] = {
+    Op.LOAD: _OF_MICROBATCH,
+    Op.LOSS: (_microbatch,),
+    **dict.fromkeys((Op.FWD, Op.RECOMPUTE, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT), (*_OF_MICROBATCH, _version)),
+    Op.SEND: (_message, *_OF_MICROBATCH),
+    Op.RECV: (_message, *_OF_MICROBATCH),
+    Op.GATHER: (_gather, *_OF_MICROBATCH),
+    Op.REDUCE: (_reduce,),
+    Op.STEP: (_stage, _step, _device),
+    Op.HOST_STEP: (_stage, _step, _device),
+    Op.DROP: (_stage, _version),
+    Op.FETCH: (_tiered,),
+    Op.EVICT: (_tiered,),
+    Op.BARRIER: (),
 }

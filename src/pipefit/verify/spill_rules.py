@@ -1,4 +1,4 @@
-"""Rule `residency`: what is spilled is where it must be: on its tier, or in one slot of the device, and never lost.
+"""Rule `residency`: spilled values are on their tier or in one slot of the device, and never lost.
 
 The rule walks each rank's list and keeps what the device's slots and the tier hold. A tier holds of each stage one
 version of the weights and of the optimizer's states: the one written last.
@@ -23,11 +23,12 @@ _NOUN = {_WEIGHTS: "weights", _WGRAD: "gradients", _OPTIM: "optimizer states"}
 
 @dataclass
 class _Rank:
-    """The contents of one rank's device and of its tier at an instruction.
+    """The content of one rank's device and tier at an instruction.
 
     Attributes:
         header: of the program.
-        slots: (kind, slot) → (stage, version or update) of what lies there.
+        recomputed: the (stage, micro-batch) whose forward is replayed.
+        slots: (kind, slot) → (stage, version or update) of its content.
         homes: (kind, stage) → its slot.
         tier: (kind, stage) → the version or update that is written there.
         parked: the activations there, (kind, stage, micro-batch).
@@ -35,6 +36,7 @@ class _Rank:
     """
 
     header: Header
+    recomputed: frozenset[tuple[int, int]]
     slots: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     homes: dict[tuple[str, int], int] = field(default_factory=dict)
     tier: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -42,7 +44,7 @@ class _Rank:
     saved: dict[int, set[int]] = field(default_factory=dict)
 
     def leave(self, kind: str, stage: int) -> tuple[int, int] | None:
-        """Empties the slot of a kind of a stage; what lay there."""
+        """Empties the slot of a kind of a stage; returns its content."""
         slot = self.homes.pop((kind, stage), None)
         return None if slot is None else self.slots.pop((kind, slot), None)
 
@@ -52,12 +54,12 @@ class _Rank:
 
 
 def residency(s: Subject) -> Iterator[Finding]:
-    """Fetches into free slots of what the tier holds; nothing changed is forgotten; everything home at the end."""
+    """Fetches read what the tier holds into free slots; no change is lost; everything is home at the end."""
     spill = s.header.spill
     if spill is None:
         return
     for rank, instructions in enumerate(s.program.ranks):
-        state = _Rank(s.header)
+        state = _Rank(s.header, s.program.recomputed)
         for stage in s.header.stages_of(rank):
             if s.header.is_spilled(stage):
                 state.tier[_WEIGHTS, stage] = 0
@@ -66,15 +68,12 @@ def residency(s: Subject) -> Iterator[Finding]:
         for number, i in enumerate(instructions, s.graph.starts[rank]):
             rule = _RULES.get(i.op)
             if rule:
-                for message in rule(state, i, s.program.recomputed):
+                for message in rule(state, i):
                     yield s.at("residency", number, message)
         yield from _at_home(state, rank)
 
 
-_Recomputed = frozenset[tuple[int, int]]
-
-
-def _fetch(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
     if i.kind not in SLOTTED:
         if (i.kind, i.stage, i.version) not in state.parked:
             yield f"the {i.tier} does not hold the {i.kind} of stage {i.stage}, micro-batch {i.version}"
@@ -102,7 +101,7 @@ def _fetch(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[st
     state.enter(i.kind, i.stage, i.version, i.slot)
 
 
-def _evict(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+def _evict(state: _Rank, i: Instruction) -> Iterator[str]:
     if i.kind not in SLOTTED:
         state.parked.add((i.kind, i.stage, i.version))
         return
@@ -113,7 +112,7 @@ def _evict(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[st
     state.tier[i.kind, i.stage] = i.version
 
 
-def _drop(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+def _drop(state: _Rank, i: Instruction) -> Iterator[str]:
     if not state.header.is_spilled(i.stage):
         return
     yield from _kept_views(state, i)
@@ -123,7 +122,7 @@ def _drop(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str
 
 
 def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
-    """Saved tensors lie in the slot, but for stages that keep them: there the backward reads whichever slot it is.
+    """Tensors saved by autograd lie in the slot, but for stages that keep them: their backward reads any slot.
 
     That the slot then holds the same version is a rule of values.
     """
@@ -134,13 +133,13 @@ def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
         yield f"what autograd keeps of {mbs} is in this slot and goes too: replay stage {i.stage} before its backward"
 
 
-def _forward(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
-    if state.header.is_spilled(i.stage) and (i.op is Op.RECOMPUTE or (i.stage, i.mb) not in recomputed):
+def _forward(state: _Rank, i: Instruction) -> Iterator[str]:
+    if state.header.is_spilled(i.stage) and (i.op is Op.RECOMPUTE or (i.stage, i.mb) not in state.recomputed):
         state.saved.setdefault(i.stage, set()).add(i.mb)
     return iter(())
 
 
-def _backward(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+def _backward(state: _Rank, i: Instruction) -> Iterator[str]:
     if not state.header.is_spilled(i.stage):
         return
     state.saved.get(i.stage, set()).discard(i.mb)
@@ -153,7 +152,7 @@ def _backward(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator
         state.enter(_WGRAD, i.stage, update, slot)
 
 
-def _step(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+def _step(state: _Rank, i: Instruction) -> Iterator[str]:
     if not state.header.is_spilled(i.stage):
         return
     state.leave(_WGRAD, i.stage)
@@ -165,7 +164,7 @@ def _step(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str
             state.enter(kind, i.stage, i.version + 1, slot)
 
 
-def _host_step(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterator[str]:
+def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
     held, summed = (state.tier.get((kind, i.stage)) for kind in (_WEIGHTS, _WGRAD))
     if held != i.version:
         yield f"steps from w{i.version} on the host, which holds w{held} of stage {i.stage}"
@@ -180,13 +179,8 @@ def _host_step(state: _Rank, i: Instruction, recomputed: _Recomputed) -> Iterato
 
 def _at_home(state: _Rank, rank: int) -> Iterator[Finding]:
     for (kind, _), (stage, at) in sorted(state.slots.items()):
-        yield Finding(
-            "residency",
-            rank,
-            -1,
-            f"the {_NOUN[kind]} of stage {stage} ({_name(kind, at)}) are still on the device at the end: evict them, "
-            "or drop them if they are unchanged",
-        )
+        message = f"the {_NOUN[kind]} of stage {stage} ({_name(kind, at)}) are still on the device at the end: "
+        yield Finding("residency", rank, -1, message + "evict them, or drop them if they are unchanged")
     for (kind, stage), at in sorted(state.tier.items()):
         last = state.header.num_updates(stage)
         if kind != _WGRAD and at != last and (kind, stage) not in state.homes:
@@ -198,7 +192,7 @@ def _name(kind: str, at: int) -> str:
     return f"update {at}" if kind == _WGRAD else f"w{at}"
 
 
-_Rule = Callable[[_Rank, Instruction, _Recomputed], Iterator[str]]
+_Rule = Callable[[_Rank, Instruction], Iterator[str]]
 
 _RULES: dict[Op, _Rule] = {
     Op.FETCH: _fetch,

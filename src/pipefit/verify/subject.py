@@ -1,4 +1,4 @@
-"""The subject of the rules: a program whose instructions are valid one by one, its graph, and an index of it."""
+"""The subject of the rules: a program whose instructions are all well-formed, its graph, and an index of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Finding(NamedTuple):
         rule: its name.
         rank: where; −1 for what belongs to no rank.
         position: the index in the rank's list; −1 for something that is not there.
-        message: what was expected, and what came.
+        message: the expectation, and what was found in its place.
     """
 
     rule: str
@@ -37,7 +37,7 @@ class Subject:
     """A program under proof.
 
     Attributes:
-        program: without instructions that are invalid in isolation.
+        program: without malformed instructions.
         graph: its dependencies.
         kept: of each of its instructions, the index in the program that was given (None: the same).
         by_microbatch: for each operation with a micro-batch, the numbers of its instructions by (stage, micro-batch).
@@ -64,6 +64,14 @@ class Subject:
             else:
                 by_version[Op.STEP if i.op is Op.HOST_STEP else i.op][i.stage, i.version].append(number)
         return cls(program, graph, kept, by_microbatch, by_version)
+
+    def each(self, *ops: Op) -> Iterator[tuple[int, int, int]]:
+        """The stage, the micro-batch or version, and the number of every instruction of these operations."""
+        for op in ops:
+            for places in (self.by_microbatch[op], self.by_version[op]):
+                for (stage, at), numbers in places.items():
+                    for number in numbers:
+                        yield stage, at, number
 
     @property
     def header(self) -> Header:

@@ -43,7 +43,7 @@ def verify(
     tier_bytes: float | None = None,
     max_versions: int | None = None,
 ) -> Report:
-    """Checks a program against every rule; what is wrong is listed, never raised.
+    """Checks a program against every rule; violations are listed, never raised.
 
     Args:
         program: valid or not.

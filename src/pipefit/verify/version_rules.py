@@ -1,4 +1,4 @@
-"""Rule `versions`: which weights are used, how many are kept, and when they go."""
+"""Rule `versions`: the weights that are used, the number that is kept, and their drops."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
 def _used(s: Subject) -> Iterator[Finding]:
     required = required_versions(s.header, s.program.ranks)
     why = _ASKS[s.header.weights]
-    for op in COMPUTE_OPS:
-        for key, numbers in s.by_microbatch[op].items():
-            for number in numbers:
-                version, asked = s.graph.instructions[number].version, required.get(key)
-                if asked is not None and version != asked:
-                    yield s.at("versions", number, f"uses w{version}, expected w{asked}: {why}")
+    for stage, mb, number in s.each(*COMPUTE_OPS):
+        version, expected = s.graph.instructions[number].version, required.get((stage, mb))
+        if expected is not None and version != expected:
+            yield s.at("versions", number, f"uses w{version}, expected w{expected}: {why}")
 
 
 def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
@@ -72,9 +70,8 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
     for stage, last in newest.items():
         for version in range(0 if s.header.is_spilled(stage) else last):
             if (stage, version) not in gone:
-                yield Finding(
-                    "versions", rank, -1, f"drop s{stage} w{version} is missing: it is dead after w{version + 1}"
-                )
+                message = f"drop s{stage} w{version} is missing: it is dead after w{version + 1}"
+                yield Finding("versions", rank, -1, message)
 
 
 def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
