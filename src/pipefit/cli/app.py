@@ -76,16 +76,16 @@ def run(arguments: list[str] | None = None) -> int:
         # The reader (head, less) has gone: no complaint, now or when Python flushes at exit.
         _close_stdout()
         return 128 + 13
-    except KeyboardInterrupt as problem:  # who knows how to go on says so
+    except KeyboardInterrupt as problem:  # whoever knows how to resume says so
         return _complain(_verb(tokens), f"interrupted{'; ' * bool(str(problem))}{problem}", 130)
-    except Exception as problem:  # what nobody foresaw: a mistake of pipefit, so say so and keep the evidence
+    except Exception as problem:  # an error that no one expected: a mistake of pipefit, so say so and keep the evidence
         from pipefit.cli.crash import keep_evidence
 
         path = keep_evidence(problem, tokens)
-        told = f"{type(problem).__name__}: {problem}".rstrip(": ")
+        text = f"{type(problem).__name__}: {problem}".rstrip(": ")
         return _complain(
             _verb(tokens),
-            f"this is a mistake of pipefit itself: {told}\nPlease report it with the file {path}",
+            f"this is a mistake of pipefit itself: {text}\nPlease report it with the file {path}",
             INTERNAL_ERROR,
         )
 

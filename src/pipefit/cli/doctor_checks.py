@@ -122,8 +122,8 @@ def _devices() -> Check:
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     counted = {name: names.count(name) for name in names}
-    told = ", ".join(f"{number} × {name}" for name, number in counted.items()) or "no GPU: ranks compute on the CPU"
-    return Check("devices", told, facts={"gpus": names})
+    found = ", ".join(f"{number} × {name}" for name, number in counted.items()) or "no GPU: ranks compute on the CPU"
+    return Check("devices", found, facts={"gpus": names})
 
 
 def _backends() -> Check:
@@ -176,8 +176,8 @@ def _environment() -> Check:
         fix = f"outside torchrun these make a process wait for others: unset {' '.join(left)}"
         return Check("environment", f"{', '.join(left)} set", "warn", fix, {"launcher_variables": left})
     kept = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME") if name in os.environ}
-    told = ", ".join(f"{name}={value}" for name, value in kept.items()) or "nothing special"
-    return Check("environment", told, facts={"environment": kept})
+    found = ", ".join(f"{name}={value}" for name, value in kept.items()) or "nothing special"
+    return Check("environment", found, facts={"environment": kept})
 
 
 def _ranks(num_ranks: int, timeout_s: int) -> Check:
@@ -195,11 +195,11 @@ def _ranks(num_ranks: int, timeout_s: int) -> Check:
     if not links:
         found = f"start, talk and end in {format_seconds(seconds)}; times of messages are too uneven to tell"
         return Check(name, found, "warn", "measure when the machine is quiet", {"selftest_s": seconds})
-    told = (
+    found = (
         f"start, talk and end in {format_seconds(seconds)}; loopback {format_bytes(links['bandwidth_bytes_per_s'])}/s, "
         f"latency {format_seconds(links['latency_s'])}"
     )
-    return Check(name, told, facts={"selftest_s": seconds, **links})
+    return Check(name, found, facts={"selftest_s": seconds, **links})
 
 
 def _start_ranks(num_ranks: int) -> dict[str, float]:

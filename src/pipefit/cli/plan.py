@@ -122,7 +122,7 @@ def command(
             "method": None if method == "auto" else method,
             "recompute": None if recompute == "auto" else recompute,
         }
-        _refuse(free, "it is for plans without --device-memory, which cuts and replays by itself")
+        _refuse(free, "it is for plans without --device-memory, which splits and replays as it needs")
         made = _spilled(figures, machine, device_memory, sizes, microbatches, global_batch, state, schedule, **capped)
         return _answer(made, figures, machine, tokens, picture, output, {})
     _refuse(capped, "expected --device-memory too; without a cap nothing is spilled")
@@ -216,8 +216,8 @@ def _charts(
     from pipefit.planner.pictures import depth_svg, explore, pareto_svg
 
     points = explore(profile, machine, **wishes)
-    asked = ((pareto, pareto_svg), (depths, depth_svg))
-    return {path: draw(points, f"{profile.model} on {machine.name}") for path, draw in asked if path is not None}
+    charts = ((pareto, pareto_svg), (depths, depth_svg))
+    return {path: draw(points, f"{profile.model} on {machine.name}") for path, draw in charts if path is not None}
 
 
 def _machine(name: str, memory: str | None) -> Topology:

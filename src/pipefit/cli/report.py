@@ -19,7 +19,7 @@ def command(
     output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
-    """One self-contained HTML page of a run: loss, plan, predicted beside measured, timelines.
+    """One self-contained HTML page of a run: loss, plan, predicted next to measured, timelines.
 
     Example: pipefit report runs/first
 

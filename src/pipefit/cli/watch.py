@@ -1,4 +1,4 @@
-"""What people see of a training run: the plan, a line that moves, and measured beside predicted."""
+"""The display of a training run: the plan, a line that moves, and measured next to predicted."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def plan_table(plan: Any, profile: Any) -> str:
 
 
 def report(result: Any) -> str:
-    """The end of a run: how it went, measured beside predicted, a sample, and where everything is."""
+    """The end of a run: how it went, measured next to predicted, a sample, and where everything is."""
     lines = [f"trained {len(result.losses)} steps in {format_seconds(result.seconds)}: " + _rates(result)]
     if result.losses:
         lines.append(f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}")
@@ -139,7 +139,7 @@ def report(result: Any) -> str:
     if result.rows:
         alone = len(result.peak_memory_bytes) < len(result.utilisation)
         turns = " (ranks took turns in this one process; the prediction is for a process each)" if alone else ""
-        lines += ["", f"measured beside predicted{turns}", *columns(_compared(result.rows))]
+        lines += ["", f"measured next to predicted{turns}", *columns(_compared(result.rows))]
     who = "process" if len(result.peak_memory_bytes) > len(result.utilisation) else "rank"
     used = "  ".join(f"rank {rank}: {share:.0%}" for rank, share in enumerate(result.utilisation))
     lines += ["", f"busy    {used}"]
@@ -163,7 +163,7 @@ def report(result: Any) -> str:
 
 
 def _held(result: Any) -> list[str]:
-    """What the tensors of each process took at most, beside what the plan said of its rank."""
+    """Most bytes of tensors of each process, next to the prediction for its rank."""
     claims = result.predicted.peak_bytes if result.predicted else ()
     ranks = len(result.utilisation)
     wide = max(len(result.held_bytes) // ranks, 1) if ranks else 1  # tensor-parallel processes share a rank

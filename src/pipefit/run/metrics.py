@@ -18,7 +18,7 @@ class Metrics:
 
     Args:
         folder: of the run; None: nothing is written.
-        done: steps that are done already. A run that goes on in its folder keeps their lines, and no later ones.
+        done: steps that are done already. A run that resumes in its folder keeps their lines, and no later ones.
     """
 
     def __init__(self, folder: Path | None, done: int) -> None:

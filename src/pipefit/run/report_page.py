@@ -1,4 +1,4 @@
-"""A run's folder as one self-contained HTML page: loss, plan, predicted beside measured, both timelines."""
+"""A run's folder as one self-contained HTML page: loss, plan, predicted next to measured, both timelines."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _render(place: Path, data: dict[str, Any]) -> str:
         result=result,
         plan=plan,
         spill=spill_lines(plan),
-        rows=[row for row in result["rows"] if _is_told(row)],
+        rows=[row for row in result["rows"] if _is_shown(row)],
         loss=_loss_chart(place, result),
         measured=svg(measured, title="measured", seconds=True),
         predicted=svg(predicted, title="predicted", seconds=True),
     )
 
 
-def _is_told(row: dict[str, Any]) -> bool:
+def _is_shown(row: dict[str, Any]) -> bool:
     """Messages and bookkeeping are left to the timelines."""
     return row["name"].split()[0] in {
         "period",

@@ -259,10 +259,10 @@ def _evaluate(pipe: Pipeline, source: Source) -> tuple[float | None, float | Non
     if not source.held_out:
         return None, None
     if source.counts_hits:
-        judged: tuple[float, float] = pipe.evaluate(
+        found: tuple[float, float] = pipe.evaluate(
             source.held_out, lambda output, y: (output.argmax(1) == y).float().mean().item()
         )
-        return judged
+        return found
     return pipe.evaluate(source.held_out), None
 
 
