@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 _MOST_NAMED = 3
+_MISSING = "nothing"
 _OF_A_PLAN = ("prediction", "candidates", "plan_seconds", "method", "model")
 
 
@@ -132,13 +133,17 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
         for key in {**before, **now}:
             # An option of a run has a name that needs no other, like --lr.
             inner = key if not name or name == "run" else f"{name} {key}"
-            yield from _differences(before.get(key), now.get(key), inner)
+            yield from _differences(before.get(key, _MISSING), now.get(key, _MISSING), inner)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _are_tables(before):
         for index, (one, other) in enumerate(zip(before, now, strict=True)):
             yield from _differences(one, other, f"{name} {index}")
     # An option that is not given is the same as one that was not known then.
-    elif before != now and (before or now):
+    elif before != now and not (_is_empty(before) and _is_empty(now)):
         yield f"{name} was {_short(before)}, is {_short(now)}"
+
+
+def _is_empty(value: Any) -> bool:
+    return not value or value == _MISSING
 
 
 def _are_tables(value: list[Any]) -> bool:
@@ -146,7 +151,7 @@ def _are_tables(value: list[Any]) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = "nothing" if value is None else value if isinstance(value, str) and value else json.dumps(value)
+    text = value if isinstance(value, str) and value else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
 
