@@ -64,12 +64,12 @@ def test_processes_under_a_cap_of_which_one_was_killed_go_on_to_the_very_same_en
             "sample": 0,
         },
     )
-    config = replace(usual, device_memory="600 KiB", disk=tier, output=end)
+    config = from_flat(RunConfig, {"device_memory": "600 KiB", "disk": tier, "output": end}, usual)
     with pytest.raises(LaunchError, match=r"rank 1 .*SIGKILL"):
         launch(killed, 2, config, 2, threads=1, quiet=True)
     found = launch(train_rank, 2, replace(config, resume=tier), True, threads=1, quiet=True)
     assert found[0].predicted and max(found[0].predicted.peak_bytes) <= 600 * 1024
-    one = train_rank(replace(usual, ranks=1, schedule="naive", output=whole), True)
+    one = train_rank(from_flat(RunConfig, {"ranks": 1, "schedule": "naive", "output": whole}, usual), True)
     assert [result.losses for result in found] == [one.losses[2:]] * 2
     a, b = weights(Path(end)), weights(Path(whole))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
