@@ -63,7 +63,7 @@ FOUR = {
     "t=4": task((4,), tensor=4, clip_norm=0.05),
     "t=4, sequence, dropout": task((4,), tensor=4, sequence_parallel=True, model={"dropout": 0.2}),
     "t=2 p=2": task((2, 2), clip_norm=0.05),
-    "t=2 p=2, whole messages, dropout": task((2, 2), scatter_gather=False, model={"dropout": 0.2}),
+    "t=2 p=2, whole messages, dropout": task((2, 2), whole_messages=True, model={"dropout": 0.2}),
     "t=2 p=2, sequence": task((2, 2), sequence_parallel=True, clip_norm=0.05, recompute=True),
     "t=2 d=2": task((4,), num_ranks=2, schedule="data-parallel", clip_norm=0.05),
     "t=2 p=2, pipedream": task((2, 2), schedule="pipedream", num_microbatches=1, model={"tied": False}),
@@ -195,7 +195,7 @@ def measured_parts() -> dict[str, Any]:
 def bytes_of_four() -> dict[str, tuple[int, float, int]]:
     """For each way to send: bytes between ranks, inside a rank's layers, and gathered, of one step."""
     found = {}
-    ways = {"whole": {"scatter_gather": False}, "pieces": {}, "sequence": {"sequence_parallel": True}}
+    ways = {"whole": {"whole_messages": True}, "pieces": {}, "sequence": {"sequence_parallel": True}}
     for name, options in ways.items():
         pipe = pipeline(model(), tensor=2, stages=2, **options)
         pipe.step(*batch(4, 0))
