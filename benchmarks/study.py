@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pipefit.study.execute.run import StudyRun
+from pipefit.study.execute.study_run import StudyRun
 from pipefit.study.trial import StudySpec, Trial
 
 __all__ = ["LENGTHS", "StudyRow", "study_policies"]

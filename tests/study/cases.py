@@ -5,8 +5,8 @@ from tests.pipelines import grouped
 
 import pipefit as pf
 from pipefit.study.execute.admission import recipe_of
-from pipefit.study.execute.files import read_losses
 from pipefit.study.execute.runner import TrialRunner
+from pipefit.study.execute.trial_files import read_losses
 from pipefit.study.trial import Trial
 
 CPU = torch.device("cpu")

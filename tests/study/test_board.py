@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from pipefit.study.board import Board, Entry
+from pipefit.study.board import Board, TrialProgress
 from pipefit.study.simulation import lower_bound_s
 from pipefit.study.stopping import Halving
 from pipefit.study.trial import Admitted, Trial, TurnDone
 
 
 def board(*steps, devices=2, policy="lrtf", stop=None):
-    entries = [Entry(n, Trial(steps=count), f"t{n}") for n, count in enumerate(steps)]
+    entries = [TrialProgress(n, Trial(steps=count), f"t{n}") for n, count in enumerate(steps)]
     return Board(entries, devices, policy, stop)
 
 
@@ -144,7 +144,7 @@ def test_a_failure_frees_those_who_wait_for_it_at_a_rung():
 
 
 def test_remaining_time_is_what_turns_have_cost_and_the_first_of_each_kind_is_forgotten():
-    entry = Entry(0, Trial(steps=10), "t0", admitted=Admitted(2, 1, 1, 1))
+    entry = TrialProgress(0, Trial(steps=10), "t0", admitted=Admitted(2, 1, 1, 1))
     assert entry.remaining_s == math.inf
     for turn, seconds in ((0, 9.0), (1, 9.0), (0, 1.0), (1, 2.0)):
         entry.measured(turn, seconds)

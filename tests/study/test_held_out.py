@@ -12,8 +12,8 @@ from torch import nn
 import pipefit as pf
 from pipefit.errors import DataError
 from pipefit.study.execute.admission import recipe_of
-from pipefit.study.execute.files import read_losses
 from pipefit.study.execute.runner import TrialRunner
+from pipefit.study.execute.trial_files import read_losses
 from pipefit.study.trial import StudyError, StudySpec, Trial
 
 DIGITS = Trial("digits", **MLP, data=("digits",), batch=8, microbatches=3, steps=5, evaluate=2, lr=1e-2)

@@ -17,6 +17,7 @@ import pipefit as pf
 from pipefit.errors import PipefitError, TierError
 from pipefit.study.execute.admission import recipe_of
 from pipefit.study.trial import StudyError, Trial
+from pipefit.study.trial_search import Listed
 from pipefit.units import format_seconds
 
 # Forks inherit what is loaded: the first optimizer of a process otherwise takes seconds.
@@ -166,7 +167,7 @@ def test_a_study_stopped_by_a_signal_goes_on_where_it_stood(number, tmp_path):
     assert "go on with: pipefit study s.toml --resume -o out" in said
     before = {path.parent.name: path.stat().st_size // 28 for path in state.glob("*/losses")}
     assert before and max(before.values()) >= 20
-    again = subprocess.run([*words, "--resume", "--json"], capture_output=True)
+    again = subprocess.run([*words, "--resume", "--json"], capture_output=True, **options)
     assert again.returncode == 0, again.stderr
     result = json.loads(again.stdout)
     assert [row["status"] for row in result["trials"]] == ["finished"] * 3
@@ -288,6 +289,22 @@ def test_a_folder_in_shared_memory_that_is_not_the_users_own_is_refused(tmp_path
     place.symlink_to(tmp_path)
     with pytest.raises(StudyError, match="not a folder of this user's"):
         study(trials(1), tmp_path / "s", tier="host").run()
+
+
+def test_a_damaged_list_of_chosen_trials_names_the_file_when_the_study_is_resumed(tmp_path):
+    def resumed(resume=True):
+        search = Listed([{**SMALL, **MLP, "steps": 1}])
+        made = pf.Study([], define=lambda values: Trial(**values), search=search, output=tmp_path / "s", workers=1)
+        return made.run(resume=resume)
+
+    assert resumed(resume=False).trials[0].status == "finished"
+    path = tmp_path / "s/chosen.json"
+    path.write_text(path.read_text().replace('"steps": 1', '"steps": 2'))
+    with pytest.raises(StudyError, match=r"chosen\.json: damaged.*another output"):
+        resumed()
+    path.write_text("{")
+    with pytest.raises(StudyError, match=r"chosen\.json: damaged.*another output"):
+        resumed()
 
 
 @pytest.mark.parametrize("kind", ["folder of an earlier version", "study", "ended trial", "results", "running trial"])

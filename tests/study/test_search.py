@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.study.cases import MLP, SMALL
 
 import pipefit as pf
-from pipefit.study.search import Listed, OptunaSearch
 from pipefit.study.trial import StudyError, Trial
+from pipefit.study.trial_search import Listed, OptunaSearch
 
 # Forks inherit what is loaded: the first optimizer of a process otherwise takes seconds.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()

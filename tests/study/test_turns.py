@@ -88,7 +88,7 @@ def test_the_picture_has_a_box_for_every_turn_and_names_every_trial():
 def test_what_plans_a_study_works_with_torch_blocked():
     code = """
 import sys; sys.modules["torch"] = None
-import pipefit.study.board, pipefit.study.file, pipefit.study.picture, pipefit.study.results, pipefit.study.search
+import pipefit.study.board, pipefit.study.file, pipefit.study.picture, pipefit.study.results, pipefit.study.trial_search
 import pipefit.study.turns, pipefit
 pipefit.study, pipefit.Study, pipefit.Trial
 print(pipefit.Study.simulate([], 2).makespan_s)

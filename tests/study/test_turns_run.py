@@ -9,8 +9,8 @@ from pipefit.errors import InfeasibleError, TierError
 from pipefit.spill.tier_file import TierFile
 from pipefit.study.execute import runner as runner_module
 from pipefit.study.execute.admission import recipe_of
-from pipefit.study.execute.files import read_losses, read_state
 from pipefit.study.execute.runner import NoRoomError, TrialRunner
+from pipefit.study.execute.trial_files import read_losses, read_state
 from pipefit.study.trial import Trial
 
 

@@ -77,7 +77,7 @@ def command(
 
 
 def _run(spec: StudySpec, resume: bool, quiet: bool) -> tuple[StudyResult, int | None]:
-    from pipefit.study.execute.run import StudyRun
+    from pipefit.study.execute.study_run import StudyRun
 
     with _shown(spec, quiet) as observer:
         run = StudyRun(spec, observer=observer, resume=resume, forked=False)

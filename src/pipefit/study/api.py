@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.study.file import load_study, rule_of
 from pipefit.study.results import StudyResult
-from pipefit.study.search import Search
-from pipefit.study.simulation import Outcome, TrialCost, simulate_study
+from pipefit.study.simulation import StudyTimeline, TrialCost, simulate_study
 from pipefit.study.stopping import Rule
 from pipefit.study.trial import StudyError, StudySpec, Trial
+from pipefit.study.trial_search import Search
 from pipefit.units import parse_quantity
 
 if TYPE_CHECKING:
-    from pipefit.study.execute.run import Observer
+    from pipefit.study.execute.study_run import StudyObserver
 
 __all__ = ["Study", "StudyResult"]
 
@@ -26,7 +26,7 @@ class Study:
     Args:
         trials: what to train; nothing of them is built before a device is ready for it.
         define: from values to a `Trial`, for trials that `search` chooses while the study runs.
-        search: who chooses them; see `pipefit.study.search`.
+        search: who chooses them; see `pipefit.study.trial_search`.
         workers: processes, one per device.
         policy: which trial a free device takes: "lrtf", "fifo", "round-robin" or "whole-task".
         device_memory: what a device has, as 64 << 20 or "64 MiB"; models are cut for it. None: they are not.
@@ -89,11 +89,11 @@ class Study:
         return study
 
     @staticmethod
-    def simulate(costs: Sequence[TrialCost], workers: int, policy: str = "lrtf") -> Outcome:
+    def simulate(costs: Sequence[TrialCost], workers: int, policy: str = "lrtf") -> StudyTimeline:
         """A study on paper; see `pipefit.study.simulation.simulate_study`."""
         return simulate_study(costs, workers, policy)
 
-    def run(self, *, resume: bool = False, observer: Observer | None = None, forked: bool = True) -> StudyResult:
+    def run(self, *, resume: bool = False, observer: StudyObserver | None = None, forked: bool = True) -> StudyResult:
         """Runs the study to its end.
 
         A trial that fails says why in its row, and the others go on. Ctrl-C and SIGTERM end the run after the turns
@@ -108,7 +108,7 @@ class Study:
         Raises:
             StudyError: the folder holds another study, or one that was not to be resumed.
         """
-        from pipefit.study.execute.run import StudyRun
+        from pipefit.study.execute.study_run import StudyRun
 
         run = StudyRun(
             self.spec,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pipefit.study.simulation import (
     POLICIES,
     SLACK,
-    Outcome,
     Ready,
+    StudyTimeline,
     TimedTurn,
     TrialCost,
     coarser,
@@ -20,7 +20,7 @@ from pipefit.study.simulation import (
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule, Verdict
 from pipefit.study.trial import Admitted, Job, Trial, TurnDone
 
-__all__ = ["Board", "Entry"]
+__all__ = ["Board", "TrialProgress"]
 
 _ENDED = ("finished", "stopped", "failed")
 
@@ -31,7 +31,7 @@ _MOST_DEATHS = 2
 
 
 @dataclass
-class Entry:
+class TrialProgress:
     """A trial of the study.
 
     Attributes:
@@ -130,7 +130,9 @@ def _average(mean: float, count: int, seconds: float) -> tuple[float, int]:
 class Board:
     """All trials of a study, and the rules by which devices take them."""
 
-    def __init__(self, entries: Sequence[Entry], num_devices: int, policy: str, stop: Rule | None = None) -> None:
+    def __init__(
+        self, entries: Sequence[TrialProgress], num_devices: int, policy: str, stop: Rule | None = None
+    ) -> None:
         self.entries = list(entries)
         self.num_devices, self.policy, self.stop = num_devices, policy, stop
         self.turns: list[TimedTurn] = []
@@ -139,7 +141,7 @@ class Board:
         self._count = 0
         self.admits_singly = False  # where the room on the tier is counted, it must be known who has some
         self._sent_back = False  # a trial was, for want of room, and nothing has ended since
-        self.on_end: Callable[[Entry], None] = lambda entry: None
+        self.on_end: Callable[[TrialProgress], None] = lambda entry: None
 
     # ---- what next -------------------------------------------------------------------------------------------------
 
@@ -155,7 +157,7 @@ class Board:
         entry = self.entries[number]
         return self._begin(entry, device, "turn", self._in_a_row(entry, offer))
 
-    def _in_a_row(self, entry: Entry, offer: Sequence[Ready]) -> int:
+    def _in_a_row(self, entry: TrialProgress, offer: Sequence[Ready]) -> int:
         """How many turns a trial takes before the policy is asked again; a rule judges after every step."""
         assert entry.admitted is not None
         num_turns = entry.admitted.num_turns
@@ -188,7 +190,7 @@ class Board:
             return True
         return not any(e.device == device and e.status in ("ready", "running", "held") for e in self.entries)
 
-    def _begin(self, entry: Entry, device: int, kind: str, count: int = 1) -> Job:
+    def _begin(self, entry: TrialProgress, device: int, kind: str, count: int = 1) -> Job:
         entry.status, entry.in_hand = "running", count
         entry.moves += entry.device not in (-1, device)
         entry.device, entry.last_turn = device, self._count
@@ -276,7 +278,7 @@ class Board:
         entry.held_out = list(held_out)
         self._settle(entry)
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: TrialProgress) -> None:
         entry.status = "ready"
         if entry.step >= entry.trial.steps:
             self._end(entry, "finished")
@@ -303,7 +305,7 @@ class Board:
                     self._judge(entry)
             changed = before != [entry.status for entry in self.entries]
 
-    def _judge(self, entry: Entry) -> None:
+    def _judge(self, entry: TrialProgress) -> None:
         if self.stop is None or entry.turn or not entry.losses:
             return
         losses = {e.number: e.losses for e in self.entries if e.losses}
@@ -317,7 +319,7 @@ class Board:
         else:
             entry.status = "held" if verdict is Verdict.WAIT else "ready"
 
-    def _end(self, entry: Entry, status: str, reason: str = "") -> None:
+    def _end(self, entry: TrialProgress, status: str, reason: str = "") -> None:
         entry.status, entry.reason = status, reason
         if entry.admitted is not None:
             self.tier_bytes -= entry.admitted.tier_bytes
@@ -328,25 +330,25 @@ class Board:
     # ---- figures ---------------------------------------------------------------------------------------------------
 
     @property
-    def best(self) -> Entry | None:
+    def best(self) -> TrialProgress | None:
         """The finished trial with the lowest score; a stopped one only when none has finished."""
         done = [e for e in self.entries if e.status == "finished" and math.isfinite(e.score)]
         done = done or [e for e in self.entries if e.status == "stopped" and math.isfinite(e.score)]
         return min(done, key=lambda entry: (entry.score, entry.number), default=None)
 
-    def measured(self) -> Outcome:
+    def measured(self) -> StudyTimeline:
         """The study so far: makespan from the first start to the last end, and the bound for the same work."""
         turns = sorted(self.turns, key=lambda turn: turn.end_s)
         if not turns:
-            return Outcome((), 0.0, 0.0)
+            return StudyTimeline((), 0.0, 0.0)
         began = min(turn.start_s for turn in turns)
         moved = tuple(turn._replace(start_s=turn.start_s - began, end_s=turn.end_s - began) for turn in turns)
         totals = [0.0] * len(self.entries)
         for turn in turns:
             totals[turn.trial] += turn.end_s - turn.start_s
-        return Outcome(moved, moved[-1].end_s, lower_bound_s(totals, self.num_devices))
+        return StudyTimeline(moved, moved[-1].end_s, lower_bound_s(totals, self.num_devices))
 
-    def predicted(self, policy: str | None = None) -> Outcome | None:
+    def predicted(self, policy: str | None = None) -> StudyTimeline | None:
         """This run on paper, from what turns have cost so far; None until every living trial was measured.
 
         Trials that failed are left out, stopped ones count with the steps they have done. What an earlier run has done
@@ -375,7 +377,7 @@ class Board:
         steps = sum(entry.trial.steps for entry in self.entries)
         return sum(e.trial.steps if e.has_ended else len(e.losses) for e in self.entries) / max(steps, 1)
 
-    def in_hindsight(self, policy: str) -> Outcome:
+    def in_hindsight(self, policy: str) -> StudyTimeline:
         """The same turns on paper, each as long as it was, under a policy."""
         spent: list[list[float]] = [[] for _ in self.entries]
         for turn in sorted(self.turns, key=lambda turn: (turn.trial, turn.start_s)):
@@ -383,5 +385,5 @@ class Board:
         costs = coarser([TrialCost(tuple(own), 1) for own in spent if own])
         return simulate_study(costs, self.num_devices, policy)
 
-    def _admission_s(self, entry: Entry) -> float:
+    def _admission_s(self, entry: TrialProgress) -> float:
         return sum(t.end_s - t.start_s for t in self.turns if t.trial == entry.number and t.step < 0)

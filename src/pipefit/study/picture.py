@@ -8,7 +8,7 @@ from typing import Any
 
 from pipefit.draw.axes import label_number, nice_ticks
 from pipefit.draw.look import INKS
-from pipefit.study.simulation import Outcome, TimedTurn
+from pipefit.study.simulation import StudyTimeline, TimedTurn
 
 __all__ = ["picture", "trace"]
 
@@ -17,7 +17,7 @@ _MOST_BOXES = 3000
 """Beyond these, turns of one trial that follow each other on a device are drawn as one box."""
 
 
-def picture(outcome: Outcome, names: Sequence[str], num_devices: int, title: str = "", width: int = 1080) -> str:
+def picture(outcome: StudyTimeline, names: Sequence[str], num_devices: int, title: str = "", width: int = 1080) -> str:
     """A study as SVG: a row per device, a hue per trial, a box per turn, and the lower bound as a line.
 
     Args:
@@ -133,7 +133,7 @@ def _style(count: int) -> str:
     return f"{base}{sheets[0]}@media (prefers-color-scheme:dark){{{sheets[1]}}}"
 
 
-def trace(outcome: Outcome, names: Sequence[str]) -> dict[str, Any]:
+def trace(outcome: StudyTimeline, names: Sequence[str]) -> dict[str, Any]:
     """The same as a Chrome trace, which Perfetto opens: a process per device."""
     items: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": device, "tid": 0, "args": {"name": f"device {device}"}}

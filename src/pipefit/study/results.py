@@ -14,15 +14,15 @@ from typing import Any
 
 from pipefit.spec.files import write_atomically
 from pipefit.spec.sealed import read_sealed, write_sealed
-from pipefit.study.board import Board, Entry
+from pipefit.study.board import Board, TrialProgress
 from pipefit.study.picture import picture, trace
 from pipefit.study.simulation import POLICIES
 from pipefit.study.trial import StudyError, plain
 from pipefit.units import columns, format_bytes, format_seconds
 
 __all__ = [
-    "Row",
     "StudyResult",
+    "TrialResult",
     "loss_text",
     "read_entry",
     "result_of",
@@ -36,7 +36,7 @@ _RESULT, _ENDED = "pipefit.study-result/1", "pipefit.study-trial/1"
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialResult:
     """A trial's line.
 
     Attributes:
@@ -97,7 +97,7 @@ class StudyResult:
     name: str
     policy: str
     num_devices: int
-    trials: list[Row]
+    trials: list[TrialResult]
     best: str | None
     makespan_s: float
     bound_s: float
@@ -108,7 +108,7 @@ class StudyResult:
     resumed: bool = False
     paths: dict[str, str] = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> TrialResult:
         for row in self.trials:
             if row.name == name:
                 return row
@@ -125,7 +125,7 @@ class StudyResult:
     def as_dict(self) -> dict[str, Any]:
         """As JSON data; what is no finite number is None."""
         data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("trials", "policies")}
-        rows = [{key: getattr(row, key) for key in Row.__dataclass_fields__} for row in self.trials]
+        rows = [{key: getattr(row, key) for key in TrialResult.__dataclass_fields__} for row in self.trials]
         policies = {name: {"makespan_s": s, "gap": more} for name, (s, more) in self.policies.items()}
         return {"format": _RESULT, **data, "policies": policies, "trials": rows}
 
@@ -166,9 +166,9 @@ def with_figures_of(result: StudyResult, folder: Path) -> StudyResult:
     return replace(result, **figures, policies=policies, resumed=before["resumed"])
 
 
-def _row(entry: Entry) -> Row:
+def _row(entry: TrialProgress) -> TrialResult:
     admitted = entry.admitted
-    return Row(
+    return TrialResult(
         name=entry.name,
         values=dict(entry.trial.values),
         status=entry.status,
@@ -213,7 +213,7 @@ def _save_timeline(result: StudyResult, board: Board, folder: Path) -> None:
     write_atomically(folder / "timeline.trace.json", json.dumps(trace(outcome, names)) + "\n")
 
 
-def write_entry(entry: Entry, folder: Path) -> None:
+def write_entry(entry: TrialProgress, folder: Path) -> None:
     """Keeps how a trial has ended, so that a study that is resumed knows."""
     data = {
         "format": _ENDED,

@@ -12,9 +12,9 @@ from pipefit.errors import PipefitError, nearest
 __all__ = [
     "POLICIES",
     "SLACK",
-    "Outcome",
     "Policy",
     "Ready",
+    "StudyTimeline",
     "TimedTurn",
     "TrialCost",
     "coarser",
@@ -127,7 +127,7 @@ class TimedTurn(NamedTuple):
     end_s: float
 
 
-class Outcome(NamedTuple):
+class StudyTimeline(NamedTuple):
     """A study, run or simulated.
 
     Attributes:
@@ -185,7 +185,7 @@ class _Run:
         self.at, self.left_s, self.last_turn, self.device = 0, cost.total_s, -1, -1
 
 
-def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "lrtf") -> Outcome:
+def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "lrtf") -> StudyTimeline:
     """Runs a study on paper, under exact knowledge of every turn's cost.
 
     Args:
@@ -226,4 +226,4 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
         idle = sorted([*idle, device])
         if run.at < len(run.turns):
             ready.add(number)
-    return Outcome(tuple(turns), now, lower_bound_s([cost.total_s for cost in costs], num_devices))
+    return StudyTimeline(tuple(turns), now, lower_bound_s([cost.total_s for cost in costs], num_devices))

@@ -99,7 +99,7 @@ class StudyFolder:
     def chosen(self) -> list[dict[str, Any]]:
         """The trials that a search chose in an earlier run."""
         try:
-            return list(read_sealed(self.path / "chosen.json", _CHOSEN, StudyError)["chosen"])
+            return list(_reread(self.path / "chosen.json", _CHOSEN)["chosen"])
         except FileNotFoundError:
             return []
 

@@ -26,8 +26,8 @@ from pipefit.spill.tiers import Key
 from pipefit.stage.materialise import is_meta, stand_in
 from pipefit.stage.ties import tied_groups
 from pipefit.study.execute.admission import Recipe
-from pipefit.study.execute.files import TrialState, commit_mark, open_tier, state_of
 from pipefit.study.execute.resident import ResidentState, shared_parameters
+from pipefit.study.execute.trial_files import TrialState, commit_mark, open_tier, state_of
 from pipefit.study.turns import Turn, step_program, turns_of
 
 __all__ = ["OpenTrial"]

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from pipefit.errors import PipefitError
-from pipefit.study.execute.worker import Order, Settings, work
+from pipefit.study.execute.device_worker import Order, Settings, work
 
 __all__ = ["Pool"]
 
@@ -39,7 +39,7 @@ class Pool:
             self._context: Any = mp.get_context("fork")
         else:
             self._context = mp.get_context("forkserver")
-            self._context.set_forkserver_preload(["pipefit.pipeline.preload", "pipefit.study.execute.preload"])
+            self._context.set_forkserver_preload(["pipefit.pipeline.preload", "pipefit.study.execute.fork_server"])
         self._processes: list[Any] = [None] * len(settings)
         self._pipes: list[Any] = [None] * len(settings)
         for number in range(len(settings)):

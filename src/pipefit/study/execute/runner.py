@@ -36,8 +36,8 @@ from pipefit.runtime.transport import Message
 from pipefit.runtime.worker import Worker
 from pipefit.stage.payload import flatten
 from pipefit.study.execute.admission import Recipe, build_trial, on_meta, recipe_of
-from pipefit.study.execute.files import TrialState, has_state, read_state, write_loss
 from pipefit.study.execute.open_trial import OpenTrial
+from pipefit.study.execute.trial_files import TrialState, has_state, read_state, write_loss
 from pipefit.study.trial import Admitted, Trial, TurnDone
 from pipefit.study.turns import Turn
 

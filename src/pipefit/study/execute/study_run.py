@@ -15,23 +15,23 @@ from typing import Any, Protocol
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import write_json
-from pipefit.study.board import Board, Entry
-from pipefit.study.execute.files import read_losses, read_state
+from pipefit.study.board import Board, TrialProgress
+from pipefit.study.execute.device_worker import Order, Settings, damage_of, reason_of
 from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
-from pipefit.study.execute.worker import Order, Settings, damage_of, reason_of
+from pipefit.study.execute.trial_files import read_losses, read_state
 from pipefit.study.results import StudyResult, read_entry, result_of, save_result, with_figures_of, write_entry
-from pipefit.study.search import Search
 from pipefit.study.trial import Admitted, Job, StudyError, StudySpec, Trial, file_name
+from pipefit.study.trial_search import Search
 
-__all__ = ["Observer", "StudyRun"]
+__all__ = ["StudyObserver", "StudyRun"]
 
 _GRACE_S = 10.0
 _MOST_RESTARTS = 20
 Define = Callable[[Mapping[str, Any]], Trial]
 
 
-class Observer(Protocol):
+class StudyObserver(Protocol):
     """Who watches a study; the command line's shows it to people."""
 
     def changed(self, board: Board) -> None:
@@ -71,7 +71,7 @@ class StudyRun:
         *,
         define: Define | None = None,
         search: Search | None = None,
-        observer: Observer | None = None,
+        observer: StudyObserver | None = None,
         resume: bool = False,
         forked: bool = True,
     ) -> None:
@@ -82,7 +82,7 @@ class StudyRun:
             )
         self._forked = forked
         self.spec, self._define, self._search = spec, define, search
-        self._observer: Observer = observer or _Nobody()
+        self._observer: StudyObserver = observer or _Nobody()
         self._resume, self._folder = resume, StudyFolder(spec, resume)
         try:
             entries = [self._entry(n, trial, file_name(n, trial)) for n, trial in enumerate(spec.trials)]
@@ -97,10 +97,10 @@ class StudyRun:
         self._trouble: str | None = None
         self._restarts = 0
         self._chosen: dict[int, Mapping[str, Any]] = {}
-        self._kept: Entry | None = None
+        self._kept: TrialProgress | None = None
 
-    def _entry(self, number: int, trial: Trial, name: str) -> Entry:
-        entry = Entry(number, trial, name)
+    def _entry(self, number: int, trial: Trial, name: str) -> TrialProgress:
+        entry = TrialProgress(number, trial, name)
         before = read_entry(entry.name, self._folder.path)
         if before is not None:
             entry.status, entry.reason = before["status"], before["reason"]
@@ -289,12 +289,12 @@ class StudyRun:
         elif reason:
             self.board.failed(number, reason)
 
-    def _tell(self, entry: Entry) -> None:
+    def _tell(self, entry: TrialProgress) -> None:
         if entry.number in self._chosen and self._search is not None:
             score = entry.score if entry.status != "failed" and entry.score < float("inf") else None
             self._search.tell(self._chosen[entry.number], score)
 
-    def _ended(self, entry: Entry) -> None:
+    def _ended(self, entry: TrialProgress) -> None:
         try:
             write_entry(entry, self._folder.path)
         except PipefitError as problem:
