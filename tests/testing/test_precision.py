@@ -88,5 +88,5 @@ def test_a_skipped_update_of_a_schedule_without_a_flush_is_refused() -> None:
 
 def test_a_model_that_autocast_leaves_alone_is_refused() -> None:
     model, example = float_model()
-    with pytest.raises(PipefitError, match=r"autocast takes float32 alone, but weights and data are torch\.float64"):
+    with pytest.raises(PipefitError, match=r"autocast takes float32 only, but weights and data are torch\.float64"):
         check(model, **grouped(example=example, num_ranks=2, precision="bf16"))

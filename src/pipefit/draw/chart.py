@@ -95,7 +95,7 @@ def chart(
 
 
 class _Plot:
-    """Where values lie."""
+    """Places of values, in pixels."""
 
     def __init__(
         self, places: list[float | str], by_category: bool, log_x: bool, top: float, width: int, height: int, name: int

@@ -36,7 +36,7 @@ Pricing = Callable[[Header], CostModel]
 
 
 class How(NamedTuple):
-    """How stages spill, but for the number of slots; as in `draw`."""
+    """Options of spilling, but for the number of slots; as in `draw`."""
 
     optim_slots: int = 1
     tier: str = "host"

@@ -111,7 +111,7 @@ def _tick(scene: Scene) -> float:
 
 
 def to_script(entries: Iterable[Entry | str]) -> str:
-    """A list for a script element, of entries and of such as `to_text` has made of some before."""
+    """A list for a script element, of entries and of texts of `to_text`."""
     return "[" + ",\n".join(entry if isinstance(entry, str) else to_text(entry) for entry in entries) + "]"
 
 

@@ -1,8 +1,8 @@
-"""How things look: one palette for every kind of picture, chosen so that colour-blind readers tell families apart.
+"""Colours: one palette for every kind of picture, chosen so that colour-blind readers distinguish families.
 
-Forwards are light and carry dark text, backwards dark with light text, so lightness alone separates them; the weight
-half of a split backward is amber, which no common colour blindness confuses with blue. Chunks of a rank are shades of
-their family, from light to dark.
+Forwards are light and carry dark text, backwards dark with light text, so lightness is enough to separate them; the
+weight half of a split backward is amber, which no common colour blindness confuses with blue. Chunks of a rank are
+shades of their family, from light to dark.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timelines as one interactive page that needs nothing but itself."""
+"""Timelines as one interactive page that needs nothing else."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _FONTS = (
     ("NotoSans-Regular.ttf", "NotoSans-Bold.ttf"),
     ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf"),
 )
-# Signs that the font of Pillow itself lacks.
+# Signs that Pillow's font lacks.
 _PLAIN = str.maketrans({"−": "-", "→": "->", "µ": "u", "×": "x", "≥": ">=", "≤": "<=", "–": "-"})
 
 
@@ -87,7 +87,7 @@ def rasterise(svg: str, *, scale: float = 2.0) -> bytes:
 
 
 class _Canvas(NamedTuple):
-    """Where to draw what hides all below it, and where what lets it through, which takes longer."""
+    """A canvas for opaque shapes, and one for transparent shapes, which takes longer."""
 
     solid: ImageDraw
     mixed: ImageDraw

@@ -145,7 +145,7 @@ class Scene:
 
     @property
     def num_ranks(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return len(self.stages)
 
     def of(self, rank: int) -> tuple[Box, ...]:
@@ -154,7 +154,7 @@ class Scene:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank has just the stage of its own number."""
+        """Whether every rank has just the stage of its number."""
         return all(held == (rank,) for rank, held in enumerate(self.stages))
 
 

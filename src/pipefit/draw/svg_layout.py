@@ -14,9 +14,9 @@ __all__ = ["BAR_HEIGHT", "MARGIN", "PEAK_WIDTH", "WEIGHTS_OFFSET", "Item", "Layo
 
 MARGIN = 24
 BAR_HEIGHT = 11
-"""Of a copy in its lane."""
+"""Height of a copy in its lane."""
 PEAK_WIDTH = 72
-"""Of the bar of a rank's peak, in the memory strip."""
+"""Width of the bar of a rank's peak, in the memory strip."""
 WEIGHTS_OFFSET = PEAK_WIDTH + 8 + 34.0
 """From the memory strip's left edge to its column of weight versions."""
 _LANE_PITCH = BAR_HEIGHT + 2
@@ -85,17 +85,17 @@ class Layout:
 
     @property
     def memory_left(self) -> float:
-        """Where the memory strip begins."""
+        """The left edge of the memory strip."""
         return self.left + self.plot_width + 28
 
     @property
     def width(self) -> float:
-        """Of the whole picture."""
+        """Width of the whole picture."""
         return self.left + self.plot_width + self.memory_width + MARGIN
 
     @property
     def height(self) -> float:
-        """Of the whole picture."""
+        """Height of the whole picture."""
         return self.bottom + 40 + 20 * self.legend[-1].line + 12 + MARGIN
 
 

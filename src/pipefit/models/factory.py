@@ -77,7 +77,7 @@ def _import_file(file: str, path: str) -> ModuleType:
 
 
 def call_factory(factory: Callable[..., Any], options: Mapping[str, Any], model: str) -> Any:
-    """Calls the factory; pipefit's own errors pass, any other becomes a `ModelError` with its message and place."""
+    """Calls the factory; pipefit's errors pass, any other becomes a `ModelError` with its message and place."""
     try:
         return factory(**options)
     except PipefitError:

@@ -24,20 +24,21 @@ from torch.nn import functional as F
 from pipefit.errors import ModelError
 from pipefit.models.blocks import chain, require_positive, require_probability
 
-__all__ = ["AttentionDecoder", "Decoder", "Encoder", "SourceEmbedding", "TargetEmbedding", "Translation", "gnmt"]
+__all__ = ["AttentionDecoder", "Decoder", "Embedding", "Encoder", "Translation", "gnmt"]
 
 
-class SourceEmbedding(nn.Module):
-    """(source ids (b, s), target ids (b, t)) -> (embedded source (b, s, h), target ids)."""
+class Embedding(nn.Module):
+    """Embeds one item of a pair, ids (b, length) -> (b, length, h), and hands the other on."""
 
-    def __init__(self, vocab: int, hidden: int) -> None:
+    def __init__(self, vocab: int, hidden: int, item: int) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab, hidden)
+        self.item = item
 
     def forward(self, payload: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Embeds the source and hands the target on."""
-        source, target = payload
-        return self.token(source), target
+        """The pair with its item embedded."""
+        first, second = payload
+        return (first, self.token(second)) if self.item else (self.token(first), second)
 
 
 class Encoder(nn.Module):
@@ -54,19 +55,6 @@ class Encoder(nn.Module):
         x, target = payload
         y, _ = self.lstm(self.dropout(x))
         return (x + y if self.residual else y), target
-
-
-class TargetEmbedding(nn.Module):
-    """(memory (b, s, h), target ids (b, t)) -> (memory, embedded target (b, t, h))."""
-
-    def __init__(self, vocab: int, hidden: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(vocab, hidden)
-
-    def forward(self, payload: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Embeds the target and hands the memory on."""
-        memory, target = payload
-        return memory, self.token(target)
 
 
 class AttentionDecoder(nn.Module):
@@ -136,12 +124,12 @@ def gnmt(layers: int = 8, hidden: int = 1024, vocab: int = 32320, dropout: float
     if layers < 3:
         raise ModelError(f"gnmt: expected at least 3 LSTMs (two encode, one decodes), got layers={layers}")
     num_encoders = (layers + 1) // 2
-    model: list[tuple[str, nn.Module]] = [("embed_source", SourceEmbedding(vocab, hidden))]
+    model: list[tuple[str, nn.Module]] = [("embed_source", Embedding(vocab, hidden, 0))]
     for index in range(num_encoders):
         inputs = 2 * hidden if index == 1 else hidden
         encoder = Encoder(inputs, hidden, dropout, bidirectional=index == 0, residual=index >= 2)
         model.append((f"encoder{index}", encoder))
-    model.append(("embed_target", TargetEmbedding(vocab, hidden)))
+    model.append(("embed_target", Embedding(vocab, hidden, 1)))
     model.append(("decoder0", AttentionDecoder(hidden, dropout)))
     for index in range(1, layers - num_encoders):
         model.append((f"decoder{index}", Decoder(hidden, dropout, residual=index >= 2)))

@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each position attends to itself and to what came before."""
+        """Each position attends to itself and to earlier positions."""
         b, s, h = x.shape
         q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
         rate = self.dropout if self.training else 0.0

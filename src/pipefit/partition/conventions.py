@@ -10,7 +10,7 @@ of the level below, a bytes across a cut, m_left and m_right the replicas on the
 | pipedream-code | (C + D(m)) / m, D(m) = 4(m−1)·W/(B·m); D/g in the first stage of a level | as ring |
 
 `paper` is the formula as printed (Narayanan et al., SOSP 2019, section 3.1). `ring` counts what a ring all-reduce
-sends, once per m mini-batches. `pipedream-code` is what the released optimizer computes with activation costs on;
+sends, once per m mini-batches. `pipedream-code` is the cost of the released optimizer with activation costs on;
 beyond the table, it charges no sending to the first stage of a level, charges the last of several stages of a level for
 sending out of the level unless the model ends there, and uses all M workers.
 """
@@ -29,7 +29,7 @@ __all__ = ["CONVENTIONS", "Convention", "convention_named", "data_parallel_s", "
 
 @dataclass(frozen=True)
 class Convention:
-    """How communication is counted.
+    """A way to count communication.
 
     Attributes:
         name: as users write it.

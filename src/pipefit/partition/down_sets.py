@@ -84,7 +84,7 @@ class States:
 def find_states(profile: Profile, max_states: int = 2000) -> States:
     """The down-sets of a profile's graph, all of them when there are at most `max_states`.
 
-    Sources that cost nothing at all (inputs), and what is made of them for nothing, belong to the first stage: they are
+    Sources without any cost (inputs), and layers without cost that only they feed, belong to the first stage: they are
     in every state.
 
     When there are more, blocks with few down-sets keep all of theirs, and the others are cut along linear orders of
@@ -167,7 +167,7 @@ def _along_orders(profile: Profile, start: int, end: int, feeds: list[int], rule
     block = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
 
     def added_bytes(mask: int, layer: int) -> float:
-        """How much more crosses the boundary when a layer joins the set."""
+        """Bytes by which the boundary's traffic grows when a layer joins the set."""
         grown = mask | 1 << layer
         fed = [tail for tail in range(layer) if feeds[layer] >> tail & 1 and not users[tail] & ~grown]
         added = profile.layers[layer].output_bytes if users[layer] & ~grown else 0.0

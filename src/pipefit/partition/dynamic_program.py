@@ -277,7 +277,7 @@ def _table(
 
 
 def _ends(good: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
-    """Where the first true entry of each row is, and where the last one ends."""
+    """The index of each row's first true entry, and the index behind its last."""
     if good.shape[1] == 0:
         return [0] * len(good), [0] * len(good)
     return good.argmax(axis=1).tolist(), (good.shape[1] - good[:, ::-1].argmax(axis=1)).tolist()

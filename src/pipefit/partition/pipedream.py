@@ -24,7 +24,7 @@ from pipefit.units import format_bytes
 __all__ = ["LevelStage", "PipeDreamResult", "pipedream"]
 
 # Hybrids that promise less than this over plain data parallelism are not worth their trouble. For the released
-# optimizer's convention it is smaller: its own answer for VGG-16 on 2 × 8 devices is 4.9 % ahead, and must stand.
+# optimizer's convention it is smaller: its answer for VGG-16 on 2 × 8 devices is 4.9 % ahead, and must stand.
 _MARGIN = {"paper": 0.05, "ring": 0.05, "pipedream-code": 0.04}
 
 # Times closer than this, relatively, are a tie.
@@ -33,7 +33,7 @@ _TIE = 1e-12
 
 @dataclass(frozen=True)
 class LevelStage:
-    """One stage of one level, and how a component of it is divided (empty: it is a device).
+    """One stage of one level, and the stages of one of its components (empty: it is a device).
 
     Attributes:
         layers: indices in the profile.
@@ -86,7 +86,7 @@ class PipeDreamResult:
 
     @property
     def speedup_over_data_parallel(self) -> float:
-        """How many times faster than plain data parallelism."""
+        """The time of plain data parallelism over this one."""
         return self.data_parallel_s / self.time_s if self.time_s else 1.0
 
     @property
@@ -124,7 +124,7 @@ def pipedream(
         weight_versions: each mini-batch in flight keeps the weights it used (weight stashing).
         state_factor: bytes of gradients and optimizer states per weight byte (2: gradient and momentum).
         margin: plain data parallelism is preferred when it is at most this fraction slower; None: 0.05, and 0.04 for
-            "pipedream-code". 0 asks for the fastest.
+            "pipedream-code". 0: the fastest.
         max_states: list at most so many boundaries of a graph; None: as many as a few seconds allow.
 
     Raises:
@@ -175,7 +175,7 @@ def _searches(search: str | None, rule: Convention, topology: Topology) -> list[
 
 
 def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
-    """How many states a few seconds allow: the search of inner levels grows as states³ · width²."""
+    """The number of states that a few seconds allow: the search of inner levels grows as states³ · width²."""
     widest = max((width for width, _ in levels[:-1]), default=1)
     if "hierarchical" not in searches or widest == 1:
         return 2000
@@ -204,7 +204,7 @@ def _result(problem: CutProblem, time_s: float, shape: str, rule: Convention, di
 def _divide(
     problem: CutProblem, level: int, beyond: Fraction, start: int, end: int, time_s: float
 ) -> tuple[LevelStage, ...]:
-    """The stages of a level from one state to another, each divided likewise."""
+    """The stages of a level from one state to another, each with its stages of the level below."""
 
     def inside(run: Run) -> tuple[LevelStage, ...]:
         if level == 1:

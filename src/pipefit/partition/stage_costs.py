@@ -1,7 +1,7 @@
 """One search of PipeDream's partitioner: states, levels, rules, and the costs of a stage.
 
 Every cost is local to a stage once the cut 2a/(B·min(m_left, m_right)) is read as max(2a/(B·m_left), 2a/(B·m_right)):
-a stage pays for its own computation and reduction, for what it receives and for what it sends, and the time per
+a stage pays for its computation and reduction, for what it receives and for what it sends, and the time per
 mini-batch is the largest of all these.
 """
 
@@ -66,7 +66,7 @@ class CutProblem:
         return range(1, (1 if self.straight else components) + 1)
 
     def totals(self, level: int) -> range:
-        """How many components of a level a partition may use: all where the convention says so, else at most all."""
+        """The numbers of components that a partition of a level may use: all by some conventions, else at most all."""
         width = self.levels[level - 1][0]
         return range(width if self.rule.exact else 1, width + 1)
 

@@ -65,7 +65,7 @@ def metrics(
 def steady_period_s(program: Program, cost: CostModel, *, contention: bool = False, rendezvous: bool = True) -> float:
     """Seconds per step in the steady state, without a barrier between steps.
 
-    A synchronous program is repeated. An asynchronous one fills and drains once, so it must itself hold enough steps
+    A synchronous program is repeated. An asynchronous one fills and drains once, so it must hold enough steps
     for a rhythm; of a shorter one, the time of its busiest rank per step is given, which the rhythm cannot beat.
     """
     is_synchronous = program.header.weights is WeightRule.FLUSH

@@ -41,7 +41,7 @@ class Machine:
 
     @property
     def next_end(self) -> float:
-        """When the first of what runs now ends, if nothing else begins."""
+        """The time at which the first running work ends, if nothing else begins."""
         if not self.work:
             return math.inf
         left = self.work[0][0] - self.done

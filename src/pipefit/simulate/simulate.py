@@ -52,8 +52,8 @@ def simulate(
         repeats: passes over the program, one after the other on each rank, without a barrier between them.
         contention: messages on the same link (from one rank to another) travel one at a time, in the order in which
             both their sides have posted them. So does, with or without it, whatever goes through the same port of a
-            level of the topology that has one (`Level.one_port`): a message has the sender's port out and the
-            receiver's port in for itself, a reduction those of all its members.
+            level of the topology that has one (`Level.one_port`): a message occupies the sender's port out and the
+            receiver's port in, a reduction those of all its members.
         rendezvous: False: a message starts when it is sent, whether or not its receive is posted yet, so that how far
             ahead receives are posted changes nothing: the closed forms of the papers assume this.
         memory: whether to follow the memory of each rank.
@@ -253,7 +253,7 @@ def _closing(layout: FlatProgram, commits: bool) -> list[list[int]]:
 def _copies(graph: Graph) -> dict[int, tuple[int, ...]]:
     """Each copy; for a fetch, the evictions of the pass before that it needs: of its value, and of its slot's content.
 
-    Only what nothing of its own pass has written or freed is waited for: the rest is in the graph.
+    Only evictions of the pass before are here: the rest is in the graph.
     """
     last: dict[tuple[object, ...], int] = {}
     written: dict[int, list[tuple[object, ...]]] = {}

@@ -1,4 +1,4 @@
-"""How many messages of a link are under way before their receives are posted."""
+"""The number of messages of a link under way before their receives are posted."""
 
 from __future__ import annotations
 

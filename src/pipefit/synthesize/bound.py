@@ -29,11 +29,11 @@ def bound_s(problem: OrderProblem) -> float:
     chain = _chain(problem)
     heads, tails = _heads(problem, chain), _tails(problem, chain)
     bounds = []
-    for own in problem.stages:
+    for stages in problem.stages:
         jobs = [
             (heads[step][mb], problem.seconds[step], tails[step][mb])
             for step in chain
-            if step % count in own
+            if step % count in stages
             for mb in range(problem.num_microbatches)
         ]
         bounds.append(_one_machine(jobs))

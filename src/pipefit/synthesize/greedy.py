@@ -1,4 +1,4 @@
-"""Orders by list scheduling: whenever a rank is free it takes, of what is there, what its policy likes best."""
+"""Orders by list scheduling: a free rank takes, of the steps that are ready, the one its policy prefers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Policy:
 
     Attributes:
         eager: of each rank, whether it takes a forward before the first half of a backward.
-        room: of each rank, what it uses of its memory.
+        room: of each rank, the memory that it uses.
         group: micro-batches that go through one stage of a rank before the next stage has its turn.
         patience: a rank rather waits than fills its time with a second half where other work is there before so much
             of that half is done.
@@ -34,7 +34,7 @@ class Policy:
 def policies(problem: OrderProblem) -> Iterator[Policy]:
     """Policies that the known schedules follow, and their relatives."""
     ranks, count = len(problem.stages), problem.num_microbatches
-    each = [sum(problem.takes[stage] + problem.halves[stage] for stage in own) for own in problem.stages]
+    each = [sum(problem.takes[stage] + problem.halves[stage] for stage in stages) for stages in problem.stages]
     most = [min(room, count * size) for room, size in zip(problem.room, each, strict=True)]
     ahead = [ranks - rank for rank in range(ranks)]
     depths = (ahead, [2 * depth - 1 for depth in ahead], [ranks] * ranks)
@@ -47,7 +47,7 @@ def policies(problem: OrderProblem) -> Iterator[Policy]:
 
 
 def nearby(policy: Policy, problem: OrderProblem, random: Random) -> Policy:
-    """A policy that differs in what one rank likes, or in how patient all are."""
+    """A policy that differs in one rank's preference, or in the patience of all."""
     rank = random.randrange(len(policy.room))
     what = random.randrange(4)
     if what == 0:
@@ -107,7 +107,7 @@ class _Board:
         return [self.done[count + s] - self.done[2 * count + s] if self.problem.split else 0 for s in range(count)]
 
     def coming(self, rank: int, now: float) -> list[tuple[float, int]]:
-        """When each next forward and backward of a rank can start for all that is known, if there is room for it."""
+        """Known start times of each next forward and backward of a rank, if there is room for it."""
         count = self.problem.header.num_stages
         found = []
         for stage in self.problem.stages[rank]:
@@ -119,14 +119,14 @@ class _Board:
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Whether a forward fits in addition to the rest of the oldest micro-batch: so nothing is ever stuck."""
-        problem, own = self.problem, self.problem.stages[rank]
+        problem, stages = self.problem, self.problem.stages[rank]
         last = 2 if problem.split else 1
-        oldest = min(self.done[last * problem.header.num_stages + s] for s in own)
-        sizes = [problem.takes[s] + (problem.halves[s] if problem.split else 0) for s in own]
+        oldest = min(self.done[last * problem.header.num_stages + s] for s in stages)
+        sizes = [problem.takes[s] + (problem.halves[s] if problem.split else 0) for s in stages]
         rest = 0.0
         if self.done[stage] > oldest:
-            rest = sum(size for s, size in zip(own, sizes, strict=True) if self.done[s] <= oldest)
-        return self.held[rank] + sizes[own.index(stage)] + rest <= self.policy.room[rank]
+            rest = sum(size for s, size in zip(stages, sizes, strict=True) if self.done[s] <= oldest)
+        return self.held[rank] + sizes[stages.index(stage)] + rest <= self.policy.room[rank]
 
     def choice(self, rank: int, now: float) -> int | None:
         """Returns the next step of a rank; None: it waits."""

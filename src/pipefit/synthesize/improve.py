@@ -56,7 +56,7 @@ def _worth(times: Times) -> float:
 
 
 def _moved(steps: list[int], index: int, random: Random) -> list[int]:
-    """A rank's steps with one moved, or with a step before it moved past it; its later likes may move along."""
+    """A rank's steps with one moved, or with a step before it moved past it; later steps of its kind may move along."""
     by = random.randint(1, _REACH) * random.choice((-1, 1))
     if random.random() < 0.5 and index:
         # A step that delays a critical one goes behind it.

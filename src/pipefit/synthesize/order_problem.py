@@ -57,7 +57,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """Ranks and their stages, and what each step takes.
+    """Ranks and their stages, and the time and memory of each step.
 
     Attributes:
         header: placement and micro-batches.
@@ -106,7 +106,7 @@ class OrderProblem:
             return cost.message_s(message, source) if source != target else 0
 
         hops = [(stage, home[stage], home[stage + 1]) for stage in stages[:-1]]
-        own = [header.stages_of(rank) for rank in ranks]
+        held = [header.stages_of(rank) for rank in ranks]
         if limit.capacity_bytes:
             takes = [cost.size_bytes(Value(Kind.SAVED.value, stage, 0)) for stage in stages]
             halves = [cost.size_bytes(Value(Kind.HALF.value, stage, 0)) for stage in stages]
@@ -114,13 +114,13 @@ class OrderProblem:
         else:
             takes, halves = [1.0] * len(stages), [0.0] * len(stages)
             most = limit.in_flight or (float(header.num_microbatches),) * len(ranks)
-            room = [most[rank] * len(own[rank]) + _SLACK for rank in ranks]
+            room = [most[rank] * len(held[rank]) + _SLACK for rank in ranks]
         return cls(
             header,
             tuple(seconds),
             tuple(travel_s(Kind.ACT, *hop) for hop in hops),
             tuple(travel_s(Kind.GRAD, stage, target, source) for stage, source, target in hops),
-            tuple(sum(cost.duration_s(Instruction(Op.STEP, s, version=0), rank) for s in own[rank]) for rank in ranks),
+            tuple(sum(cost.duration_s(Instruction(Op.STEP, s, version=0), rank) for s in held[rank]) for rank in ranks),
             tuple(takes),
             tuple(halves),
             tuple(room),
@@ -129,7 +129,7 @@ class OrderProblem:
 
     @property
     def num_microbatches(self) -> int:
-        """Of one update."""
+        """Micro-batches of one update."""
         return self.header.num_microbatches
 
     @cached_property
@@ -146,7 +146,7 @@ class OrderProblem:
     def feeds(self) -> list[tuple[int, float]]:
         """For each step what feeds it, and how long that travels; −1: nothing but earlier steps of its stage.
 
-        What feeds is a forward or, for backwards whole or in halves alike, a first half.
+        The feeder is a forward or, for backwards whole or in halves alike, a first half.
         """
         count = self.header.num_stages
         forwards = [(-1, 0.0), *((stage, self.act_s[stage]) for stage in range(count - 1))]

@@ -1,4 +1,4 @@
-"""When the steps of an order happen: the simulator's law where messages leave at once, thousands of times a second."""
+"""Times of the steps of an order: the simulator's law where messages leave at once, thousands of times a second."""
 
 from __future__ import annotations
 

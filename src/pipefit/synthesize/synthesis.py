@@ -1,4 +1,4 @@
-"""From costs and memory to a schedule: built-in ones, list schedules, and what lies around the best of them."""
+"""From costs and memory to a schedule: built-in ones, list schedules, and the neighbours of the best."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Synthesis:
         schedule: it, for this one shape; `program` is what it makes.
         program: proved by the verifier.
         makespan_s: simulated.
-        bound_s: what no order can beat.
+        bound_s: a time that no order can beat.
         built_in: seconds of each built-in schedule of this shape that keeps the limit.
         num_candidates: orders that were looked at.
         is_cut_short: whether the clock ended the search, so that another run may find something else.
@@ -52,7 +52,7 @@ class Synthesis:
 
     @property
     def gap(self) -> float:
-        """How far it is from the bound, as a share of that; 0: nothing can be faster."""
+        """The distance from the bound, as a share of it; 0: nothing can be faster."""
         return max(self.makespan_s / self.bound_s - 1, 0.0) if self.bound_s else 0.0
 
     @property
@@ -62,7 +62,7 @@ class Synthesis:
 
 
 def header_of(num_ranks: int, num_microbatches: int, num_chunks: int = 1, layout: str = "loop") -> Header:
-    """The header of what is looked for: a cost model is made for it.
+    """The header of the schedule to find: a cost model is made for it.
 
     Raises:
         ScheduleError: a count below 1, or an unknown layout.
@@ -182,8 +182,8 @@ def _built_in(header: Header) -> Iterator[Program]:
 def _one_by_one(header: Header) -> Program:
     """One micro-batch at a time: the order that needs the least memory, in any shape."""
     mbs = range(header.num_microbatches)
-    own = [header.stages_of(rank) for rank in range(header.num_ranks)]
-    ways = [[*((fwd, stage) for stage in stages), *((bwd, stage) for stage in reversed(stages))] for stages in own]
+    held = [header.stages_of(rank) for rank in range(header.num_ranks)]
+    ways = [[*((fwd, stage) for stage in stages), *((bwd, stage) for stage in reversed(stages))] for stages in held]
     return written(NAME, header, [[op(stage, mb) for mb in mbs for op, stage in way] for way in ways])(_shape(header))
 
 

@@ -1,4 +1,4 @@
-"""The search itself: starts, list schedules, and moves from the best of them, within a budget."""
+"""The search: starts, list schedules, and moves from the best of them, within a budget."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Walk:
     """A search under way.
 
     Attributes:
-        problem: what is searched.
-        bound: what no order can beat: there the search ends.
+        problem: of the order.
+        bound: a time that no order can beat: there the search ends.
         candidates: orders to look at.
         seconds: of the clock.
         best: the best orders, each with its makespan.

@@ -81,7 +81,7 @@ class Case:
 
     @property
     def first_scale(self) -> float | None:
-        """What the first loss is multiplied with; None: losses are not scaled."""
+        """The factor of the first loss; None: losses are not scaled."""
         return first_scale(self.half, self.precision.loss_scale)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipefit.errors import ModelError, PipefitError, PlanError
+from pipefit.errors import ModelError, PipefitError
 from pipefit.models.examples import Example, Loss, mean_cross_entropy
-from pipefit.planner import ranks_of
+from pipefit.planner import by_hand, ranks_of
 from pipefit.runtime.launch import launch
 from pipefit.schedules import find
 from pipefit.spec.options import Parallelism, Precision, Request, Updates
@@ -94,7 +94,7 @@ def check(
         loss: from output and target to their mean; None: the bundle's, else cross entropy.
         example: (batch, seed) -> random (input, target); None: the bundle's.
         dtype: what model and data are converted to.
-        transport: "local" (all ranks in this process) or "distributed" (processes of their own); None: local, but for
+        transport: "local" (all ranks in this process) or "distributed" (one process each); None: local, but for
             tensor parallelism, which needs processes.
 
     Raises:
@@ -103,7 +103,7 @@ def check(
     precision = Precision.of(precision)
     if half_of(precision.dtype) is not None and dtype != torch.float32:
         raise PipefitError(
-            f"precision {precision.dtype}: autocast takes float32 alone, but weights and data are {dtype}"
+            f"precision {precision.dtype}: autocast takes float32 only, but weights and data are {dtype}"
         )
     layers, loss, example = _parts(model, loss, example)
     sizes = _sizes(batch_size, steps, microbatches)
@@ -124,7 +124,7 @@ def check(
 
 
 def run(case: Case, transport: str = "local") -> Outcome:
-    """The pipeline's outcome over all ranks, in this process or in processes of their own."""
+    """The pipeline's outcome over all ranks, in this process or in one process each."""
     if transport == "local":
         return run_pipeline(case)
     if transport == "distributed":
@@ -133,7 +133,7 @@ def run(case: Case, transport: str = "local") -> Outcome:
 
 
 def expected(case: Case) -> Outcome:
-    """What the schedule of a case must compute, by the reference."""
+    """The outcome that the schedule of a case must have, by the reference."""
     return reference(case) if find(case.schedule).is_synchronous else delayed_reference(case)
 
 
@@ -232,17 +232,9 @@ def layer_counts(
     stages: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Layers of each stage: as given, else as even as can be, the first stages taking one more."""
-    if stages is not None:
-        return tuple(stages)
-    depth = len(replicas) if len(replicas) > 1 else num_ranks // (replicas[0] if replicas else 1)
-    count = 1 if find(schedule).layout == "replicas" else depth * num_chunks
-    if not 1 <= count <= num_layers:
-        raise PlanError(
-            f"{schedule} on {num_ranks} ranks makes {count} stages of {num_layers} layers; use fewer ranks or chunks, "
-            "or split the model into more layers"
-        )
-    size, more = divmod(num_layers, count)
-    return tuple(size + (stage < more) for stage in range(count))
+    shape = {"num_chunks": num_chunks, "replicas": replicas, "stages": stages}
+    made = by_hand(num_layers, num_ranks=num_ranks, schedule=schedule, num_microbatches=1, **shape)
+    return tuple(len(stage.layers) for stage in made.partition.stages)
 
 
 def _sizes(batch_size: int | Sequence[int] | None, steps: int, num_microbatches: int) -> list[int]:

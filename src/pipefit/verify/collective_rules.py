@@ -47,7 +47,7 @@ def collectives(s: Subject) -> Iterator[Finding]:
 
 
 def _due(header: Header) -> dict[Key, tuple[int, ...]]:
-    """The reductions that the header asks for, and their members."""
+    """The reductions that the header requires, and their members."""
     due: dict[Key, tuple[int, ...]] = {}
     groups = []
     for stage in range(header.num_stages):

@@ -1,4 +1,4 @@
-"""Rule `deadlock`: nothing waits for itself, under the strictest execution there is (`pipefit.ir.blocking`)."""
+"""Rule `deadlock`: no cycle of waiting, under the strictest execution there is (`pipefit.ir.blocking`)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ RULES: Final[dict[str, str]] = {
     "residency": "what is spilled comes into a free slot, from a tier that holds that version, and is home at the end",
     "memory": "what a rank holds at once fits its capacity",
 }
-"""Every rule, and in one sentence what it asks for."""
+"""Every rule, and its requirement in one sentence."""
 
 
 class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
