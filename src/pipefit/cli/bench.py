@@ -7,7 +7,7 @@ from typing import Annotated, Final
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, count, verb, whole_numbers
+from pipefit.cli.options import Count, Counts, Json, verb
 from pipefit.errors import PipefitError, nearest
 
 __all__ = ["command"]
@@ -22,8 +22,8 @@ _ABOUT: Final = {
 def command(
     name: Annotated[str | None, Parameter(help="Which; without one, a list.")] = None,
     *,
-    repeats: int | None = None,
-    microbatches: Annotated[str | None, "-m"] = None,
+    repeats: Count | None = None,
+    microbatches: Annotated[Counts, "-m"] = (),
     json: Json = False,
 ) -> Answer:
     """Measure pipefit itself on this machine.
@@ -42,10 +42,7 @@ def command(
         return Answer({"benchmarks": _ABOUT}, "\n".join(lines))
     if name not in _ABOUT:
         raise PipefitError(f"unknown benchmark {name!r}; {nearest(name, _ABOUT)}")
-    if repeats is not None:
-        count("--repeats", repeats)
-    counts = whole_numbers("--microbatches", microbatches)
-    return _lean(repeats, counts) if name == "lean" else _prediction(repeats, counts)
+    return _lean(repeats, microbatches) if name == "lean" else _prediction(repeats, microbatches)
 
 
 def _lean(repeats: int | None, counts: tuple[int, ...]) -> Answer:

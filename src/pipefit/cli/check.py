@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, importable, make_model
-from pipefit.cli.options import Json, count, verb
+from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import ModelError
 from pipefit.spec.options import Precision, Request, Updates
 
@@ -30,8 +30,8 @@ def command(
     request: Request,
     precision: Precision,
     updates: Updates,
-    steps: int = 3,
-    batch: int | None = None,
+    steps: Count = 3,
+    batch: Count | None = None,
     dtype: Literal["float64", "float32"] | None = None,
     transport: Literal["local", "distributed"] | None = None,
     device: str = "cpu",
@@ -64,9 +64,8 @@ def command(
     schedule, microbatches = request.schedule or "1f1b", request.microbatches
     transport = transport or ("local" if spread.tensor == 1 else "distributed")
     dtype = dtype or ("float64" if precision.dtype == "fp32" else "float32")
-    count("--steps", steps)
     bundle = make_model(importable(model) if transport == "distributed" else model, option, seed=updates.seed)
-    size = count("--batch", 2 * microbatches + 1 if batch is None else batch)
+    size = batch or 2 * microbatches + 1
     _try_once(bundle, size, updates.seed)
     with _explained_when_it_cannot_travel(model):
         result = check(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Json, count, verb
+from pipefit.cli.options import Count, Json, verb
 from pipefit.compare.settings import CompareConfig
 from pipefit.errors import PipefitError
 
@@ -30,7 +30,7 @@ _PATIENCE_S = 30.0
 def command(
     *,
     settings: CompareConfig,
-    ranks: Annotated[int, "-n"] = 2,
+    ranks: Annotated[Count, "-n"] = 2,
     output: Annotated[Path | None, "-o"] = None,
     json: Json = False,
 ) -> Answer:
@@ -46,7 +46,7 @@ def command(
         ranks: Processes, one thread each.
         output: Folder for the figures and the chart.
     """
-    if count("--ranks", ranks) < 2:
+    if ranks < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
     if not settings.limit >= 0:
         raise PipefitError(f"--limit: expected 0 or more minutes, got {settings.limit:g}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Json, count, verb
+from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import PipefitError
 
 __all__ = ["command"]
@@ -15,7 +15,7 @@ __all__ = ["command"]
 def command(
     *,
     ranks: Annotated[int, "-n"] = 2,
-    timeout: int = 60,
+    timeout: Count = 60,
     json: Json = False,
 ) -> Answer:
     """Say what this machine has, whether ranks can talk, and what to fix.
@@ -32,7 +32,7 @@ def command(
 
     if ranks < 2:
         raise PipefitError(f"--ranks: expected at least 2, which talk to each other; got {ranks}")
-    found = all_checks(ranks, count("--timeout", timeout))
+    found = all_checks(ranks, timeout)
     problems = [check for check in found if check.state == "bad"]
     data = {
         "ok": not problems,

@@ -10,17 +10,16 @@ from pipefit.cli.options import (
     PICTURES,
     Backward,
     Copy,
+    Count,
+    Counts,
     Forward,
     InputGradient,
     Json,
     Latency,
     WeightGradient,
-    check_suffix,
-    check_times,
-    count,
+    ending,
     pairs,
     verb,
-    whole_numbers,
 )
 from pipefit.errors import PipefitError, ScheduleError, nearest
 
@@ -38,16 +37,16 @@ def command(
     schedule: str,
     /,
     *,
-    stages: Annotated[int, "-p"],
-    microbatches: Annotated[int, "-m"],
-    chunks: Annotated[int, "-v"] = 1,
+    stages: Annotated[Count, "-p"],
+    microbatches: Annotated[Count, "-m"],
+    chunks: Annotated[Count, "-v"] = 1,
     forward: Forward = 1,
     backward: Backward = None,
     input_gradient: InputGradient = None,
     weight_gradient: WeightGradient = None,
     latency: Latency = 0,
-    steps: int | None = None,
-    replicas: str | None = None,
+    steps: Count | None = None,
+    replicas: Counts = (),
     recompute: bool = False,
     slots: int | None = None,
     optim_slots: int = 1,
@@ -60,7 +59,7 @@ def command(
     option: list[str] | None = None,
     warmup: int | None = None,
     group: int | None = None,
-    output: Annotated[Path | None, "-o"] = None,
+    output: Annotated[Path | None, "-o", ending(*PICTURES)] = None,
     json: Json = False,
 ) -> Answer:
     """Draw a schedule, or print its numbers.
@@ -91,12 +90,12 @@ def command(
     """
     from pipefit.draw.drawing import draw
 
-    check_suffix(output, PICTURES)
-    check_times(
-        forward=forward, backward=backward, input=input_gradient, weight=weight_gradient, latency=latency, copy=copy
-    )
-    options = _options(schedule, pairs("--option", [*(option or []), *_shorthands(warmup=warmup, group=group)]))
-    _check_size(count("-p", stages) * count("-m", microbatches) * count("-v", chunks) * _at_least_one("--steps", steps))
+    short = [f"{name}={value}" for name, value in (("warmup", warmup), ("group", group)) if value is not None]
+    options = _options(schedule, pairs("--option", [*(option or []), *short]))
+    if (forwards := stages * microbatches * chunks * (steps or 1)) > _MOST_FORWARDS:
+        raise PipefitError(
+            f"{forwards:,} forwards are too many to draw: -p × -m × -v × --steps may reach {_MOST_FORWARDS:,}"
+        )
     drawing = draw(
         schedule,
         stages,
@@ -108,7 +107,7 @@ def command(
         weight_gradient,
         latency,
         steps,
-        replicas=whole_numbers("--replicas", replicas),
+        replicas=replicas,
         recompute=recompute,
         slots=slots,
         optim_slots=optim_slots,
@@ -147,18 +146,3 @@ def _options(schedule: str, given: dict[str, int]) -> dict[str, int]:
             hint = nearest(name, known) if known else "it has no options"
             raise ScheduleError(f"{schedule} has no option {name!r}; {hint}")
     return given
-
-
-def _at_least_one(name: str, value: int | None) -> int:
-    return 1 if value is None else count(name, value)
-
-
-def _shorthands(**given: int | None) -> list[str]:
-    return [f"{name}={value}" for name, value in given.items() if value is not None]
-
-
-def _check_size(num_forwards: int) -> None:
-    if num_forwards > _MOST_FORWARDS:
-        raise PipefitError(
-            f"{num_forwards:,} forwards are too many to draw: -p × -m × -v × --steps may reach {_MOST_FORWARDS:,}"
-        )

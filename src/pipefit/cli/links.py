@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, check_suffix, count, verb
+from pipefit.cli.options import Count, Json, ending, verb
 from pipefit.errors import PipefitError
 
 __all__ = ["command"]
@@ -16,9 +16,9 @@ __all__ = ["command"]
 @verb()
 def command(
     *,
-    ranks: Annotated[int, "-n"] = 2,
-    repeats: int = 20,
-    output: Annotated[Path | None, "-o"] = None,
+    ranks: Annotated[Count, "-n"] = 2,
+    repeats: Count = 20,
+    output: Annotated[Path | None, "-o", ending(".toml")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure the links and devices of this machine.
@@ -34,13 +34,10 @@ def command(
     from pipefit.runtime.launch import launch
     from pipefit.units import format_bytes, format_seconds
 
-    check_suffix(output, (".toml",))
-    if count("--ranks", ranks) < 2:
+    if ranks < 2:
         raise PipefitError(f"--ranks: links are between ranks, so expected at least 2, got {ranks}")
     device = measure_device(ranks=ranks)
-    measure = partial(
-        measure_links, repeats=count("--repeats", repeats), each=device, name=f"this machine, {ranks} ranks"
-    )
+    measure = partial(measure_links, repeats=repeats, each=device, name=f"this machine, {ranks} ranks")
     topology = launch(measure, ranks, threads=1, quiet=True)[0]
     level = topology.levels[0]
     data = {"device": device, "levels": topology.levels}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from inspect import Parameter as Argument
+from inspect import isfunction
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,9 @@ __all__ = [
     "PICTURES",
     "Backward",
     "Copy",
+    "Count",
+    "Counts",
+    "Figures",
     "Forward",
     "InputGradient",
     "Json",
@@ -29,15 +33,14 @@ __all__ = [
     "ProfileName",
     "TopologyName",
     "WeightGradient",
-    "check_suffix",
-    "check_times",
+    "at_least_0",
     "count",
+    "ending",
     "exact",
     "flag",
     "help_of",
-    "numbers",
     "pairs",
-    "whole_numbers",
+    "verb",
 ]
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
@@ -85,22 +88,23 @@ def flag(text: str, *names: str) -> Parameter:
 def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a verb of a function: each argument is an option, and so is each field of an argument that is a dataclass.
 
-    The help of an argument stands under "Args" of the function's docstring, its short name behind its type, as in
-    `Annotated[int, "-n"]`. Fields of dataclasses have theirs (see `pipefit.spec.options.setting`), unless the
-    function's docstring has another.
+    The help of an argument stands under "Args" of the function's docstring, its short name and the functions that
+    check it behind its type, as in `Annotated[int, "-n", count]`. Fields of dataclasses have theirs (see
+    `pipefit.spec.options.setting`), unless the function's docstring has another.
 
     Args:
         without: names of fields, or of groups of them, that the verb does not offer.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        hints, helps = get_type_hints(command, include_extras=True), _helps(command, "Args:")
+        hints, bare = get_type_hints(command, include_extras=True), get_type_hints(command)
+        helps = _helps(command, "Args:")
         groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
         groups.pop("return")  # the verb's answer is a dataclass too
 
         def called(*places: Any, **given: Any) -> Any:
             for name, check in checks.items():
-                if name in given:
+                if given.get(name) is not None:
                     check(given[name])
             plain = {name: value for name, value in given.items() if name in hints.keys() - groups.keys()}
             return command(*places, **plain, **{name: from_flat(group, given) for name, group in groups.items()})
@@ -109,7 +113,10 @@ def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         checks: dict[str, Callable[[Any], Any]] = {}
         for argument in inspect.signature(command).parameters.values():
             if argument.name not in groups:
-                arguments.append(_described(argument, hints[argument.name], helps.get(argument.name, "")))
+                notes = list(_notes(hints[argument.name]))
+                arguments.append(_described(argument, bare[argument.name], notes, helps.get(argument.name, "")))
+                for check in filter(isfunction, notes):
+                    checks[argument.name] = partial(check, _flag(argument.name, notes))
                 continue
             for one, value, kind, text in _visible(groups[argument.name](), without):
                 arguments.append(_argument(one, value, kind, helps.get(key_of(one), text)))
@@ -122,13 +129,28 @@ def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def _described(argument: Argument, hint: Any, text: str) -> Argument:
+def _notes(hint: Any) -> Iterator[Any]:
+    """All that stands behind a type, or behind a part of it."""
+    if get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+    for part in get_args(hint):
+        yield from _notes(part)
+
+
+def _flag(name: str, notes: Sequence[Any]) -> str:
+    """The long name of an option."""
+    named = [note.name[0] for note in notes if isinstance(note, Parameter) and note.name]
+    return named[0] if named else f"--{name.replace('_', '-')}"
+
+
+def _described(argument: Argument, kind: Any, notes: Sequence[Any], text: str) -> Argument:
     """An argument of a verb with its help and its names."""
-    if not text:
-        return argument.replace(annotation=hint)
-    kind, *short = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    names = (f"--{argument.name.replace('_', '-')}", *short) if short else ()
-    return argument.replace(annotation=Annotated[kind, (flag if kind is bool else help_of)(text, *names)])
+    parameters = [note for note in notes if isinstance(note, Parameter)]
+    if text:
+        short = [note for note in notes if isinstance(note, str)]
+        names = (_flag(argument.name, ()), *short) if short else ()
+        parameters.append((flag if kind is bool else help_of)(text, *names))
+    return argument.replace(annotation=Annotated[kind, *parameters] if parameters else kind)
 
 
 def _visible(group: Any, without: Collection[str]) -> Iterator[tuple[Any, Any, Any, str]]:
@@ -158,7 +180,29 @@ def _joined(kind: Any, tokens: Sequence[Token]) -> str:
 
 
 def _listed(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
-    return whole_numbers(_name(tokens), tokens[0].value)
+    """The numbers of a list such as "2,1", all at least 1."""
+    name, text = _name(tokens), tokens[0].value
+    try:
+        return tuple(count(name, int(part)) for part in text.split(",") if text)
+    except PipefitError as problem:
+        raise CoercionError(msg=str(problem)) from None
+    except ValueError:
+        expected = "expected whole numbers with commas between them, like 2,1"
+        raise CoercionError(msg=f"{name}: {expected}; got {text!r}") from None
+
+
+def _figures(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
+    """The numbers of a list such as "2,1.5", all finite and more than 0."""
+    name, text = _name(tokens), tokens[0].value
+    try:
+        found = tuple(int(part) if part.strip().isdecimal() else float(part) for part in text.split(",") if text)
+    except ValueError:
+        expected = "expected numbers with commas between them, like 2,1.5"
+        raise CoercionError(msg=f"{name}: {expected}; got {text!r}") from None
+    for number in found:
+        if not (math.isfinite(number) and number > 0):
+            raise CoercionError(msg=f"{name}: expected numbers above 0, got {number}")
+    return found
 
 
 def _paired(kind: Any, tokens: Sequence[Token]) -> dict[str, int]:
@@ -182,17 +226,6 @@ def _helps(described: Any, heading: str) -> dict[str, str]:
     return {name: text[0].upper() + text[1:] for name, text in texts.items()}
 
 
-Json = Annotated[bool, flag("One JSON object on stdout, and nothing else there.", "--json")]
-Forward = Annotated[Number, help_of("Time of a forward, per rank and micro-batch: a chunk costs 1/v.")]
-Backward = Annotated[Number | None, help_of("Time of a full backward; default: input + weight, or 2.")]
-InputGradient = Annotated[Number | None, help_of("Time of a backward's input-gradient half.", "--input")]
-WeightGradient = Annotated[Number | None, help_of("Time of a backward's weight-gradient half.", "--weight")]
-Latency = Annotated[Number, help_of("Time of a message between ranks.")]
-ProfileName = Annotated[str | None, help_of("Profile of the model: seconds, bytes; or gpt:layers=24,….")]
-TopologyName = Annotated[str | None, help_of("Links and devices: a TOML file, local:N, or a name.")]
-Copy = Annotated[Number, help_of("Time of moving all stages of a rank to or from the tier they are spilled to.")]
-
-
 def count(name: str, value: int) -> int:
     """A count, which is at least 1.
 
@@ -204,50 +237,49 @@ def count(name: str, value: int) -> int:
     return value
 
 
-def check_times(**times: Number | None) -> None:
-    """Refuses times that are negative or not finite, by the names of their options.
+def at_least_0(name: str, value: Number) -> None:
+    """Refuses a time that is negative or not finite.
 
     Raises:
-        PipefitError: one is.
+        PipefitError: it is.
     """
-    for name, value in times.items():
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise PipefitError(f"--{name}: expected a time of 0 or more, got {value}")
+    if not (math.isfinite(value) and value >= 0):
+        raise PipefitError(f"{name}: expected a time of 0 or more, got {value}")
 
 
-def whole_numbers(name: str, text: str | None) -> tuple[int, ...]:
-    """The numbers of a list such as "2,1", all at least 1.
+def ending(*known: str) -> Callable[[str, Path], None]:
+    """A check that refuses a file of a kind that cannot be written, before any work is done.
 
-    Raises:
-        PipefitError: the text is no such list.
+    The check raises a PipefitError where the path ends otherwise than the known ones, or is a directory.
     """
-    if not text:
-        return ()
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise PipefitError(f"{name}: expected whole numbers with commas between them, like 2,1; got {text!r}") from None
-    for number in numbers:
-        count(name, number)
-    return numbers
+
+    def check(name: str, path: Path) -> None:
+        if path.is_dir():
+            raise PipefitError(f"{path}: expected a file to write, got a directory")
+        if not path.name.endswith(known):
+            raise PipefitError(f"{path}: the ending says what to write: one of {', '.join(known)}")
+
+    return check
 
 
-def numbers(name: str, text: str | None) -> tuple[float, ...]:
-    """The numbers of a list such as "2,1.5", all finite and more than 0.
-
-    Raises:
-        PipefitError: the text is no such list.
-    """
-    if not text:
-        return ()
-    try:
-        found = tuple(int(part) if part.strip().isdecimal() else float(part) for part in text.split(","))
-    except ValueError:
-        raise PipefitError(f"{name}: expected numbers with commas between them, like 2,1.5; got {text!r}") from None
-    for number in found:
-        if not (math.isfinite(number) and number > 0):
-            raise PipefitError(f"{name}: expected numbers above 0, got {number}")
-    return found
+Count = Annotated[int, count]
+Counts = Annotated[
+    tuple[int, ...], Parameter(converter=_listed, n_tokens=1, metavar="N,N", negative=(), show_default=False)
+]
+Figures = Annotated[
+    tuple[float, ...], Parameter(converter=_figures, n_tokens=1, metavar="X,X", negative=(), show_default=False)
+]
+Json = Annotated[bool, flag("One JSON object on stdout, and nothing else there.", "--json")]
+Forward = Annotated[Number, help_of("Time of a forward, per rank and micro-batch: a chunk costs 1/v."), at_least_0]
+Backward = Annotated[Number | None, help_of("Time of a full backward; default: input + weight, or 2."), at_least_0]
+InputGradient = Annotated[Number | None, help_of("Time of a backward's input-gradient half.", "--input"), at_least_0]
+WeightGradient = Annotated[Number | None, help_of("Time of a backward's weight-gradient half.", "--weight"), at_least_0]
+Latency = Annotated[Number, help_of("Time of a message between ranks."), at_least_0]
+ProfileName = Annotated[str | None, help_of("Profile of the model: seconds, bytes; or gpt:layers=24,….")]
+TopologyName = Annotated[str | None, help_of("Links and devices: a TOML file, local:N, or a name.")]
+Copy = Annotated[
+    Number, help_of("Time of moving all stages of a rank to or from the tier they are spilled to."), at_least_0
+]
 
 
 def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:
@@ -265,17 +297,3 @@ def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:
             raise PipefitError(f"{name}: {key} is given twice, as {found[key]} and {value}")
         found[key] = int(value)
     return found
-
-
-def check_suffix(path: Path | None, known: tuple[str, ...]) -> None:
-    """Refuses an output file of a kind that cannot be written, before any work is done.
-
-    Raises:
-        PipefitError: the path ends otherwise than the known ones, or is a directory.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise PipefitError(f"{path}: expected a file to write, got a directory")
-    if not path.name.endswith(known):
-        raise PipefitError(f"{path}: the ending says what to write: one of {', '.join(known)}")

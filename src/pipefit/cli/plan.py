@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, check_suffix, count, verb, whole_numbers
+from pipefit.cli.options import Count, Counts, Json, ending, verb
 from pipefit.cli.programs import read_profile
 from pipefit.errors import PipefitError
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pipefit.spec import Plan, Profile, Topology
 
 __all__ = ["command"]
+
+Svg = Annotated[Path, ending(".svg")]
 
 
 @verb()
@@ -24,29 +26,29 @@ def command(
     method: Literal["auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform"] = "auto",
     cost: Literal["ring", "paper", "pipedream-code"] = "ring",
     straight: bool = False,
-    global_batch: int | None = None,
-    microbatch_size: Annotated[str | None, "-b"] = None,
-    microbatches: Annotated[int | None, "-m"] = None,
+    global_batch: Count | None = None,
+    microbatch_size: Annotated[Counts, "-b"] = (),
+    microbatches: Annotated[Count | None, "-m"] = None,
     schedule: str | None = None,
-    depth: str | None = None,
+    depth: Counts = (),
     recompute: Literal["auto", "always", "never"] = "auto",
     memory: str | None = None,
     device_memory: str | None = None,
-    ranks: Annotated[int | None, "-n"] = None,
-    chunks: Annotated[int | None, "-v"] = None,
-    data_parallel: Annotated[int | None, "-d"] = None,
+    ranks: Annotated[Count | None, "-n"] = None,
+    chunks: Annotated[Count | None, "-v"] = None,
+    data_parallel: Annotated[Count | None, "-d"] = None,
     tier: Literal["host", "disk"] | None = None,
     step_on: Literal["auto", "device", "host"] | None = None,
     keep: Literal["auto", "none"] | None = None,
     state: float | None = None,
-    tensor: Annotated[str | None, "-t"] = None,
+    tensor: Annotated[Counts, "-t"] = (),
     tokens: float | None = None,
     refit: Path | None = None,
     of: Path | None = None,
-    picture: Path | None = None,
-    pareto: Path | None = None,
-    depths: Path | None = None,
-    output: Annotated[Path | None, "-o"] = None,
+    picture: Svg | None = None,
+    pareto: Svg | None = None,
+    depths: Svg | None = None,
+    output: Annotated[Path | None, "-o", ending(".json")] = None,
     json: Json = False,
 ) -> Answer:
     """Find the best pipeline for a model on a machine, and say why every other lost.
@@ -87,64 +89,52 @@ def command(
         depths: Draw throughput against depth and micro-batch size as .svg.
         output: Write the plan to this JSON file.
     """
-    check_suffix(output, (".json",))
-    for drawn in (picture, pareto, depths):
-        check_suffix(drawn, (".svg",))
-    counts = {
-        "--global-batch": global_batch,
-        "--microbatches": microbatches,
-        "--ranks": ranks,
-        "--chunks": chunks,
-        "--data-parallel": data_parallel,
-    }
-    for name, value in counts.items():
-        if value is not None:
-            count(name, value)
-    sizes = whole_numbers("--microbatch-size", microbatch_size)
+    from pipefit.planner import Cap, plan
+    from pipefit.units import parse_quantity
+
     machine = _machine(topology, memory)
-    figures = read_profile(profile, machine, sizes[0] if sizes else 1)
+    figures = read_profile(profile, machine, microbatch_size[0] if microbatch_size else 1)
     if refit is not None:
         figures = _refitted(figures, refit, of)
     elif of is not None:
         raise PipefitError("--of: expected --refit too: the trace that this plan ran")
     _check_tokens(tokens, figures.model, profile)
-    capped: dict[str, Any] = {
-        "tier": tier,
-        "step_on": step_on,
-        "keep": keep,
-        "ranks": ranks,
-        "chunks": chunks,
-        "data_parallel": data_parallel,
-    }
-    if device_memory is not None:
-        free = {"pareto": pareto, "depths": depths, "depth": depth, "tensor": tensor, "straight": straight or None}
-        free |= {
-            "method": None if method == "auto" else method,
-            "recompute": None if recompute == "auto" else recompute,
-        }
+    capped = {"tier": tier, "step_on": step_on, "keep": keep}
+    capped |= {"ranks": ranks, "chunks": chunks, "data_parallel": data_parallel}
+    cap = None
+    if device_memory is None:
+        _refuse(capped, "expected --device-memory too; without a cap nothing is spilled")
+    else:
+        free = {"pareto": pareto, "depths": depths, "depth": depth, "tensor": tensor, "straight": straight}
+        free |= {"method": method != "auto", "recompute": recompute != "auto"}
         _refuse(free, "it is for plans without --device-memory, which splits and replays as it needs")
-        made = _spilled(figures, machine, device_memory, sizes, microbatches, global_batch, state, schedule, **capped)
-        return _answer(made, figures, machine, tokens, picture, output, {})
-    _refuse(capped, "expected --device-memory too; without a cap nothing is spilled")
+        cap = Cap(
+            device_bytes=parse_quantity(device_memory, "bytes", "--device-memory"),
+            tier=tier,
+            step_on=step_on or "auto",
+            keep=keep != "none",
+            num_ranks=ranks or data_parallel or 1,
+            copies=data_parallel or 1,
+            num_chunks=chunks or 0,
+        )
     wishes: dict[str, Any] = {
         "method": method,
         "global_batch": global_batch,
-        "microbatch_sizes": sizes or None,
+        "microbatch_sizes": microbatch_size or None,
         "schedules": schedule.split(",") if schedule else None,
         "recompute": {"auto": None, "always": True, "never": False}[recompute],
         "state_per_weight": state,
-        "tensors": whole_numbers("--tensor", tensor) or None,
+        "tensors": tensor or None,
     }
-    from pipefit.planner import plan
-
     made = plan(
         figures,
         machine,
         **wishes,
         num_microbatches=microbatches,
-        depths=whole_numbers("--depth", depth) or None,
+        depths=depth or None,
         cost=cost,
         straight=straight,
+        cap=cap,
     )
     return _answer(made, figures, machine, tokens, picture, output, _charts(figures, machine, wishes, pareto, depths))
 
@@ -152,7 +142,7 @@ def command(
 def _refuse(options: dict[str, Any], why: str) -> None:
     """Refuses options that were given where they have no meaning."""
     for name, given in options.items():
-        if given is not None:
+        if given:
             raise PipefitError(f"--{name.replace('_', '-')}: {why}")
 
 
@@ -163,48 +153,6 @@ def _check_tokens(tokens: float | None, model: str, profile: str) -> None:
         raise PipefitError(f"--tokens: expected more than 0, got {tokens:g}")
     if not model.startswith("gpt:"):
         raise PipefitError(f"--tokens: expected --profile gpt:layers=…; {model or profile} has no tokens to count")
-
-
-def _spilled(
-    profile: Profile,
-    machine: Topology,
-    device_memory: str,
-    sizes: tuple[int, ...],
-    microbatches: int | None,
-    global_batch: int | None,
-    state: float | None,
-    schedule: str | None,
-    *,
-    tier: str | None,
-    step_on: str | None,
-    keep: str | None,
-    ranks: int | None,
-    chunks: int | None,
-    data_parallel: int | None,
-) -> Plan:
-    """The plan under --device-memory."""
-    from pipefit.planner import Cap, plan
-    from pipefit.units import parse_quantity
-
-    cap = Cap(
-        device_bytes=parse_quantity(device_memory, "bytes", "--device-memory"),
-        tier=tier,
-        step_on=step_on or "auto",
-        keep=keep != "none",
-        num_ranks=ranks or data_parallel or 1,
-        copies=data_parallel or 1,
-        num_chunks=chunks or 0,
-    )
-    return plan(
-        profile,
-        machine,
-        global_batch=global_batch,
-        num_microbatches=microbatches,
-        microbatch_sizes=sizes or None,
-        schedules=schedule.split(",") if schedule else None,
-        state_per_weight=state,
-        cap=cap,
-    )
 
 
 def _charts(
@@ -283,6 +231,13 @@ def _answer(
     return Answer(data, lambda: "\n".join([explain(made, profile), "", *lines, f"({made.plan_seconds:.2f} s)"]))
 
 
+_SAME = (
+    "method", "model", "schedule", "num_microbatches", "microbatch_size", "num_chunks", "data", "sharded_optimizer",
+    "spill", "candidates", "plan_seconds",
+)  # fmt: skip
+"""What the JSON object takes from a plan as it stands."""
+
+
 def _figures(made: Plan) -> dict[str, Any]:
     stages = [
         {
@@ -293,21 +248,7 @@ def _figures(made: Plan) -> dict[str, Any]:
         }
         for stage in made.partition.stages
     ]
-    return {
-        "method": made.method,
-        "model": made.model,
-        "stages": stages,
-        "schedule": made.schedule,
-        "num_microbatches": made.num_microbatches,
-        "microbatch_size": made.microbatch_size,
-        "num_chunks": made.num_chunks,
-        "data": made.data,
-        "sharded_optimizer": made.sharded_optimizer,
-        "spill": made.spill,
-        "predicted": made.prediction,
-        "candidates": made.candidates,
-        "plan_seconds": made.plan_seconds,
-    }
+    return {"stages": stages, "predicted": made.prediction} | {name: getattr(made, name) for name in _SAME}
 
 
 def _runs(layers: tuple[int, ...]) -> bool:

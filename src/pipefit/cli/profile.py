@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
-from pipefit.cli.options import Json, check_suffix, count, verb, whole_numbers
+from pipefit.cli.options import Count, Counts, Json, ending, verb
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
@@ -20,17 +20,17 @@ __all__ = ["command"]
 def command(
     *,
     model: ModelName,
-    microbatch_size: Annotated[str, "-b"] = "8",
+    microbatch_size: Annotated[Counts, "-b"] = (8,),
     option: ModelOptions = None,
-    repeats: int = 15,
-    threads: int = 1,
+    repeats: Count = 15,
+    threads: Count = 1,
     device: str | None = None,
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
     optimizer: Literal["adamw", "sgd", "none"] = "adamw",
     seed: int = 0,
     analytic: bool = False,
     topology: str | None = None,
-    output: Annotated[Path | None, "-o"] = None,
+    output: Annotated[Path | None, "-o", ending(".json")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure what each layer of a model costs.
@@ -38,7 +38,7 @@ def command(
     Example: pipefit profile --model gpt --option layers=4 --microbatch-size 4 -o gpt.profile.json
 
     Args:
-        microbatch_size: Samples of a micro-batch; several sizes as 4,8,16.
+        microbatch_size: Samples of a micro-batch; several sizes as 4,8,16; default: 8.
         repeats: Measured turns, of which the medians are taken.
         threads: CPU threads, as many as a rank will have.
         device: Where to measure, like cpu or cuda:0.
@@ -49,17 +49,16 @@ def command(
         topology: Whose device to compute for: a TOML file, or a name like dgx-a100-8.
         output: Write the profile to this JSON file.
     """
-    check_suffix(output, (".json",))
-    sizes = whole_numbers("--microbatch-size", microbatch_size)
+    sizes = microbatch_size
     if not sizes or len(set(sizes)) != len(sizes):
-        raise PipefitError(f"--microbatch-size: expected one or more different sizes, got {microbatch_size!r}")
+        raise PipefitError(f"--microbatch-size: expected one or more different sizes, got {list(sizes)}")
     if analytic:
         profile = _computed(model, option, sizes, dtype, seed, topology)
     elif topology is not None:
         raise PipefitError("--topology is for computed profiles: add --analytic, or leave it out to measure here")
     else:
-        settings = {"repeats": count("--repeats", repeats), "threads": count("--threads", threads)}
-        profile = _measured(model, option, sizes, dtype, seed, optimizer, device=device, **settings)
+        settings = {"repeats": repeats, "threads": threads, "device": device}
+        profile = _measured(model, option, sizes, dtype, seed, optimizer, **settings)
     data = _figures(profile)
     if output:
         profile.save(output)

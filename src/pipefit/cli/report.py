@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, check_suffix, verb
+from pipefit.cli.options import Json, ending, verb
 
 __all__ = ["command"]
 
@@ -16,7 +16,7 @@ def command(
     folder: Path,
     /,
     *,
-    output: Annotated[Path | None, "-o"] = None,
+    output: Annotated[Path | None, "-o", ending(".html")] = None,
     json: Json = False,
 ) -> Answer:
     """One self-contained HTML page of a run: loss, plan, predicted next to measured, timelines.
@@ -29,6 +29,5 @@ def command(
     """
     from pipefit.run.report_page import write_report
 
-    check_suffix(output, (".html",))
     page = write_report(folder, output)
     return Answer({"report": str(page)}, f"wrote {page}")

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, count, verb
+from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import PipefitError
 
 __all__ = ["command", "prepare"]
@@ -22,8 +22,8 @@ def command(
     script: Path,
     /,
     *arguments: Annotated[str, Parameter(help="For the script.", allow_leading_hyphen=True)],
-    ranks: Annotated[int, "-n"] = 2,
-    threads: int | None = None,
+    ranks: Annotated[Count, "-n"] = 2,
+    threads: Count | None = None,
     logs: Path | None = None,
     json: Json = False,
 ) -> Answer:
@@ -46,9 +46,6 @@ def command(
         raise PipefitError(f"{script}: expected a Python script, got a directory")
     if not script.is_file():
         raise PipefitError(f"{script}: no such file")
-    count("--ranks", ranks)
-    if threads is not None:
-        count("--threads", threads)
     start = time.perf_counter()
     launch(run_rank, ranks, str(script), arguments, threads=threads, folder=logs, quiet=json)
     return Answer({"script": str(script), "num_ranks": ranks, "seconds": time.perf_counter() - start}, "")

@@ -10,6 +10,8 @@ from pipefit.cli.options import (
     PICTURES,
     Backward,
     Copy,
+    Count,
+    Counts,
     Forward,
     InputGradient,
     Json,
@@ -17,11 +19,8 @@ from pipefit.cli.options import (
     ProfileName,
     TopologyName,
     WeightGradient,
-    check_suffix,
-    check_times,
-    count,
+    ending,
     verb,
-    whole_numbers,
 )
 from pipefit.cli.programs import figures, read_source, save_timeline
 
@@ -38,7 +37,7 @@ def command(
     *,
     profile: ProfileName = None,
     topology: TopologyName = None,
-    layers: str | None = None,
+    layers: Counts = (),
     forward: Forward = 1,
     backward: Backward = None,
     input_gradient: InputGradient = None,
@@ -46,9 +45,9 @@ def command(
     latency: Latency = 0,
     copy: Copy = 2,
     steps: int = 1,
-    repeats: int = 1,
+    repeats: Count = 1,
     contention: bool = False,
-    output: Annotated[Path | None, "-o"] = None,
+    output: Annotated[Path | None, "-o", ending(*PICTURES)] = None,
     json: Json = False,
 ) -> Answer:
     """Predict the time and memory of a program or a plan.
@@ -68,15 +67,11 @@ def command(
     """
     from pipefit.simulate import simulate
 
-    check_suffix(output, PICTURES)
-    check_times(
-        forward=forward, backward=backward, input=input_gradient, weight=weight_gradient, latency=latency, copy=copy
-    )
-    source = read_source(path, steps, profile, topology, whole_numbers("--layers", layers))
+    source = read_source(path, steps, profile, topology, layers)
     cost = source.cost(forward, backward, input=input_gradient, weight=weight_gradient, latency=latency, copy=copy)
     # On real links messages take turns, once both sides are ready; the unit costs of the papers know no such thing.
     real = contention or source.profile is not None
-    timeline = simulate(source.program, cost, repeats=count("--repeats", repeats), contention=real, rendezvous=real)
+    timeline = simulate(source.program, cost, repeats=repeats, contention=real, rendezvous=real)
     data = figures(source.program, timeline, cost)
     data |= {
         "unit": "s" if source.profile else "",

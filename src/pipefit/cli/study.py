@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Json, count, verb
+from pipefit.cli.options import Count, Json, verb
 from pipefit.study.results import loss_text
 from pipefit.units import format_seconds
 
@@ -35,7 +35,7 @@ _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "wait
 def command(
     file: Annotated[Path, Parameter(help="The study, as TOML.")],
     *,
-    workers: int | None = None,
+    workers: Count | None = None,
     policy: str | None = None,
     output: Annotated[Path | None, "-o"] = None,
     resume: bool = False,
@@ -59,7 +59,7 @@ def command(
 
     spec = load_study(file)
     if workers is not None:
-        spec = replace(spec, workers=count("--workers", workers))
+        spec = replace(spec, workers=workers)
     if policy is not None:
         spec = replace(spec, policy=policy)
     if output is not None:

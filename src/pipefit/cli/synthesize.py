@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import (
     PICTURES,
+    Count,
+    Counts,
+    Figures,
     Forward,
     InputGradient,
     Json,
@@ -17,12 +20,9 @@ from pipefit.cli.options import (
     ProfileName,
     TopologyName,
     WeightGradient,
-    check_suffix,
-    check_times,
-    count,
-    numbers,
+    at_least_0,
+    ending,
     verb,
-    whole_numbers,
 )
 from pipefit.cli.programs import Source, figures, read_profile, save_timeline
 from pipefit.errors import PipefitError
@@ -40,26 +40,26 @@ __all__ = ["command"]
 @verb()
 def command(
     *,
-    ranks: Annotated[int | None, "-p"] = None,
-    microbatches: Annotated[int | None, "-m"] = None,
-    chunks: Annotated[int, "-v"] = 1,
+    ranks: Annotated[Count | None, "-p"] = None,
+    microbatches: Annotated[Count | None, "-m"] = None,
+    chunks: Annotated[Count, "-v"] = 1,
     placement: Literal["loop", "v"] = "loop",
     forward: Forward = 1,
     input_gradient: InputGradient = None,
     weight_gradient: WeightGradient = None,
-    stage_work: str | None = None,
+    stage_work: Figures = (),
     latency: Latency = 0,
-    memory: str | None = None,
+    memory: Figures = (),
     capacity: str | None = None,
     plan: Path | None = None,
     profile: ProfileName = None,
-    layers: str | None = None,
+    layers: Counts = (),
     topology: TopologyName = None,
     whole: bool = False,
-    seconds: Number = 10,
+    seconds: Annotated[Number, at_least_0] = 10,
     candidates: int = 20_000,
     seed: int = 0,
-    output: Annotated[Path | None, "-o"] = None,
+    output: Annotated[Path | None, "-o", ending(*PICTURES)] = None,
     json: Json = False,
 ) -> Answer:
     """Search for the fastest schedule for given costs and memory.
@@ -87,14 +87,11 @@ def command(
     """
     from pipefit.units import parse_quantity
 
-    check_suffix(output, PICTURES)
-    check_times(forward=forward, input=input_gradient, weight=weight_gradient, latency=latency, seconds=seconds)
     if capacity and profile is None:
         raise PipefitError("unit costs do not say how many bytes values have: --capacity needs --profile")
     header, made = _shape(plan, ranks, microbatches, chunks, placement)
     times = {"forward": forward, "input": input_gradient, "weight": weight_gradient, "latency": latency}
-    cost = _cost(header, made, profile, topology, whole_numbers("--layers", layers), stage_work, times)
-    in_flight = numbers("--memory", memory)
+    cost = _cost(header, made, profile, topology, layers, stage_work, times)
 
     from pipefit.simulate import simulate
     from pipefit.synthesize import synthesize
@@ -102,7 +99,7 @@ def command(
     found = synthesize(
         header,
         cost,
-        in_flight=(in_flight[0] if len(in_flight) == 1 else in_flight) or None,
+        in_flight=(memory[0] if len(memory) == 1 else memory) or None,
         capacity_bytes=parse_quantity(capacity, "bytes", "--capacity") if capacity else None,
         split=not whole,
         candidates=candidates,
@@ -138,7 +135,7 @@ def _shape(
         if ranks is None or microbatches is None:
             raise PipefitError("expected -p ranks and -m micro-batches, or --plan with --profile")
         layout = "wave" if placement == "v" else "loop"
-        return header_of(count("-p", ranks), count("-m", microbatches), count("-v", chunks), layout), None
+        return header_of(ranks, microbatches, chunks, layout), None
     if ranks is not None or microbatches is not None or chunks != 1:
         raise PipefitError(f"{path} says ranks, micro-batches and chunks; leave out -p, -m and -v")
     plan = Plan.load(path)
@@ -153,7 +150,7 @@ def _cost(
     profile: str | None,
     topology: str | None,
     layers: tuple[int, ...],
-    stage_work: str | None,
+    work: tuple[float, ...],
     times: dict[str, Any],
 ) -> CostModel:
     """Costs from a profile, or unit costs of stages that may differ."""
@@ -168,11 +165,10 @@ def _cost(
     size = plan.microbatch_size if plan else 0
     loaded = read_profile(profile, links, size or 1) if profile else None
     cost = Source(Program(header, ()), plan, loaded, links, layers).cost(**times)
-    work = numbers("--stage-work", stage_work)
     if not work:
         return cost
     if len(work) != header.num_stages:
-        raise PipefitError(f"--stage-work: expected a figure for each of {header.num_stages} stages, got {stage_work}")
+        raise PipefitError(f"--stage-work: expected a figure for each of {header.num_stages} stages, got {len(work)}")
 
     def scaled(each: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(share * seconds for share, seconds in zip(work, each, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Json, count, verb, whole_numbers
+from pipefit.cli.options import Count, Counts, Json, verb
 from pipefit.cli.programs import Source, read_source
 from pipefit.errors import PipefitError
 
@@ -21,9 +21,9 @@ def command(
     capacity: str | None = None,
     tier_capacity: str | None = None,
     profile: str | None = None,
-    layers: str | None = None,
+    layers: Counts = (),
     topology: str | None = None,
-    max_versions: int | None = None,
+    max_versions: Count | None = None,
     steps: int = 1,
     json: Json = False,
 ) -> Answer:
@@ -46,9 +46,7 @@ def command(
     """
     from pipefit.verify import verify
 
-    if max_versions is not None:
-        count("--max-versions", max_versions)
-    source = read_source(path, steps, profile, topology, whole_numbers("--layers", layers))
+    source = read_source(path, steps, profile, topology, layers)
     limits = _capacities(capacity, source)
     room = _room(tier_capacity, source)
     report = verify(
