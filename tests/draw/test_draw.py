@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib.resources import files
 from itertools import pairwise
 
 import msgspec
@@ -22,7 +23,7 @@ from pipefit.draw import chart, grid, html, save
 from pipefit.draw.caption import TITLES
 from pipefit.draw.choices import others
 from pipefit.draw.drawing import draw, drawing_of
-from pipefit.draw.encode import Entry, encode_scene, to_script, to_text
+from pipefit.draw.encode import COPIED_KINDS, Entry, encode_scene, to_script, to_text
 from pipefit.draw.look import chunk_colour
 from pipefit.draw.reasons import Why, reasons
 from pipefit.draw.scene import Box, scene_of
@@ -30,6 +31,7 @@ from pipefit.draw.slots import stays_of
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError, ScheduleError
 from pipefit.ir import Op, Spill, bwd, fwd
+from pipefit.ir.op import OP_SPEC
 from pipefit.ir.text import load
 from pipefit.schedules import Shape, find, generate, names, registry, schedule
 from pipefit.simulate import simulate
@@ -235,6 +237,14 @@ def test_a_slot_holds_one_stage_at_a_time_and_whatever_a_rank_computes_lies_in_o
             and box.end_s <= stay.end_s + 1e-9
             for stay in stays
         )
+
+
+def test_every_kind_of_copy_has_a_number_in_the_data_and_a_name_in_the_script():
+    # A kind was added to fetches, and the page had no name for steps on the host.
+    assert {*OP_SPEC[Op.FETCH].kinds, ""} == set(COPIED_KINDS)
+    script = (files("pipefit.draw") / "words.js").read_text(encoding="utf-8")
+    named = json.loads(re.search(r"const MOVED = (.*?);", script, re.DOTALL).group(1))
+    assert len(named) == len(COPIED_KINDS) and named[COPIED_KINDS.index("")] == ["S", "optimizer step"]
 
 
 def test_times_that_are_no_simple_fractions_come_back_to_a_millionth_of_the_makespan():

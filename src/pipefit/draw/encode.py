@@ -10,14 +10,14 @@ from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
 from pipefit.draw.scene import Scene
 from pipefit.draw.slots import stays_of
-from pipefit.ir.op import OP_SPEC, Op
+from pipefit.ir.op import Op
 from pipefit.units import format_bytes
 
 __all__ = ["COPIED_KINDS", "LETTERS", "Entry", "encode_scene", "to_script", "to_text"]
 
 LETTERS = "FRBIWS"
-COPIED_KINDS = (*OP_SPEC[Op.FETCH].kinds, "")
-"""The kinds of values in copies, by their number in the data; the last one is that of a step on the host."""
+COPIED_KINDS = ("weights", "wgrad", "optim", "act", "input", "", "grad")
+"""The kinds of values in copies, by their number in the data (`MOVED` in words.js); "": a step on the host."""
 _FINEST = 1_000_000  # ticks of a timeline whose times are no multiples of a simple fraction
 
 

@@ -5,7 +5,7 @@ const entries = read("data"), families = read("families");
 const LETTERS = "FRBIWS", WHY = ["start", "rank", "message", "reduction", "copy", "lane"];
 // What is moved, in the order of encode.py: its letter and its words; last a step on the host, which moves nothing.
 const MOVED = [["w", "weights"], ["g", "gradients"], ["o", "optimizer states"], ["a", "activations"], ["a", "input"],
-  ["S", "optimizer step"]];
+  ["S", "optimizer step"], ["a", "gradient"]];
 const SVG = "http://www.w3.org/2000/svg";
 const state = {zoom: 1, critical: false, panels: []};
 
