@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,8 +157,14 @@ class Comparison:
 
     def chart(self) -> str:
         """Samples per second over micro-batches, one line per strategy, as SVG."""
+        counts = sorted({row.num_microbatches for row in self.rows})
+        lines: dict[str, list[tuple[float | str, float]]] = {}
+        for row in self.rows:
+            # The whole batch at once is a level to compare with.
+            places = counts if row.strategy in ("one-thread", "all-threads") else [row.num_microbatches]
+            lines.setdefault(row.strategy, []).extend((float(place), row.samples_per_s) for place in places)
         return chart(
-            self._lines(lambda row: row.samples_per_s),
+            lines,
             title=f"{self.model.partition('(')[0]} on {self.num_ranks} ranks",
             x_label=f"micro-batches per update of {self.batch} samples",
             y_label="samples per second",
@@ -167,18 +172,6 @@ class Comparison:
             width=980,
             height=520,
         )
-
-    def _lines(self, figure: Callable[[Row], float | None]) -> dict[str, list[tuple[float | str, float]]]:
-        counts = sorted({row.num_microbatches for row in self.rows})
-        lines: dict[str, list[tuple[float | str, float]]] = {}
-        for row in self.rows:
-            value = figure(row)
-            if value is None:
-                continue
-            # The whole batch at once is a level to compare with.
-            places = counts if row.strategy in ("one-thread", "all-threads") else [row.num_microbatches]
-            lines.setdefault(row.strategy, []).extend((float(place), value) for place in places)
-        return lines
 
     def save(self, folder: str | Path) -> dict[str, str]:
         """Writes the figures as JSON and the chart as SVG, and as PNG where Pillow is installed.

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipefit.pipeline.pipeline import Pipeline
+from pipefit.compare.pipelines import ScheduledPipeline
+from pipefit.compare.strategies import Subject, Trainer
+from pipefit.compare.torch_pipeline import TorchPipeline
+from pipefit.planner import by_hand
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
-from pipefit.spec.options import Parallelism
 
 __all__ = ["LeanRow", "lean", "lean_rank"]
 
@@ -27,7 +29,7 @@ SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "breadth-first", "pipedrea
 TORCH = ("torch gpipe", "torch 1f1b", "torch interleaved")
 BARE = "bare loop"
 
-Runs = Callable[[int], None]
+Runs = Callable[[int], object]
 
 
 class LeanRow(NamedTuple):
@@ -90,26 +92,18 @@ def _contestant(name: str, num: int, rank: int) -> tuple[int, Runs]:
     torch.manual_seed(0)
     chunks = 2 if name.endswith(("interleaved", "breadth-first")) else 1
     stages = 2 * chunks
-    layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(stages)]
+    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(stages)))
     x, y = torch.randn(num * _SAMPLES, _WIDTH), torch.randn(num * _SAMPLES, _WIDTH)
     if name == BARE:
-        return stages, _bare(layers[rank], x, y, num, rank)
-    if name in TORCH:
-        return stages, _torch(name, layers, x, y, num, rank)
-    pipe = Pipeline(
-        nn.Sequential(*layers),
-        loss=nn.functional.mse_loss,
-        optimizer=_sgd,
-        schedule=name,
-        microbatches=num,
-        stages=[1] * stages,
-        parallelism=Parallelism(chunks=chunks, device="cpu"),
+        return stages, _bare(model[rank], x, y, num, rank)
+    subject = Subject(lambda: model, nn.functional.mse_loss, _sgd, 2, rank)
+    plan = by_hand(stages, num_ranks=2, schedule=name.removeprefix("torch "), num_microbatches=num, num_chunks=chunks)
+    trainer: Trainer = (
+        TorchPipeline(subject, plan.partition, num, name.replace(" ", "-"))
+        if name in TORCH
+        else ScheduledPipeline(subject, plan)
     )
-    return stages, lambda steps: _fit(pipe, x, y, steps)
-
-
-def _fit(pipe: Pipeline, x: Tensor, y: Tensor, steps: int) -> None:
-    pipe.fit([(x, y)] * steps, steps=steps)
+    return stages, lambda steps: trainer.train([(x, y)] * steps)
 
 
 def _sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -150,31 +144,6 @@ def _bare(layer: nn.Module, x: Tensor, y: Tensor, num: int, rank: int) -> Runs:
     def run(steps: int) -> None:
         for _ in range(steps):
             (last if rank else first)()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return run
-
-
-def _torch(name: str, layers: list[nn.Linear], x: Tensor, y: Tensor, num: int, rank: int) -> Runs:
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-
-    own = range(rank, len(layers), 2)
-    device = torch.device("cpu")
-    parts = [PipelineStage(layers[index], index, len(layers), device) for index in own]
-    optimizer = _sgd([p for index in own for p in layers[index].parameters()])
-    loss = nn.functional.mse_loss
-    schedule: Any
-    if name == "torch interleaved":
-        schedule = ScheduleInterleaved1F1B(parts, n_microbatches=num, loss_fn=loss)
-    else:
-        kind = ScheduleGPipe if name == "torch gpipe" else Schedule1F1B
-        schedule = kind(parts[0], n_microbatches=num, loss_fn=loss)
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            inputs = () if rank else (x,)
-            schedule.step(*inputs, return_outputs=False, **({"target": y, "losses": []} if rank else {}))
             optimizer.step()
             optimizer.zero_grad()
 

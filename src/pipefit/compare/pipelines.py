@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipefit.compare.strategies import Subject, bytes_of, optimizer_tensors
+from pipefit.compare.strategies import Subject, bytes_of
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
 from pipefit.schedules import find
@@ -72,9 +72,6 @@ class ScheduledPipeline:
     @property
     def state_bytes(self) -> float:
         """Of the stages of this rank."""
-        tensors = []
-        for worker in self.pipe.workers:
-            for stage in worker.stages.values():
-                tensors += [tensor for layer in stage.layers for tensor in layer.module.state_dict().values()]
-            tensors += [tensor for made in worker.optimizers.values() for tensor in optimizer_tensors(made)]
-        return bytes_of(tensors)
+        workers = self.pipe.workers
+        layers = [layer.module for worker in workers for stage in worker.stages.values() for layer in stage.layers]
+        return bytes_of(layers, [made for worker in workers for made in worker.optimizers.values()])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipefit.profiling.untouched import with_threads
 from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.microbatches import cut, feed_of
 from pipefit.runtime.session import current
@@ -29,34 +29,32 @@ class Strategy:
     Attributes:
         name: how users ask for it.
         kind: "single", "ddp", "schedule" or "torch".
-        about: one line for people.
         splits: whether it splits a batch into micro-batches.
     """
 
     name: str
     kind: str
-    about: str
     splits: bool = True
 
 
 STRATEGIES = {
     strategy.name: strategy
     for strategy in (
-        Strategy("one-thread", "single", "one process, one thread, the whole batch at once", splits=False),
-        Strategy("all-threads", "single", "one process, a thread per core, the whole batch at once", splits=False),
-        Strategy("accumulate", "single", "one process, one thread, gradients of m micro-batches added up"),
-        Strategy("ddp", "ddp", "torch's DistributedDataParallel: each rank a share of the batch, in m/ranks parts"),
-        Strategy("data-parallel", "schedule", "data parallelism as a program of pipefit"),
-        Strategy("naive", "schedule", "stage after stage, one micro-batch at a time"),
-        Strategy("gpipe", "schedule", "all forwards, then all backwards"),
-        Strategy("1f1b", "schedule", "one forward, one backward"),
-        Strategy("interleaved", "schedule", "1F1B with several stages per rank"),
-        Strategy("breadth-first", "schedule", "GPipe with several stages per rank"),
-        Strategy("zb-h1", "schedule", "1F1B with backwards in two halves, weight gradients in the gaps"),
-        Strategy("pipedream", "schedule", "1F1B without flush, weights stashed"),
-        Strategy("pipedream-2bw", "schedule", "1F1B without flush, two weight versions"),
-        Strategy("torch-gpipe", "torch", "torch.distributed.pipelining, ScheduleGPipe"),
-        Strategy("torch-1f1b", "torch", "torch.distributed.pipelining, Schedule1F1B"),
+        Strategy("one-thread", "single", splits=False),
+        Strategy("all-threads", "single", splits=False),
+        Strategy("accumulate", "single"),
+        Strategy("ddp", "ddp"),
+        Strategy("data-parallel", "schedule"),
+        Strategy("naive", "schedule"),
+        Strategy("gpipe", "schedule"),
+        Strategy("1f1b", "schedule"),
+        Strategy("interleaved", "schedule"),
+        Strategy("breadth-first", "schedule"),
+        Strategy("zb-h1", "schedule"),
+        Strategy("pipedream", "schedule"),
+        Strategy("pipedream-2bw", "schedule"),
+        Strategy("torch-gpipe", "torch"),
+        Strategy("torch-1f1b", "torch"),
     )
 }
 """Every strategy, in the order of the table."""
@@ -92,20 +90,14 @@ class Trainer(Protocol):
         """Of weights and optimizer states that this rank keeps between updates."""
 
 
-def bytes_of(tensors: Sequence[Tensor]) -> float:
-    """Bytes of tensors, shared memory counted once."""
+def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> float:
+    """Bytes of weights, buffers and the states of optimizers; shared memory counts once."""
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
     real = (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
     storages = {storage.data_ptr(): storage.nbytes() for storage in real}
     return float(sum(storages.values()))
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The states of an optimizer."""
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-
-
-def _kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    return bytes_of([*model.parameters(), *model.buffers(), *optimizer_tensors(optimizer)])
 
 
 class OneProcess:
@@ -127,29 +119,19 @@ class OneProcess:
         """Trains on rank 0."""
         if self._subject.rank:
             return []
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._threads)
-        try:
-            return [self._step(x, y) for x, y in batches]
-        finally:
-            torch.set_num_threads(before)
-
-    def _step(self, x: Any, y: Any) -> float:
-        total = accumulate(self._model, self._subject.loss, x, y, self._num)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return total
+        with with_threads(self._threads):
+            return [update(self._model, self._optimizer, self._subject.loss, x, y, self._num) for x, y in batches]
 
     @property
     def state_bytes(self) -> float:
         """Of the whole model on rank 0."""
-        if self._subject.rank:
-            return 0.0
-        return _kept_bytes(self._model, self._optimizer)
+        return 0.0 if self._subject.rank else bytes_of([self._model], [self._optimizer])
 
 
-def accumulate(model: nn.Module, loss: Callable[[Any, Any], Tensor], x: Any, y: Any, num: int) -> float:
-    """Adds up the gradients of `num` micro-batches and gives the mean loss of the batch."""
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any, Any], Tensor], x: Any, y: Any, num: int
+) -> float:
+    """Steps by the summed gradients of `num` micro-batches and returns the mean loss of the batch."""
     feed = feed_of([(x, y)], num, 0, "train")
     total = torch.zeros(())
     for index, (part, target, share) in enumerate(zip(feed.inputs, feed.targets, feed.shares, strict=True), 1):
@@ -159,6 +141,8 @@ def accumulate(model: nn.Module, loss: Callable[[Any, Any], Tensor], x: Any, y: 
             value = loss(model(part), target) * share
             value.backward()
         total += value.detach()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
     return float(total)
 
 
@@ -177,23 +161,16 @@ class DataParallel:
         ranks, rank = self._subject.num_ranks, self._subject.rank
         for x, y in batches:
             part, target = cut(x, ranks)[rank], cut(y, ranks, "the target")[rank]
-            losses.append(accumulate(self._model, self._subject.loss, part, target, self._num))
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            losses.append(update(self._model, self._optimizer, self._subject.loss, part, target, self._num))
         table = torch.tensor(losses, dtype=torch.float64)
         return (sum_table(current(), table) / ranks).tolist()
 
     @property
     def state_bytes(self) -> float:
         """Of the whole model."""
-        return _kept_bytes(self._model, self._optimizer)
+        return bytes_of([self._model], [self._optimizer])
 
 
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor_s() -> float:
-    """Processor time of the calling thread, which does the work of a rank on a CPU."""
-    return time.thread_time()

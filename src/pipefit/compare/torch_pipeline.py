@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipefit.compare.strategies import Subject, bytes_of, optimizer_tensors
+from pipefit.compare.strategies import Subject, bytes_of
 from pipefit.errors import PlanError
 from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.session import current
@@ -17,17 +17,23 @@ from pipefit.spec import Partition
 
 __all__ = ["TorchPipeline"]
 
+_SCHEDULES = {
+    "torch-gpipe": "ScheduleGPipe",
+    "torch-1f1b": "Schedule1F1B",
+    "torch-interleaved": "ScheduleInterleaved1F1B",
+}
+
 
 class TorchPipeline:
-    """A schedule of torch.distributed.pipelining, one stage per rank.
+    """A schedule of torch.distributed.pipelining.
 
     It knows no weights that stages share; their gradients are summed here after each backward, as its users must.
 
     Args:
         subject: the model.
-        partition: one stage per rank.
+        partition: one stage per rank; "torch-interleaved" takes several, rank after rank.
         num_microbatches: per update.
-        schedule: "torch-gpipe" or "torch-1f1b".
+        schedule: "torch-gpipe", "torch-1f1b" or "torch-interleaved".
 
     Raises:
         PlanError: this torch has no pipelining, or it refuses the shape.
@@ -35,23 +41,28 @@ class TorchPipeline:
 
     def __init__(self, subject: Subject, partition: Partition, num_microbatches: int, schedule: str) -> None:
         try:
-            from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+            from torch.distributed import pipelining
         except ImportError:
             raise PlanError("this torch has no torch.distributed.pipelining") from None
-        if len(partition.stages) != subject.num_ranks:
-            raise PlanError(f"needs one stage per rank, got {len(partition.stages)} for {subject.num_ranks}")
-        if schedule == "torch-1f1b" and num_microbatches < subject.num_ranks:
-            raise PlanError(f"it refuses fewer micro-batches ({num_microbatches}) than stages ({subject.num_ranks})")
-        self._rank, self._last = subject.rank, subject.num_ranks - 1
+        num_stages, rank, ranks = len(partition.stages), subject.rank, subject.num_ranks
+        if num_stages != ranks and schedule != "torch-interleaved":
+            raise PlanError(f"needs one stage per rank, got {num_stages} for {ranks}")
+        if schedule == "torch-1f1b" and num_microbatches < ranks:
+            raise PlanError(f"it refuses fewer micro-batches ({num_microbatches}) than stages ({ranks})")
+        self._rank, self._last = rank, ranks - 1
         whole = subject.make()
-        own = nn.Sequential(*(whole[index] for index in partition.stages[subject.rank].layers))
-        self._tied = _tied(whole, own, partition)
-        self._parameters = [p for p in own.parameters() if p.requires_grad]
-        self._optimizer = subject.optimizer(self._parameters)
-        stage = PipelineStage(own, subject.rank, subject.num_ranks, torch.device("cpu"))
-        kind: Any = ScheduleGPipe if schedule == "torch-gpipe" else Schedule1F1B
-        self._schedule = kind(stage, n_microbatches=num_microbatches, loss_fn=subject.loss)
-        self._module = own
+        mine = range(rank, num_stages, ranks)
+        self._module = nn.ModuleList(nn.Sequential(*(whole[i] for i in partition.stages[s].layers)) for s in mine)
+        self._tied = _tied(whole, self._module, partition)
+        self._optimizer = subject.optimizer([p for p in self._module.parameters() if p.requires_grad])
+        cpu = torch.device("cpu")
+        stages: Any = [pipelining.PipelineStage(m, s, num_stages, cpu) for m, s in zip(self._module, mine, strict=True)]
+        kind: Any = getattr(pipelining, _SCHEDULES[schedule])
+        self._schedule = kind(
+            stages if schedule == "torch-interleaved" else stages[0],
+            n_microbatches=num_microbatches,
+            loss_fn=subject.loss,
+        )
 
     def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
         """Trains; the losses are the last rank's, reported to all at the end."""
@@ -73,8 +84,7 @@ class TorchPipeline:
     @property
     def state_bytes(self) -> float:
         """Of this rank's stage."""
-        tensors = [*self._module.parameters(), *self._module.buffers(), *optimizer_tensors(self._optimizer)]
-        return bytes_of(tensors)
+        return bytes_of([self._module], [self._optimizer])
 
 
 def _tied(whole: nn.Sequential, own: nn.Module, partition: Partition) -> list[tuple[nn.Parameter | None, torch.Size]]:

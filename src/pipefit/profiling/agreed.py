@@ -13,36 +13,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from pipefit.errors import PlanError, ProfileError
+from pipefit.errors import ProfileError
 from pipefit.profiling import profile_sizes
 from pipefit.runtime.collectives import from_first
-from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.spec.files import decode, encode
 from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["agreed_profile", "as_trained", "merged", "profile_of"]
+__all__ = ["agreed_profile", "as_trained", "merged"]
 
 _REPEATS, _LIMIT_S = 9, 5.0
-
-
-def profile_of(
-    layers: Sequence[NamedLayer],
-    example: tuple[Any, Any] | None,
-    num_microbatches: int,
-    session: Session,
-    loss: Callable[[Any, Any], Tensor],
-) -> Profile:
-    """The profile by which a pipeline splits itself into stages, measured now.
-
-    Raises:
-        PlanError: there is no example to measure with.
-    """
-    if example is None:
-        raise PlanError('stages="auto" measures the layers first and needs example=(input, target), one batch of data')
-    return agreed_profile(layers, example, [largest_part(example[0], num_microbatches)], session, loss=loss)
 
 
 def agreed_profile(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -17,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.layers import Chain, as_chain, call_layer
-from pipefit.profiling.roofline import Cost, Roofline, pretended
-from pipefit.profiling.survey import half_bytes_of, saved_storages, storage_key
-from pipefit.profiling.tensors import batch_of, describe, map_tensors, num_bytes, tensors_of
-from pipefit.profiling.untouched import random_state_kept
+from pipefit.profiling.roofline import Roofline, pretended
+from pipefit.profiling.survey import saved_storages, storage_key, weighed
+from pipefit.profiling.tensors import batch_of, describe, map_tensors, tensors_of
+from pipefit.profiling.untouched import in_train_mode, random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 
@@ -38,14 +39,7 @@ class LayerCost:
     `input` and `output` hold (shape, type, needs a gradient) in place of tensors; see `tensors_like`.
     """
 
-    forward: Cost
-    backward_input: Cost
-    backward_weight: Cost
-    output_bytes: int
-    grad_bytes: int | None
-    saved_bytes: int
-    weight_bytes: int
-    half_bytes: int | None
+    layer: Layer
     input: Any
     output: Any
 
@@ -92,13 +86,15 @@ def analytic_profile(
     with random_state_kept(torch.device("cpu")):
         form = _form(example_input, dtype, batch, size)
         costs = _costs(chain, form, device, dtype)
-        loss_s = _loss_cost(loss, costs[-1].output, _form(target, dtype, batch, size), device).seconds if loss else 0.0
+        loss_s = _loss_s(loss, costs[-1].output, _form(target, dtype, batch, size), device) if loss else 0.0
     bandwidth = device.memory_bandwidth_bytes_per_s
     trained = sum(p.numel() for p in nn.ModuleList([layer for _, layer in chain]).parameters() if p.requires_grad)
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(_layer(name, cost) for (name, _), cost in zip(chain, costs, strict=True)),
+        layers=tuple(
+            msgspec.structs.replace(cost.layer, name=name) for (name, _), cost in zip(chain, costs, strict=True)
+        ),
         device=f"computed: {device.flops:.4g} FLOP/s at {device.efficiency:.0%}, {bandwidth:.4g} bytes/s",
         source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
         loss_s=loss_s,
@@ -187,14 +183,8 @@ _PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
 
 def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
     """Works one layer through on pretended tensors: forward, input gradient alone, all gradients."""
-    modes = [(module, module.training) for module in layer.modules()]
-    layer.train()
-    try:
-        with pretended(), torch.enable_grad():
-            return _worked_through(name, layer, form, device, dtype)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with in_train_mode(layer), pretended(), torch.enable_grad():
+        return _worked_through(name, layer, form, device, dtype)
 
 
 def _worked_through(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
@@ -206,25 +196,18 @@ def _worked_through(name: str, layer: nn.Module, form: Any, device: Device, dtyp
     seen: dict[int, Any] = {}
     with saved_storages(seen, persistent), Roofline(device) as counted:
         output = call_layer(name, _with_state(layer, state), payload, describe(payload))
-    forward = counted.cost
     parameters = [t for t in {id(t): t for t in state.values()}.values() if t.requires_grad]
     inputs = [leaf for leaf in tensors_of(given) if leaf.requires_grad]
-    backward_input = _backward(output, inputs, device)
-    full = _backward(output, inputs + parameters, device)
-    leaves = tensors_of(output)
-    grad_bytes, output_bytes = num_bytes([leaf for leaf in leaves if leaf.requires_grad]), num_bytes(leaves)
-    return LayerCost(
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=full - backward_input,
-        output_bytes=output_bytes,
-        grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
-        saved_bytes=sum(storage.nbytes() for storage in seen.values()),
-        weight_bytes=num_bytes([state[key] for key, _ in layer.named_parameters()]),
-        half_bytes=half_bytes_of(inputs, [leaf for leaf in leaves if leaf.requires_grad]),
-        input=form,
-        output=map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), output),
+    backward_input_s = _backward_s(output, inputs, device)
+    backward_s = _backward_s(output, inputs + parameters, device)
+    weights = [state[key] for key, _ in layer.named_parameters()]
+    made = msgspec.structs.replace(
+        weighed(name, inputs, output, seen.values(), weights),
+        forward_s=counted.seconds,
+        backward_input_s=backward_input_s,
+        backward_weight_s=max(backward_s - backward_input_s, 0.0),
     )
+    return LayerCost(made, form, map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), output))
 
 
 def _pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -244,18 +227,18 @@ def _with_state(layer: nn.Module, state: dict[str, Tensor]) -> Callable[[Any], A
     return lambda payload: functional_call(layer, state, (payload,))
 
 
-def _backward(output: Any, inputs: list[Tensor], device: Device) -> Cost:
-    """The cost of the gradients of `inputs`, given those of the output."""
+def _backward_s(output: Any, inputs: list[Tensor], device: Device) -> float:
+    """Seconds of the gradients of `inputs`, given those of the output."""
     roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
     if not roots or not inputs:
-        return Cost()
+        return 0.0
     seeds = [torch.empty_like(root) for root in roots]
     with Roofline(device) as counted:
         torch.autograd.grad(roots, inputs, seeds, retain_graph=True, allow_unused=True)
-    return counted.cost
+    return counted.seconds
 
 
-def _loss_cost(loss: Loss, output: Any, target: Any, device: Device) -> Cost:
+def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
     with pretended(), torch.enable_grad():
         payload = _tensors(output)
         with Roofline(device) as counted:
@@ -263,18 +246,4 @@ def _loss_cost(loss: Loss, output: Any, target: Any, device: Device) -> Cost:
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ModelError(f"the loss must give one number to differentiate, got {describe(value)}")
         inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
-        return counted.cost + _backward(value, inputs, device)
-
-
-def _layer(name: str, cost: LayerCost) -> Layer:
-    return Layer(
-        name=name,
-        forward_s=cost.forward.seconds,
-        backward_input_s=cost.backward_input.seconds,
-        backward_weight_s=cost.backward_weight.seconds,
-        output_bytes=cost.output_bytes,
-        saved_bytes=cost.saved_bytes,
-        weight_bytes=cost.weight_bytes,
-        grad_bytes=cost.grad_bytes,
-        half_bytes=cost.half_bytes,
-    )
+        return counted.seconds + _backward_s(value, inputs, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -72,12 +72,5 @@ def half_interquartile_range(samples: Sequence[float]) -> float:
     """
     if len(samples) < 2:
         return 0.0
-    ordered = sorted(samples)
-
-    def at(fraction: float) -> float:
-        place = fraction * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return (at(0.75) - at(0.25)) / 2
+    low, _, high = quantiles(samples, method="inclusive")
+    return (high - low) / 2

@@ -118,7 +118,7 @@ def with_measured_kinds(
             run = _Forward(name, layer, payload, device, half)
             found[id(cost)] = _alone(run, trained, optimizer, room_bytes, state_per_weight)
     loss_s = profile.loss_s
-    if loss is not None and 2 * costs[-1].output_bytes <= room_bytes:
+    if loss is not None and 2 * costs[-1].layer.output_bytes <= room_bytes:
         goal = placed(take(target, size, batch_of(target)), device, None)
         # The user's own function, on an output that is random: whatever it raises, its seconds stay computed.
         with random_state_kept(device), suppress(Exception):
@@ -130,7 +130,8 @@ def with_measured_kinds(
 
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
     """Weights, gradients and those that come to be added to them where it is trained, and what goes through."""
-    return (3 if trained else 1) * cost.weight_bytes + cost.saved_bytes + 2 * cost.output_bytes
+    layer = cost.layer
+    return (3 if trained else 1) * layer.weight_bytes + layer.saved_bytes + 2 * layer.output_bytes
 
 
 def _payload(form: Any, device: torch.device) -> Any:

@@ -42,21 +42,15 @@ def measure_device(
         source = torch.zeros(_COPIED_BYTES // 4, device=place)
         target = torch.empty_like(source)
         clock = Clock(place)
-        product_s, copy_s = [], []
-        for turn in range(repeats + 1):
-            marks = [clock.mark()]
-            torch.mm(matrix, matrix)
-            marks.append(clock.mark())
-            target.copy_(source)
-            marks.append(clock.mark())
-            clock.settle()
-            if turn:
-                product_s.append(clock.between(marks[0], marks[1]))
-                copy_s.append(clock.between(marks[1], marks[2]))
+        turns = [
+            (clock.seconds(lambda: torch.mm(matrix, matrix)), clock.seconds(lambda: target.copy_(source)))
+            for _ in range(repeats + 1)
+        ]
+    product_s, copy_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
     return Device(
         memory_bytes=_memory_bytes(place) / ranks,
-        flops=2 * size**3 / median_of(product_s),
-        memory_bandwidth_bytes_per_s=2 * _COPIED_BYTES / median_of(copy_s),
+        flops=2 * size**3 / product_s,
+        memory_bandwidth_bytes_per_s=2 * _COPIED_BYTES / copy_s,
         efficiency=1.0,
     )
 

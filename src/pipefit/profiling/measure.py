@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -17,7 +18,7 @@ from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, 
 from pipefit.profiling.layers import Chain, as_chain
 from pipefit.profiling.optimizer import Optimizer, step_seconds
 from pipefit.profiling.passes import Loss, Marked, Step
-from pipefit.profiling.survey import Weights, survey
+from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
@@ -91,7 +92,7 @@ def profile_layers(
     with with_threads(threads), untouched(chain, place, dtype):
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
-        weights, _ = survey(chain, payload)
+        found = survey(chain, payload)
         step = Step(chain, payload, loss, goal, Clock(place))
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
@@ -105,7 +106,7 @@ def profile_layers(
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(_layer(index, name, weights[index], samples) for index, (name, _) in enumerate(chain)),
+        layers=tuple(_layer(index, one, samples) for index, one in enumerate(found)),
         device=where,
         source=f"measured: {turns}; torch {torch.__version__}",
         step_s=median_of(samples.plain),
@@ -177,32 +178,27 @@ def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _S
     return samples
 
 
-def _layer(index: int, name: str, weights: Weights, samples: _Samples) -> Layer:
+def _layer(index: int, found: Weighed, samples: _Samples) -> Layer:
     forward = [turn.forward_s[index] for turn in samples.marked]
     backward = [turn.backward_s[index] for turn in samples.marked]
     full = median_of(backward)
     inputs = min(median_of([turn.backward_s[index] for turn in samples.inputs]), full)
-    if not weights.learns:
+    if not found.learns:
         inputs = full
-    elif not weights.gets_gradients:
+    elif not found.gets_gradients:
         inputs = 0.0
     halved = [turn[index] for turn in samples.halved if turn is not None]
     split_s, split_input_s = (0.0 if halved else None), 0.0
-    if halved and weights.learns and weights.gets_gradients:
+    if halved and found.learns and found.gets_gradients:
         first_s, second_s = (median_of(list(half)) for half in zip(*halved, strict=True))
         split_s, split_input_s = max(second_s - (full - inputs), 0.0), max(first_s - inputs, 0.0)
-    return Layer(
-        name=name,
+    return msgspec.structs.replace(
+        found.layer,
         forward_s=median_of(forward),
         backward_input_s=inputs,
         backward_weight_s=full - inputs,
-        output_bytes=weights.output_bytes,
-        saved_bytes=weights.saved_bytes,
-        weight_bytes=weights.weight_bytes,
-        grad_bytes=weights.grad_bytes,
         split_s=split_s,
         split_input_s=split_input_s,
-        half_bytes=weights.half_bytes,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,38 +19,18 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from pipefit.spec.topology import Device
 
-__all__ = ["Cost", "Roofline", "pretended"]
+__all__ = ["Roofline", "pretended"]
 
 _ATEN = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Cost:
-    """FLOP, bytes to and from memory, and seconds; sums of operations."""
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    seconds: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds)
-
-    def __sub__(self, other: Cost) -> Cost:
-        """The difference, never below zero."""
-        return Cost(
-            max(self.flops - other.flops, 0.0),
-            max(self.bytes - other.bytes, 0.0),
-            max(self.seconds - other.seconds, 0.0),
-        )
-
-
 class Roofline(TorchDispatchMode):
-    """Adds up the cost of every operation that runs inside it."""
+    """Adds up the seconds of every operation that runs inside it."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device = device
-        self.cost = Cost()
+        self.seconds = 0.0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -61,7 +40,7 @@ class Roofline(TorchDispatchMode):
         result = func(*args, **kwargs)
         flops = _flops(func, args, kwargs, result)
         moved = 0 if _only_looks(func) else _bytes((args, kwargs, result))
-        self.cost += Cost(flops, moved, self._seconds(flops, moved))
+        self.seconds += self._seconds(flops, moved)
         return result
 
     def _seconds(self, flops: float, moved: float) -> float:

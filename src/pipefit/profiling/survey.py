@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
 from pipefit.profiling.layers import Chain, call_layer
 from pipefit.profiling.tensors import describe, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
+from pipefit.spec.profile import Layer
 
-__all__ = ["Weights", "half_bytes_of", "saved_storages", "storage_key", "survey", "weight_bytes_of"]
+__all__ = ["Weighed", "saved_storages", "storage_key", "survey", "weighed"]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """Bytes of one layer; the names are those of `pipefit.spec.Layer`.
+class Weighed(NamedTuple):
+    """A layer with its bytes and no seconds.
 
-    `grad_bytes` is None where the whole output needs a gradient; `gets_gradients`: something trainable precedes the
-    layer, so its input has a gradient; `learns`: it has a trainable parameter.
+    Attributes:
+        layer: named.
+        gets_gradients: something trainable precedes the layer, so its input has a gradient.
+        learns: it has a trainable parameter.
     """
 
-    output_bytes: int
-    grad_bytes: int | None
-    saved_bytes: int
-    weight_bytes: int
-    half_bytes: int | None
+    layer: Layer
     gets_gradients: bool
     learns: bool
 
 
-def survey(chain: Chain, payload: Any) -> tuple[list[Weights], Any]:
+def survey(chain: Chain, payload: Any) -> list[Weighed]:
     """Runs the layers once and weighs each one.
 
     A storage that two layers save (the output of a ReLU is the input of the linear layer after it) counts once, for
     the first of them: the sum over the layers of a stage is what it keeps, but for the input that reached it.
-
-    Returns:
-        One `Weights` per layer, and the output of the last one.
 
     Raises:
         ModelError: a layer raises; it is named with the shapes it was given.
@@ -56,24 +50,37 @@ def survey(chain: Chain, payload: Any) -> tuple[list[Weights], Any]:
         inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
         with saved_storages(seen, persistent):
             payload = call_layer(name, layer, payload, describe(payload))
-        saved = sum(storage.nbytes() for storage in list(seen.values())[before:])
-        leaves = tensors_of(payload)
-        grad_bytes = num_bytes([leaf for leaf in leaves if leaf.requires_grad])
-        output_bytes = num_bytes(leaves)
-        half_bytes = half_bytes_of(inputs, [leaf for leaf in leaves if leaf.requires_grad])
+        saved = list(seen.values())[before:]
         learns = any(parameter.requires_grad for parameter in layer.parameters())
-        partly = None if grad_bytes == output_bytes else grad_bytes
-        sizes = output_bytes, partly, saved, weight_bytes_of(layer), half_bytes
-        found.append(Weights(*sizes, bool(inputs), learns))
-    return found, payload
+        found.append(Weighed(weighed(name, inputs, payload, saved, list(layer.parameters())), bool(inputs), learns))
+    return found
 
 
-def weight_bytes_of(layer: nn.Module) -> int:
-    """Bytes of the parameters of a layer, frozen ones too; one that is tied inside the layer counts once."""
-    return num_bytes(list(layer.parameters()))
+def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], weights: list[Tensor]) -> Layer:
+    """The bytes of a layer that has run, its seconds left at 0.
+
+    Args:
+        name: of the layer.
+        inputs: tensors of its input that need a gradient.
+        output: of its forward.
+        saved: storages that autograd keeps.
+        weights: parameters, frozen ones too; one that is tied inside the layer once.
+    """
+    leaves = tensors_of(output)
+    graded = [leaf for leaf in leaves if leaf.requires_grad]
+    output_bytes, grad_bytes = num_bytes(leaves), num_bytes(graded)
+    return Layer(
+        name,
+        *(0.0, 0.0, 0.0),
+        output_bytes=output_bytes,
+        saved_bytes=sum(storage.nbytes() for storage in saved),
+        weight_bytes=num_bytes(weights),
+        grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
+        half_bytes=_half_bytes(inputs, graded),
+    )
 
 
-def half_bytes_of(inputs: list[Tensor], outputs: list[Tensor]) -> int | None:
+def _half_bytes(inputs: list[Tensor], outputs: list[Tensor]) -> int | None:
     """Bytes that a backward in two halves keeps from the first to the second; None: it cannot be halved.
 
     The first half runs for it, on gradients of one; the graph is left as it is.

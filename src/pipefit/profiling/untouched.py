@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.profiling.layers import Chain
+from pipefit.profiling.tensors import placed
 
-__all__ = ["random_state_kept", "untouched", "with_threads"]
+__all__ = ["in_train_mode", "random_state_kept", "untouched", "with_threads"]
 
 
 @contextmanager
@@ -25,25 +26,21 @@ def untouched(chain: Chain, device: torch.device, dtype: torch.dtype | None) -> 
     """
     roots = nn.ModuleList([layer for _, layer in chain])
     parameters = [(p, p.data, p.grad) for p in roots.parameters()]
-    modes = [(module, module.training) for module in roots.modules()]
     buffers = [(module, dict(module._buffers)) for module in roots.modules()]
     copies: dict[int, Tensor] = {}
-
-    def place(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device=device, dtype=dtype if tensor.is_floating_point() else None)
 
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(device))
         stack.enter_context(_no_collection())
+        stack.enter_context(in_train_mode(roots))
         try:
             for parameter, data, _ in parameters:
                 parameter.grad = None
-                parameter.data = place(data)
+                parameter.data = placed(data, device, dtype)
             for module, kept in buffers:
                 for name, buffer in kept.items():
                     if buffer is not None:
-                        module._buffers[name] = copies.setdefault(id(buffer), place(buffer).clone())
-                module.training = True
+                        module._buffers[name] = copies.setdefault(id(buffer), placed(buffer, device, dtype).clone())
             with torch.enable_grad():
                 yield
         finally:
@@ -54,8 +51,18 @@ def untouched(chain: Chain, device: torch.device, dtype: torch.dtype | None) -> 
             for module, kept in buffers:
                 module._buffers.clear()
                 module._buffers.update(kept)
-            for module, training in modes:
-                module.training = training
+
+
+@contextmanager
+def in_train_mode(root: nn.Module) -> Iterator[None]:
+    """All modules in train mode for the while."""
+    modes = [(module, module.training) for module in root.modules()]
+    root.train()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 @contextmanager
