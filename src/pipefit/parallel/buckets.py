@@ -19,7 +19,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,28 +88,23 @@ def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None =
     if cap_bytes is None:
         total = sum(parameter.nbytes for parameter in parameters)
         cap_bytes = min(max(total // _SHARE, BUCKET_BYTES[0]), BUCKET_BYTES[1])
-    made: list[Bucket] = []
-    members: list[int] = []
-    starts: list[int] = []
+    groups: list[list[int]] = []
     end = 0
-
-    def close() -> None:
-        nonlocal end
-        if members:
-            unit = _ALIGN * parts
-            made.append(Bucket(tuple(members), tuple(starts), -(-end // unit) * unit, parameters[members[0]].dtype))
-        members.clear()
-        starts.clear()
-        end = 0
-
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
-        if members and (parameter.dtype != parameters[members[0]].dtype or end * parameter.element_size() >= cap_bytes):
-            close()
-        members.append(index)
-        starts.append(end)
-        end += -(-parameter.numel() // _ALIGN) * _ALIGN
-    close()
+        if (
+            not groups
+            or parameter.dtype != parameters[groups[-1][0]].dtype
+            or end * parameter.element_size() >= cap_bytes
+        ):
+            groups.append([])
+            end = 0
+        groups[-1].append(index)
+        end += padded(parameter.numel(), _ALIGN)
+    made = []
+    for members in groups:
+        *starts, end = accumulate((padded(parameters[index].numel(), _ALIGN) for index in members), initial=0)
+        made.append(Bucket(tuple(members), tuple(starts), padded(end, _ALIGN * parts), parameters[members[0]].dtype))
     return made
 
 
@@ -152,26 +148,21 @@ class GradientBuckets:
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1, spilled: bool = False) -> None:
         self.parameters = list(parameters)
         self.buckets = layout(self.parameters, parts)
-        count = len(self.parameters)
         self.flats: list[Tensor] = []
         self.marks = torch.ones(0)
-        self._views: list[Tensor] = [torch.empty(0)] * count
-        self._bucket_of = [0] * count
+        self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
         self._parts = parts
         self._fields = record_layout(self.parameters)[0] if spilled else []
-        for number, bucket in enumerate(self.buckets):
-            for index in bucket.members:
-                self._bucket_of[index] = number
         if not spilled:
             self._place([self._new_flat(number) for number in range(len(self.buckets))])
         # Hooks stay: to make and remove them for every update takes longer than to call them. They live no longer than
         # this, though the parameters are the user's and may.
         itself = weakref.ref(self)
-        handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_gradient_added, itself, self._bucket_of[index]))
-            for index, parameter in enumerate(self.parameters)
-        ]
-        weakref.finalize(self, _remove, handles)
+        for number, bucket in enumerate(self.buckets):
+            for index in bucket.members:
+                hook = partial(_gradient_added, itself, number)
+                handle = self.parameters[index].register_post_accumulate_grad_hook(hook)
+                weakref.finalize(self, handle.remove)
         self.is_watching = False
         self._waiting: list[int] = []
         self._started = 0
@@ -273,8 +264,3 @@ def _gradient_added(buckets: weakref.ref[GradientBuckets], number: int, paramete
     own = buckets()
     if own is not None and own.is_watching:
         own.arrived(number)
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -7,7 +7,7 @@ rank 1   2    3       rows: tensor parallelism, on the fastest links
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -136,8 +136,9 @@ def shard_layers(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:
     shards: dict[str, ShardSpec] = {}
     done: set[int] = set()
     for (prefix, layer), rule in zip(layers, rules, strict=True):
-        for name, parameter, spec in _sharded(layer, rule):
-            shards[f"{prefix}.{name}"] = spec
+        parameters = dict(layer.named_parameters(remove_duplicate=False))
+        for name, spec in rule.shards.items():
+            shards[f"{prefix}.{name}"], parameter = spec, parameters[name]
             if id(parameter) not in done:
                 done.add(id(parameter))
                 parameter.data = spec.part(parameter.data, mesh.index, mesh.tensor)
@@ -172,16 +173,8 @@ def _checked(prefix: str, layer: nn.Module, width: int) -> TensorRule:
         )
     for what, size in rule.sizes(layer).items():
         if size % width:
-            raise ModelError(f"layer {prefix}: {what}={size} is no multiple of tensor={width}; {_nearest(size)}")
+            widths = ", ".join(str(width) for width in range(1, min(size, 64) + 1) if size % width == 0)
+            raise ModelError(
+                f"layer {prefix}: {what}={size} is no multiple of tensor={width}; widths that divide it: {widths}"
+            )
     return rule
-
-
-def _nearest(size: int) -> str:
-    widths = [width for width in range(1, min(size, 64) + 1) if size % width == 0]
-    return f"widths that divide it: {', '.join(map(str, widths))}"
-
-
-def _sharded(layer: nn.Module, rule: TensorRule) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
-    parameters = dict(layer.named_parameters(remove_duplicate=False))
-    for name, spec in rule.shards.items():
-        yield name, parameters[name], spec

@@ -15,7 +15,9 @@ flat buckets, and messages are split into pieces, all of which need plain tensor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 __all__ = ["Region"]
+
+Move = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -48,11 +52,15 @@ class Region:
 
     def enter(self, x: Tensor) -> Tensor:
         """The input of a column-parallel product: (b, s, h); under sequence parallelism (b, s/t, h)."""
-        return _Join.apply(x, self, 1) if self.sequence else _Enter.apply(x, self)
+        if self.sequence:
+            return _Mirrored.apply(x, partial(self.gathered, dim=1), partial(self.scattered, dim=1))
+        return _Mirrored.apply(x, _unchanged, self.sum)
 
     def leave(self, x: Tensor) -> Tensor:
         """The output of a row-parallel product, summed; nobody else may hold it."""
-        return _Share.apply(x, self, 1) if self.sequence else _Leave.apply(x, self)
+        if self.sequence:
+            return _Mirrored.apply(x, partial(self.scattered, dim=1), partial(self.gathered, dim=1))
+        return _Mirrored.apply(x, partial(self.sum, spent=True), _unchanged)
 
     def shared(self, *weights: Tensor) -> tuple[Tensor, ...]:
         """Weights that all processes hold whole. Where each uses them on its part of the sequence, gradients add up."""
@@ -60,7 +68,8 @@ class Region:
 
     def join(self, x: Tensor, dim: int = -1) -> Tensor:
         """Parts of an output joined for what all processes then compute alike (a loss): the gradient is split."""
-        return _JoinAlike.apply(x, self, dim % x.dim())
+        dim %= x.dim()
+        return _Mirrored.apply(x, partial(self.gathered, dim=dim), lambda grad: self.own(grad, dim).contiguous())
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This process's part of a tensor that all have."""
@@ -138,64 +147,30 @@ class Region:
         return other
 
 
+def _unchanged(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
 def _mask(x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
     """The factors of torch's dropout on a CPU, of this shape."""
     kept = x.new_empty(shape).bernoulli_(1 - rate)
     return kept.div_(1 - rate) if rate < 1 else kept
 
 
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        ctx.region = region
-        return x.view_as(x)
+class _Mirrored(Function):
+    """A communication in the forward, and its mirror image in the backward."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.region.sum(grad), None
-
-
-class _Leave(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region) -> Tensor:
-        result = region.sum(x, spent=True)
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move) -> Tensor:
+        ctx.back = back
+        result = there(x)
         if result is x:
             ctx.mark_dirty(x)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
-
-
-class _Join(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region, dim: int) -> Tensor:
-        ctx.region, ctx.dim = region, dim
-        return region.gathered(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.region.scattered(grad, ctx.dim), None, None
-
-
-class _Share(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: Region, dim: int) -> Tensor:
-        ctx.region, ctx.dim = region, dim
-        return region.scattered(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.region.gathered(grad, ctx.dim), None, None
-
-
-class _JoinAlike(_Join):
-    """A join whose gradient all processes have alike: each takes its own part of it."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.region.own(grad, ctx.dim).contiguous(), None, None
+        return ctx.back(grad), None, None
 
 
 class _Shared(Function):

@@ -58,31 +58,9 @@ class DeferredBatchNorm(_BatchNorm):
 
     def gathered(self, update: int) -> Tensor | None:
         """Count, sum and sum of squares (3 × channels) of an update so far; what replicas add up."""
-        if seen := self._seen.pop(update, None):
-            # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
-            mean = torch.stack([one for one, _, _ in seen]).double()
-            variance = torch.stack([one for _, one, _ in seen]).double().pow(-2) - self.eps
-            counts = torch.tensor([count for _, _, count in seen], dtype=torch.float64).to(mean.device).view(-1, 1, 1)
-            sums = torch.stack([torch.ones_like(mean), mean, variance + mean * mean], 1) * counts
-            total = self._gathered.get(update)
-            for one in sums:
-                total = one if total is None else total + one
-            assert total is not None
-            self._gathered[update] = total
+        if update in self._seen:
+            self._gathered[update] = _sums([self], update)
         return self._gathered.get(update)
-
-    @torch.no_grad()
-    def commit(self, update: int) -> None:
-        """Moves the running averages by the mini-batch of an update, once."""
-        if (gathered := self.gathered(update)) is None:
-            return
-        del self._gathered[update]
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        mean, variance = _statistics(gathered)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 
 
 _CLASSES: dict[type, type] = {}
@@ -101,58 +79,44 @@ def deferred(modules: Iterable[nn.Module]) -> Iterator[DeferredBatchNorm]:
 
 @torch.no_grad()
 def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
-    """Moves the running averages of several batch norms by the mini-batch of an update, as `commit` of each would.
+    """Moves the running averages of batch norms by the mini-batch of an update, once.
 
-    Their channels are laid side by side: for small layers the number of operations is what costs.
+    The channels of those that are alike are laid side by side: for small layers the number of operations is what costs.
     """
-    modules = list(dict.fromkeys(modules))
-    if len(modules) < 2 or not _alike(modules, update):
-        for module in modules:
-            module.commit(update)
-        return
-    seen = [module._seen.pop(update) for module in modules]
-    sizes = [one[0][0].numel() for one in seen]
-    turns = range(len(seen[0]))
-    mean = torch.cat([one[turn][0] for turn in turns for one in seen]).view(len(turns), -1).double()
-    invstd = torch.cat([one[turn][1] for turn in turns for one in seen]).view(len(turns), -1)
-    variance = invstd.double().pow(-2) - modules[0].eps
-    counts = torch.tensor([[one[turn][2] for one in seen] for turn in turns], dtype=torch.float64)
-    counts = counts.repeat_interleave(torch.tensor(sizes), 1).to(mean.device).unsqueeze(1)
-    sums = torch.stack([torch.ones_like(mean), mean, variance + mean * mean], 1) * counts
-    means, variances = _statistics(functools.reduce(torch.add, sums))
-    first = modules[0]
-    assert first.running_mean is not None and first.momentum is not None
-    torch._foreach_add_([module.num_batches_tracked for module in modules], 1)
-    for buffers, values in (
-        ([module.running_mean for module in modules], means),
-        ([module.running_var for module in modules], variances),
-    ):
-        parts = values.to(first.running_mean.dtype).split(sizes)
-        torch._foreach_lerp_(buffers, list(parts), first.momentum)
+    alike: dict[tuple[object, ...], list[DeferredBatchNorm]] = {}
+    for module in dict.fromkeys(modules):
+        if update in module._seen or update in module._gathered:
+            mean = module.running_mean
+            assert mean is not None and module.num_batches_tracked is not None
+            module.num_batches_tracked += 1
+            share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+            seen = len(module._seen.get(update, ()))
+            kind = (share, module.eps, mean.dtype, mean.device, seen, update in module._gathered)
+            alike.setdefault(kind, []).append(module)
+    for (share, *_), group in alike.items():
+        sizes = [module.num_features for module in group]
+        count, total, squares = _sums(group, update)
+        mean = total / count
+        variance = (squares / count - mean * mean) * (count / (count - 1).clamp(min=1))
+        for name, values in (("running_mean", mean), ("running_var", variance)):
+            buffers = [getattr(module, name) for module in group]
+            torch._foreach_lerp_(buffers, list(values.to(buffers[0].dtype).split(sizes)), share)
 
 
-def _alike(modules: Sequence[DeferredBatchNorm], update: int) -> bool:
-    """Whether all have seen as many micro-batches of the update, none summed up yet, and average in the same way."""
-    kinds = {
-        (
-            len(m._seen.get(update, ())),
-            update in m._gathered,
-            m.momentum,
-            m.eps,
-            m.running_mean.dtype,
-            m.running_mean.device,
-        )
-        for m in modules
-        if m.running_mean is not None
-    }
-    if len(kinds) != 1:
-        return False
-    ((count, summed, momentum, *_),) = kinds
-    return bool(count) and not summed and momentum is not None
-
-
-def _statistics(gathered: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance from count, sum and sum of squares."""
-    count, total, squares = gathered
-    mean = total / count
-    return mean, (squares / count - mean * mean) * (count / (count - 1).clamp(min=1))
+def _sums(modules: Sequence[DeferredBatchNorm], update: int) -> Tensor:
+    """Count, sum and sum of squares (3 × channels) of modules that have seen as much of an update; taken from them."""
+    sums: list[Tensor] = []
+    if update in modules[0]._gathered:
+        sums.append(torch.cat([module._gathered.pop(update) for module in modules], 1))
+    if update in modules[0]._seen:
+        # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
+        seen = [module._seen.pop(update) for module in modules]
+        sizes = torch.tensor([module.num_features for module in modules])
+        micro_batches = list(zip(*seen, strict=True))
+        mean = torch.stack([torch.cat([mean for mean, _, _ in of]) for of in micro_batches]).double()
+        invstd = torch.stack([torch.cat([invstd for _, invstd, _ in of]) for of in micro_batches])
+        variance = invstd.double().pow(-2) - modules[0].eps
+        counts = torch.tensor([[count for _, _, count in of] for of in micro_batches], dtype=torch.float64)
+        counts = counts.repeat_interleave(sizes, 1).to(mean.device).unsqueeze(1)
+        sums += torch.stack([torch.ones_like(mean), mean, variance + mean * mean], 1) * counts
+    return functools.reduce(torch.add, sums)
