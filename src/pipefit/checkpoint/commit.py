@@ -21,7 +21,7 @@ import msgspec
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, Optimization, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
-from pipefit.checkpoint.sharded_optimizer import whole_for_writing
+from pipefit.checkpoint.sharded_optimizer import whole_optimizers
 from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors, write_values
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt
@@ -58,7 +58,7 @@ def save(
         made = attempt(lambda: _begin(place, pipeline.num_updates, extra, keep) if first else "")
         temporary = place / agree(session, made)[0]
         try:
-            with whole_for_writing(pipeline):
+            with whole_optimizers(pipeline, writing=True):
                 reports = agree(session, attempt(lambda: _write(pipeline, temporary)))
             done = attempt(lambda: _commit(pipeline, temporary, reports, extra or {}) if first else "")
             path = place / agree(session, done)[0]

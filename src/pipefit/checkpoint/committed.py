@@ -27,6 +27,7 @@ from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
 from pipefit.spec.sealed import FileEntry
+from pipefit.spill.rank import Spilling
 from pipefit.spill.tier_file import Commit
 
 __all__ = ["MOST_BYTES", "RankState", "commit_step", "rank_state", "resume_records"]
@@ -76,22 +77,34 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
             spilling.check_writes()
         else:
             spilling.settle()
-            spilling.commit(pipeline.num_updates, *_state_of(pipeline, worker, extra))
+            spilling.commit(pipeline.num_updates, *_state_of(pipeline, worker, spilling, extra))
     if pipeline.plan.placement.num_ranks > 1:
         for _, spilling in spillings:
             spilling.settle()
 
 
 def _state_of(
-    pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None
+    pipeline: Trained, worker: Worker, spilling: Spilling, extra: Callable[[], Mapping[str, Any]] | None
 ) -> tuple[dict[str, Any], FileEntry | bytes | None]:
     """A rank's numbers, and the tensors that its records do not hold: written already, or a copy of them."""
     tensors: FileEntry | bytes | None = None
     try:
-        state = _numbers(pipeline, worker, extra)
-        found = dict(_resident(worker))
+        state = RankState(
+            ordinal=pipeline._next_ordinal,
+            loss_scale=worker.scale.state() if worker.scale is not None else None,
+            optimization=optimization_of(worker, list(worker.stages)),
+            known={stage: sorted(store.states.known) for stage, store in spilling.stores.items() if store.states},
+            extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
+        )
+        found = dict(_resident(worker, spilling))
         if sum(tensor.nbytes for tensor in found.values()) > MOST_BYTES:
-            tensors = _written(worker, found)
+            assert spilling.disk is not None
+            path = spilling.disk.spare()
+            try:
+                path.unlink(missing_ok=True)
+                tensors = write_tensors(path, found, {})
+            except OSError as problem:
+                raise TierError(f"{path}: {problem.strerror}; {spilling.disk.status()}") from None
         elif found:
             tensors = save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()})
     except TierError:
@@ -101,44 +114,9 @@ def _state_of(
     return msgspec.to_builtins(state, str_keys=True), tensors
 
 
-def _written(worker: Worker, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """Writes tensors to a file that the last commit does not need.
-
-    Raises:
-        TierError: the disk refused.
-        PipefitError: a tensor is of a type that the file cannot hold.
-    """
-    assert worker.spilling is not None and worker.spilling.disk is not None
-    path = worker.spilling.disk.spare()
-    try:
-        path.unlink(missing_ok=True)
-        return write_tensors(path, tensors, {})
-    except OSError as problem:
-        raise TierError(f"{path}: {problem.strerror}; {worker.spilling.disk.status()}") from None
-
-
-def _numbers(pipeline: Trained, worker: Worker, extra: Callable[[], Mapping[str, Any]] | None) -> RankState:
-    """The numbers of a rank.
-
-    Raises:
-        PipefitError: some cannot be saved.
-    """
-    assert worker.spilling is not None
-    return RankState(
-        ordinal=pipeline._next_ordinal,
-        loss_scale=worker.scale.state() if worker.scale is not None else None,
-        optimization=optimization_of(worker, list(worker.stages)),
-        known={stage: sorted(store.states.known) for stage, store in worker.spilling.stores.items() if store.states},
-        extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
-    )
-
-
-def _resident(worker: Worker) -> Iterator[tuple[str, Tensor]]:
+def _resident(worker: Worker, spilling: Spilling) -> Iterator[tuple[str, Tensor]]:
     """Weights, buffers and states that no record holds, by stage and name; one of several names comes once."""
-    assert worker.spilling is not None
-    passed: set[int] = set()
-    for store in worker.spilling.stores.values():
-        passed |= store.stand_ins
+    passed = {address for store in spilling.stores.values() for address in store.stand_ins}
     for stage in worker.stages:
         weights = ((name, tensor) for name, _, tensor in weights_of(worker, stage))
         for name, tensor in (*weights, *optimizer_tensors(worker, stage, all_ties=True)):

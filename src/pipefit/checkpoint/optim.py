@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -82,44 +82,33 @@ def optimizer_tensors(worker: Worker, stage: int, all_ties: bool = False) -> Ite
                     yield f"{OPTIM}{saved}/{key}", value
 
 
-def optimization_of(worker: Worker, stages: Sequence[int]) -> list[Optimization]:
-    """The numbers of some stages' optimizers and learning-rate schedules.
+def optimization_of(worker: Worker, stages: Iterable[int]) -> list[Optimization]:
+    """The numbers of some stages' optimizers and learning-rate schedules; none of stages that train nothing.
 
     Raises:
         PipefitError: an optimizer keeps something that is neither a tensor nor JSON data.
     """
     result = []
-    for stage, optimizer in worker.optimizers.items():
-        if stage not in stages:
+    for stage in stages:
+        if stage not in worker.optimizers:
             continue
+        optimizer, scheduler = worker.optimizers[stage], worker.schedulers.get(stage)
         names = {id(master): saved for saved, master, _ in trained_of(worker, stage)}
-        groups = [
-            {
-                "parameters": [names[id(p)] for p in group["params"]],
-                "options": {
-                    k: _plain(v, f"option {k} of the optimizer") for k, v in group.items() if k not in _NOT_SAVED
-                },
-            }
-            for group in optimizer.param_groups
-        ]
-        values = {
-            saved: {
+        groups, values = [], {}
+        for group in optimizer.param_groups:
+            options = {k: _plain(v, f"option {k} of the optimizer") for k, v in group.items() if k not in _NOT_SAVED}
+            groups.append({"parameters": [names[id(p)] for p in group["params"]], "options": options})
+        for saved, master, _ in trained_of(worker, stage):
+            kept = optimizer.state.get(master, {}).items()
+            if plain := {
                 key: _plain(value, f"{key} of {saved} in the optimizer")
-                for key, value in optimizer.state.get(master, {}).items()
+                for key, value in kept
                 if not isinstance(value, Tensor)
-            }
-            for saved, master, _ in trained_of(worker, stage)
-        }
-        scheduler = worker.schedulers.get(stage)
-        result.append(
-            Optimization(
-                type(optimizer).__name__,
-                groups,
-                {name: found for name, found in values.items() if found},
-                type(scheduler).__name__ if scheduler else "",
-                _plain(scheduler.state_dict(), "the learning-rate schedule") if scheduler else None,
-            )
-        )
+            }:
+                values[saved] = plain
+        schedule = _plain(scheduler.state_dict(), "the learning-rate schedule") if scheduler else None
+        kind = type(scheduler).__name__ if scheduler else ""
+        result.append(Optimization(type(optimizer).__name__, groups, values, kind, schedule))
     return result
 
 
@@ -227,22 +216,22 @@ def _origins(records: Sequence[Optimization]) -> dict[str, _Origin]:
 
 
 def _check_kinds(worker: Worker, stage: int, names: Sequence[str], origins: Mapping[str, _Origin]) -> None:
-    optimizer, schedule = (type(own.get(stage)).__name__ for own in (worker.optimizers, worker.schedulers))
-    schedule = schedule if stage in worker.schedulers else ""
+    optimizer, schedule = (
+        type(own[stage]).__name__ if stage in own else "" for own in (worker.optimizers, worker.schedulers)
+    )
     for name in names:
         if name not in origins:
             raise ModelError(f"the checkpoint has no optimizer state for {name}: it was not trained then")
         record = origins[name].record
-        if record.optimizer != optimizer:
-            raise ModelError(
-                f"the checkpoint's optimizer is {record.optimizer}, this run's is {optimizer}; use the same, or load "
-                "only the weights: load(…, weights_only=True)"
-            )
-        if record.scheduler != schedule:
-            raise ModelError(
-                f"the checkpoint's learning-rate schedule is {record.scheduler or 'none'}, this run's is "
-                f"{schedule or 'none'}; use the same, or load only the weights: load(…, weights_only=True)"
-            )
+        for what, was, now in (
+            ("optimizer", record.optimizer, optimizer),
+            ("learning-rate schedule", record.scheduler, schedule),
+        ):
+            if was != now:
+                raise ModelError(
+                    f"the checkpoint's {what} is {was or 'none'}, this run's is {now or 'none'}; use the same, or load "
+                    "only the weights: load(…, weights_only=True)"
+                )
 
 
 def _same(values: Sequence[tuple[Any, str]], what: str) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
 from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, parameter_and_key, restore_optimizer
-from pipefit.checkpoint.sharded_optimizer import whole_for_reading
+from pipefit.checkpoint.sharded_optimizer import whole_optimizers
 from pipefit.checkpoint.state import Trained, weights_of
 from pipefit.checkpoint.tensor_files import dtype_of
 from pipefit.errors import ModelError, PipefitError
@@ -66,7 +66,7 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     with session.busy():
         path, manifest, skipped = _choose(session, Path(directory))
         takers: list[Callable[[], None]] = []
-        with whole_for_reading(pipeline) if not weights_only else contextlib.nullcontext():
+        with whole_optimizers(pipeline, writing=False) if not weights_only else contextlib.nullcontext():
             agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
             agree(session, attempt(lambda: _run_all(takers)))
     if not weights_only:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load as unpacked
-from safetensors.torch import save as packed
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,75 +22,57 @@ if TYPE_CHECKING:
     from pipefit.checkpoint.state import Trained
     from pipefit.runtime.worker import Worker
 
-__all__ = ["whole_for_reading", "whole_for_writing"]
+__all__ = ["whole_optimizers"]
 
 Parts = dict[str, Tensor]
 
 
 @contextlib.contextmanager
-def whole_for_writing(pipeline: Trained) -> Iterator[None]:
-    """Inside, the first replica of each sharded stage has its whole optimizer. Every rank must enter together."""
-    swapped: list[tuple[Worker, int, Optimizer]] = []
+def whole_optimizers(pipeline: Trained, *, writing: bool) -> Iterator[None]:
+    """Inside, the optimizers of sharded stages are whole. Every rank must enter together.
+
+    Args:
+        pipeline: between two steps.
+        writing: the first replica of each stage has all states; else they are to be filled, and each replica keeps its
+            part of them.
+    """
+    own: list[tuple[Worker, int, Optimizer]] = []
     try:
         for stage, ranks in enumerate(pipeline.plan.placement.ranks):
-            holders = {w.rank: w for w in pipeline.workers if _is_sharded(w, stage)}
-            parts = _collected(pipeline, stage, ranks, holders)
-            if ranks[0] in holders:
-                worker = holders[ranks[0]]
-                swapped.append((worker, stage, worker.optimizers[stage]))
+            holders = {
+                w.rank: w
+                for w in pipeline.workers
+                if stage in w.optimizers and isinstance(w.stores[stage], ShardedStore)
+            }
+            parts = _collected(pipeline, stage, ranks, holders) if holders and writing else []
+            for worker in holders.values():
+                own.append((worker, stage, worker.optimizers[stage]))
                 worker.optimizers[stage] = _whole(worker, stage, parts)
         yield
+        if not writing:
+            for worker, stage, optimizer in own:
+                _keep_part(worker, stage, worker.optimizers[stage], optimizer)
     finally:
-        for worker, stage, optimizer in swapped:
+        for worker, stage, optimizer in own:
             worker.optimizers[stage] = optimizer
-
-
-@contextlib.contextmanager
-def whole_for_reading(pipeline: Trained) -> Iterator[None]:
-    """Inside, sharded stages have whole optimizers to be filled; of what they hold then each replica keeps its part."""
-    swapped: list[tuple[Worker, int, Optimizer]] = []
-    try:
-        for worker in pipeline.workers:
-            for stage in worker.stages:
-                if _is_sharded(worker, stage):
-                    swapped.append((worker, stage, worker.optimizers[stage]))
-                    worker.optimizers[stage] = _whole(worker, stage, [])
-        yield
-        for worker, stage, optimizer in swapped:
-            _keep_part(worker, stage, worker.optimizers[stage], optimizer)
-    finally:
-        for worker, stage, optimizer in swapped:
-            worker.optimizers[stage] = optimizer
-
-
-def _is_sharded(worker: Worker, stage: int) -> bool:
-    return stage in worker.optimizers and isinstance(worker.stores[stage], ShardedStore)
 
 
 def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dict[int, Worker]) -> list[Parts]:
     """The parts of all replicas, for the first; nothing for the others."""
-    if not holders:
-        return []
-    session, mesh = pipeline._session, pipeline.workers[0].mesh
-    if not session.is_distributed:
-        return [_parts(worker, stage) for worker in holders.values()]
-    ((rank, worker),) = holders.items()
-    mine = _parts(worker, stage)
+    mine = [_parts(worker, stage) for worker in holders.values()]
+    if not pipeline._session.is_distributed:
+        return mine
     # Replicas with the same part of a tensor-parallel stage belong together.
-    first = mesh.process_of(ranks[0]) + mesh.index
-    if rank != ranks[0]:
-        data = torch.frombuffer(bytearray(packed(mine)), dtype=torch.uint8)
-        dist.send(torch.tensor([len(data)]), first)
-        dist.send(data, first)
+    mesh, host = pipeline.workers[0].mesh, torch.device("cpu")
+    first, *others = (mesh.process_of(rank) + mesh.index for rank in ranks)
+    if ranks[0] not in holders:
+        dist.send_object_list(mine, first, device=host)
         return []
-    found = [mine]
-    for other in ranks[1:]:
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, mesh.process_of(other) + mesh.index)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, mesh.process_of(other) + mesh.index)
-        found.append(unpacked(data.numpy().tobytes()))
-    return found
+    for other in others:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, other, device=host)
+        mine += box
+    return mine
 
 
 def _parts(worker: Worker, stage: int) -> Parts:
@@ -118,8 +98,7 @@ def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> Optimizer:
         for group, indices in zip(optimizer.param_groups, store.groups, strict=True)
     ]
     states: dict[int, dict[str, Tensor]] = {}
-    # By name: the order in which a file is read differs from process to process, and the processes of a tensor-parallel
-    # rank join these tensors one by one.
+    # By name: the processes of a tensor-parallel rank join these tensors one by one, so all need them in one order.
     for name, value in sorted((item for part in parts for item in part.items()), key=lambda item: item[0]):
         index, start, key = name.split("/", 2)
         master, state = store.masters[int(index)], states.setdefault(int(index), {})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["DeferredBatchNorm", "commit", "deferred"]
+__all__ = ["DeferredBatchNorm", "commit"]
 
 
 class DeferredBatchNorm(_BatchNorm):
@@ -70,11 +70,6 @@ def _deferred_class(own: type) -> type:
     if own not in _CLASSES:
         _CLASSES[own] = type(f"Deferred{own.__name__}", (DeferredBatchNorm, own), {})
     return _CLASSES[own]
-
-
-def deferred(modules: Iterable[nn.Module]) -> Iterator[DeferredBatchNorm]:
-    """The deferred batch norms inside some modules."""
-    return (module for root in modules for module in root.modules() if isinstance(module, DeferredBatchNorm))
 
 
 @torch.no_grad()

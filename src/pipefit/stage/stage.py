@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
-from pipefit.stage.batchnorm import DeferredBatchNorm, deferred
+from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.split import NamedLayer
 
 __all__ = ["Stage", "layer_seed"]
@@ -50,7 +50,8 @@ class Stage:
                 if isinstance(module, _BatchNorm):
                     DeferredBatchNorm.adopt(module)
         self._no_inplace_at_the_border()
-        self.batchnorms = list(deferred(layer.module for layer in self.layers))
+        modules = [module for layer in self.layers for module in layer.module.modules()]
+        self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._generator = (
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         )

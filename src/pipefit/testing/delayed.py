@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipefit.errors import PipefitError
-from pipefit.stage.batchnorm import deferred
+from pipefit.stage.batchnorm import commit
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
 from pipefit.testing.case import Case, Outcome
@@ -210,5 +210,4 @@ def _step(part: _Part, gradients: Gradients, update: int) -> None:
     if part.scheduler is not None:
         part.scheduler.step()
     part.versions.append([master.detach().clone() for master in part.masters])
-    for norm in deferred(layer.module for layer in part.stage.layers):
-        norm.commit(update)
+    commit(part.stage.batchnorms, update)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.stage.batchnorm import deferred
+from pipefit.stage.batchnorm import commit
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
 from pipefit.testing.case import Case, Outcome
@@ -36,7 +36,6 @@ def reference(case: Case) -> Outcome:
     scheduler = case.updates.scheduler(optimizer) if case.updates.scheduler and optimizer else None
     scale = case.first_scale
     scaler = torch.amp.GradScaler(case.device, scale or 1.0, enabled=scale is not None and optimizer is not None)
-    norms = list(deferred(layer.module for layer in layers))
     first: dict[str, Tensor] = {}
     losses = []
     for step, batch in enumerate(case.batches):
@@ -50,8 +49,7 @@ def reference(case: Case) -> Outcome:
             first = gradients
             if scheduler is not None:
                 scheduler.step()
-        for norm in norms:
-            norm.commit(step)
+        commit(model.batchnorms, step)
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     return Outcome(losses, {0: first}, {0: weights}, names)
