@@ -5,7 +5,7 @@ One rank has one `Spilling`, which owns everything else:
     Spilling (rank.py)                made by create.py; commits steps
     ├── stores: SpilledStore          one per spilled stage; takes the place of the stage's WeightStore
     │       parameters, gradients     views of slots while the stage is there      (stage_store.py, saved_places.py)
-    │       └── states: MovedStates   the optimizer's states, views as well (moved_states.py, optimizer_states.py)
+    │       └── states: MovedStates   the optimizer's states, views as well (optimizer_states.py)
     ├── arena: Arena                  the device's slots, allocated once           (arena.py)
     ├── parked: ParkedTensors         activations that wait on the tier            (parked.py)
     ├── tier: TierStore               records by `Key`, each with a version        (tiers.py)

@@ -13,7 +13,6 @@ from pipefit.errors import InfeasibleError, ModelError, TierError
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED, Spill
-from pipefit.parallel.buckets import record_layout
 from pipefit.spill.arena import Arena
 from pipefit.spill.disk import DiskTier
 from pipefit.spill.lanes import Lanes
@@ -25,7 +24,6 @@ from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
 from pipefit.spill.tiers import OPTIM, WGRAD, Key, TierStore
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
-from pipefit.stage.record_layout import Layout
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
 
@@ -126,14 +124,8 @@ def make_store(
         states = probe_states(training.optimizer, trained, torch.device("cpu") if on_host else device)
     if on_host:
         rules = rules._replace(numbers={})
-    # Replicas sum gradients bucket by bucket, where they lie.
-    gradients = _bucketed if len(header.placement[stage]) > 1 else Layout
-    return SpilledStore(stage, parameters, shared, states, rules, device, on_host, gradients)
-
-
-def _bucketed(parameters: Sequence[Tensor]) -> Layout:
-    """The layout of gradients that replicas sum."""
-    return record_layout(parameters)[1]
+    is_replicated = len(header.placement[stage]) > 1
+    return SpilledStore(stage, parameters, shared, states, rules, device, on_host, is_replicated)
 
 
 def make_arena(stores: Iterable[SpilledStore], spill: Spill, device: torch.device) -> Arena:

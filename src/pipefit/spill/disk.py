@@ -254,7 +254,16 @@ class DiskTier:
         after: Sequence[Copy] = (),
         tensors: FileEntry | bytes | None = None,
     ) -> Copy:
-        """See `TierStore`. Only later writes wait for it."""
+        """All records as written so far belong to `step`, with what else is needed to resume from there.
+
+        Only later writes wait for it.
+
+        Args:
+            step: weight updates done.
+            state: JSON data, given back by `recover`.
+            after: the writes since the last commit; if one of them fails, so does the commit.
+            tensors: a safetensors file that belongs to the step too, or the bytes of one.
+        """
 
         def work() -> None:
             if self._table_changed:

@@ -1,20 +1,32 @@
-"""The states that an optimizer keeps for each parameter, found by trial before anything is allocated."""
+"""The states that an optimizer keeps for each parameter.
+
+They are found by trial before anything is allocated; those that move with their stage are views of a record, wherever
+that is, or stand-ins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, TierError
+from pipefit.stage.record_layout import Layout, absent
+from pipefit.stage.training import MakeOptimizer
 
-__all__ = ["StateRules", "StateSpec", "is_zero_at_first", "numbers_outside", "probe_states", "state_rules"]
-
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+__all__ = [
+    "MovedStates",
+    "StateRules",
+    "StateSpec",
+    "is_zero_at_first",
+    "numbers_outside",
+    "probe_states",
+    "state_rules",
+]
 
 
 class StateSpec(NamedTuple):
@@ -148,3 +160,92 @@ def _trained(
         return None
     kept = [value for p in parameters for _, value in sorted(optimizer.state[p].items())]
     return [*(p.detach() for p in parameters), *kept]
+
+
+class MovedStates:
+    """The states of some parameters, one after the other in a record.
+
+    Args:
+        stage: whose they are, for messages.
+        specs: which there are, and of what parameter.
+        rules: of the optimizer.
+        device: of their stand-ins while they are away.
+
+    Attributes:
+        layout: of the record.
+        known: places of those that the optimizer has made.
+        optimizer: that keeps them; None: not known yet, or nothing is stepped.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        specs: Sequence[tuple[nn.Parameter, StateSpec]],
+        rules: StateRules,
+        device: torch.device,
+    ) -> None:
+        self.layout = Layout(spec.like for _, spec in specs)
+        self._stage, self._specs, self._device = stage, list(specs), device
+        self._rules = rules
+        self.known: set[int] = set()
+        self.optimizer: Optimizer | None = None
+        self._master_of: Mapping[int, nn.Parameter] = {}
+
+    def belong_to(self, optimizer: Optimizer, master_of: Mapping[int, nn.Parameter]) -> None:
+        """Sets the optimizer that keeps them.
+
+        Args:
+            optimizer: that keeps them.
+            master_of: by the id of a parameter, what the optimizer has in its place.
+        """
+        self.optimizer, self._master_of = optimizer, master_of
+
+    def _kept(self) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        """Place and key of each, and all that the optimizer keeps for its parameter; none without an optimizer."""
+        if self.optimizer is not None:
+            for index, (parameter, spec) in enumerate(self._specs):
+                yield index, spec.key, self.optimizer.state.get(self._master_of[id(parameter)], {})
+
+    def tensors(self) -> list[Tensor]:
+        """Those that the optimizer has now."""
+        return [state[key] for _, key, state in self._kept() if state.get(key) is not None]
+
+    def bind(self, record: Tensor) -> None:
+        """Makes them views of a record; those that the optimizer has not made yet only where zeros do the same."""
+        for index, key, state in self._kept():
+            if self._rules.zero_at_first or index in self.known:
+                assert self.optimizer is not None
+                self.optimizer.state[self._master_of[id(self._specs[index][0])]] = state
+                state[key] = self.layout.fields[index].of(record)
+                # An optimizer that finds any state makes no others: Adam on a GPU would miss its count of steps.
+                for number, zero in self._rules.numbers.items():
+                    if number not in state:
+                        state[number] = zero.clone()
+
+    def unbind(self) -> None:
+        """Replaces them, while they are away, by stand-ins that have their shapes and no memory."""
+        for index, key, state in self._kept():
+            if key in state:
+                state[key] = absent(self.layout.fields[index], self._device)
+
+    def adopt(self, record: Tensor) -> None:
+        """Moves those that lie elsewhere, as the optimizer has made them, into the record.
+
+        Raises:
+            TierError: one has another shape or type than room was made for.
+        """
+        for index, key, state in self._kept():
+            value, view = state.get(key), self.layout.fields[index].of(record)
+            if value is None:
+                self.known.discard(index)
+                continue
+            self.known.add(index)
+            if value.data_ptr() == view.data_ptr():
+                continue
+            if value.shape != view.shape or value.dtype != view.dtype:
+                raise TierError(
+                    f"stage {self._stage}: the optimizer keeps {key} as {value.dtype}{list(value.shape)}, room "
+                    f"was made for {view.dtype}{list(view.shape)}"
+                )
+            view.copy_(value)
+            state[key] = view

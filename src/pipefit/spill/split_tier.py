@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -38,6 +37,7 @@ class SplitTier:
         self.host, self.disk = host, disk
         self._host_bytes, self._commits = host_bytes, commits
         self._home: dict[Key, TierStore] = {}
+        self.spare, self.status = disk.spare, disk.status
 
     @property
     def num_bytes(self) -> int:
@@ -92,7 +92,7 @@ class SplitTier:
         after: Sequence[Copy] = (),
         tensors: FileEntry | bytes | None = None,
     ) -> Copy:
-        """See `TierStore`. Later writes to the host wait for its copies: the lane keeps the order."""
+        """See `DiskTier`. Later writes to the host wait for its copies: the lane keeps the order."""
         held = [(key, version) for key in self._copied() if (version := self.host.holds(key)) is not None]
         copies = [self.disk.write(key, version, self.host.written(key)) for key, version in held]
         return self.disk.commit(step, state, (*after, *copies), tensors)
@@ -116,14 +116,6 @@ class SplitTier:
                 version = commit.records[key].version
                 self.disk.read(key, version, self.host.record(key)).wait()
                 self.host.set_version(key, version)
-
-    def spare(self) -> Path:
-        """See `DiskTier`."""
-        return self.disk.spare()
-
-    def status(self) -> str:
-        """See `DiskTier`."""
-        return self.disk.status()
 
     def close(self) -> None:
         """See `TierStore`."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.parallel.buckets import record_layout
 from pipefit.spill.arena import Arena
 from pipefit.spill.host import HostTier
 from pipefit.spill.lanes import Copy, Lanes
-from pipefit.spill.moved_states import MovedStates
-from pipefit.spill.optimizer_states import StateRules, StateSpec
+from pipefit.spill.optimizer_states import MovedStates, StateRules, StateSpec
 from pipefit.spill.saved_places import save_places
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key, TierStore
 from pipefit.stage.record_layout import Layout, absent
@@ -38,7 +39,7 @@ class SpilledStore:
         device: of the slots.
         on_host: whether it steps on the host: the optimizer gets views of its records there, and its states never
             leave them.
-        gradients: gives the layout of the trained parameters' gradients in the slot.
+        in_buckets: whether its gradients lie in the slot as its replicas reduce them.
 
     Attributes:
         masters: the parameters that the optimizer gets.
@@ -57,8 +58,8 @@ class SpilledStore:
         states: Sequence[StateSpec] | None,
         rules: StateRules,
         device: torch.device,
-        on_host: bool = False,
-        gradients: Callable[[Sequence[Tensor]], Layout] = Layout,
+        on_host: bool,
+        in_buckets: bool,
     ) -> None:
         self.stage = stage
         self.on_host = on_host
@@ -67,10 +68,9 @@ class SpilledStore:
         self._trained: list[nn.Parameter] = []
         self._moved = [p for p in trained if id(p) not in shared] + frozen
         self._master_of: dict[int, nn.Parameter] = {}
-        self._summed = [index for index, p in enumerate(self._moved) if p.requires_grad]
         self.layout = Layout(self._moved)
-        self.summed = [self._moved[index] for index in self._summed]
-        self.gradients = gradients(self.summed)
+        self.summed = [p for p in self._moved if p.requires_grad]
+        self.gradients = record_layout(self.summed)[1] if in_buckets else Layout(self.summed)
         self.on_arrival: Callable[[Tensor], None] | None = None
         self.states: MovedStates | None = None
         if states is not None:
@@ -84,8 +84,8 @@ class SpilledStore:
         self.reached: set[int] = set()
         self._read: Copy | None = None
         self.masters: list[nn.Parameter] = []
-        for place, index in enumerate(self._summed):
-            self._moved[index].register_post_accumulate_grad_hook(self._keeper(place))
+        for place, parameter in enumerate(self.summed):
+            parameter.register_post_accumulate_grad_hook(partial(self._keep, place))
 
     # ---- before the first program ----------------------------------------------------------------------------------
 
@@ -146,7 +146,10 @@ class SpilledStore:
             trained: those that this stage's optimizer steps: all, but for shared ones that another stage's does.
         """
         self._trained = list(trained)
-        where = self._on_host() if self.on_host else {}
+        where: dict[int, Tensor] = {}
+        if self.on_host:
+            views = self.layout.views(self._host.record(Key(self.stage, WEIGHTS)))
+            where = {id(parameter): view for parameter, view in zip(self._moved, views, strict=True)}
         self.masters = [nn.Parameter(where.get(id(parameter), parameter.data)) for parameter in self._trained]
         self._master_of = {id(p): master for p, master in zip(self._trained, self.masters, strict=True)}
         return self.masters
@@ -190,14 +193,14 @@ class SpilledStore:
         if kind == WEIGHTS:
             waits += self._arena.slot(WGRAD, slot).taken()
         into = room.bytes[: self._size(kind)]
-        if kind == WEIGHTS and self.on_host:
-            copy = self._read = self._tier.read(Key(self.stage, kind), self._base + version, into, waits)
-            return copy
-        key, wanted = Key(self.stage, kind), self._base + version
+        key = Key(self.stage, kind)
         if kind == OPTIM and self._tier.holds(key) is None:
             # No step yet: there is nothing to read.
             return self._lanes.read.submit(lambda: _clear(into), 0, waits)
-        return self._tier.read(key, wanted, into, waits)
+        copy = self._tier.read(key, self._base + version, into, waits)
+        if kind == WEIGHTS:
+            self._read = copy
+        return copy
 
     def arrived(self, kind: str, version: int, slot: int) -> None:
         """A fetch has ended: the stage's tensors become views of the slot."""
@@ -214,7 +217,7 @@ class SpilledStore:
             self.states.bind(record)
         else:
             for place in self.reached:
-                self._moved[self._summed[place]].grad = self.gradients.fields[place].of(record)
+                self.summed[place].grad = self.gradients.fields[place].of(record)
 
     def evict(self, kind: str, version: int) -> Copy:
         """Starts to write a record back; its slot is free once that has ended."""
@@ -232,7 +235,8 @@ class SpilledStore:
             room.kept = self, self._base + version
             self.states.unbind()
         else:
-            self._forget_gradients()
+            for parameter in self.summed:
+                parameter.grad = None
         return copy
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
@@ -272,17 +276,16 @@ class SpilledStore:
             version: of the weights that it starts from.
             work: the optimizer's, on the gradients of its parameters; None: this step is skipped.
         """
-        tier, reached = self._tier, sorted(self.reached)
-        assert isinstance(tier, HostTier), "only the host can step"
+        reached = sorted(self.reached)
         self.reached.clear()
         self._version = version + 1
 
         def step() -> None:
             if work is None:
                 return
-            record = tier.record(Key(self.stage, WGRAD))
+            record = self._host.record(Key(self.stage, WGRAD))
             for place in reached:
-                master = self._master_of.get(id(self._moved[self._summed[place]]))
+                master = self._master_of.get(id(self.summed[place]))
                 if master is not None:
                     master.grad = self.gradients.fields[place].of(record)
             work()
@@ -290,7 +293,7 @@ class SpilledStore:
                 master.grad = None
             self._adopt_states()
 
-        return tier.step(self.stage, self._base + version + 1, step, [self._read] if self._read else [])
+        return self._host.step(self.stage, self._base + version + 1, step, [self._read] if self._read else [])
 
     def drop(self, version: int) -> None:
         """Forgets weights that the tier still has; their slot is free."""
@@ -343,20 +346,21 @@ class SpilledStore:
     def _size(self, kind: str) -> int:
         return self.sizes()[Key(self.stage, kind)]
 
-    def _keeper(self, place: int) -> object:
+    @property
+    def _host(self) -> HostTier:
+        assert isinstance(self._tier, HostTier), "only the host can step"
+        return self._tier
+
+    def _keep(self, place: int, parameter: Tensor) -> None:
         """Moves a gradient that autograd has made to its place in the slot; from then on autograd adds to it there."""
-
-        def keep(parameter: Tensor) -> None:
-            if place in self.reached or WEIGHTS not in self._slots or parameter.grad is None:
-                return
-            record = self._arena.slot(WGRAD, self._slots[WEIGHTS]).bytes
-            self._slots[WGRAD] = self._slots[WEIGHTS]
-            view = self.gradients.fields[place].of(record)
-            view.copy_(parameter.grad)
-            parameter.grad = view
-            self.reached.add(place)
-
-        return keep
+        if place in self.reached or WEIGHTS not in self._slots or parameter.grad is None:
+            return
+        record = self._arena.slot(WGRAD, self._slots[WEIGHTS]).bytes
+        self._slots[WGRAD] = self._slots[WEIGHTS]
+        view = self.gradients.fields[place].of(record)
+        view.copy_(parameter.grad)
+        parameter.grad = view
+        self.reached.add(place)
 
     def _point(self, parameter: nn.Parameter, data: Tensor) -> None:
         parameter.data = data
@@ -364,19 +368,12 @@ class SpilledStore:
         if master is not None and not self.on_host:
             master.data = data
 
-    def _on_host(self) -> dict[int, Tensor]:
-        """Its weights on the host, by the id of their parameter."""
-        assert isinstance(self._tier, HostTier), "only the host can step"
-        views = self.layout.views(self._tier.record(Key(self.stage, WEIGHTS)))
-        return {id(parameter): view for parameter, view in zip(self._moved, views, strict=True)}
-
     def _adopt_states(self) -> None:
         """Moves what the optimizer has made to where it belongs: in a slot, or on the host."""
         if self.states is None or self.states.optimizer is None:
             return
         if self.on_host:
-            assert isinstance(self._tier, HostTier)
-            self.states.adopt(self._tier.record(Key(self.stage, OPTIM)))
+            self.states.adopt(self._host.record(Key(self.stage, OPTIM)))
         else:
             self.states.adopt(self._arena.slot(OPTIM, self._slots[OPTIM]).bytes)
 
@@ -384,19 +381,14 @@ class SpilledStore:
         for parameter, field in zip(self._moved, self.layout.fields, strict=True):
             self._point(parameter, absent(field, self._device))
 
-    def _forget_gradients(self) -> None:
-        for index in self._summed:
-            self._moved[index].grad = None
-
     def _gather_gradients(self) -> None:
         """Moves gradients that did not come from autograd, such as zeros of a reduction, to their place."""
         slot = self._slots.setdefault(WGRAD, self._slots[WEIGHTS])
         views = self.gradients.views(self._arena.slot(WGRAD, slot).bytes)
-        for place, (index, view) in enumerate(zip(self._summed, views, strict=True)):
-            grad = self._moved[index].grad
-            if grad is not None and grad.data_ptr() != view.data_ptr():
-                view.copy_(grad)
-            if grad is not None:
+        for place, (parameter, view) in enumerate(zip(self.summed, views, strict=True)):
+            if parameter.grad is not None:
+                if parameter.grad.data_ptr() != view.data_ptr():
+                    view.copy_(parameter.grad)
                 self.reached.add(place)
 
 

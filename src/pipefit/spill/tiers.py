@@ -10,16 +10,14 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from pipefit.ir.spill import GRAIN_BYTES
-from pipefit.spec.sealed import FileEntry
 from pipefit.spill.lanes import Copy
 
-__all__ = ["ALIGNMENT", "OPTIM", "WEIGHTS", "WGRAD", "DurableTier", "Key", "TierStore"]
+__all__ = ["ALIGNMENT", "OPTIM", "WEIGHTS", "WGRAD", "Key", "TierStore"]
 
 ALIGNMENT = GRAIN_BYTES
 """Bytes to which records, slots and positions in files are aligned."""
@@ -81,32 +79,3 @@ class TierStore(Protocol):
 
     def close(self) -> None:
         """Releases the memory; a disk keeps its file."""
-
-
-class DurableTier(TierStore, Protocol):
-    """Keeps records that outlive the process, once they are committed."""
-
-    def commit(
-        self,
-        step: int,
-        state: Mapping[str, Any],
-        after: Sequence[Copy] = (),
-        tensors: FileEntry | bytes | None = None,
-    ) -> Copy:
-        """All records as written so far belong to `step`, with what else is needed to resume from there.
-
-        Args:
-            step: weight updates done.
-            state: JSON data, given back by `recover`.
-            after: the writes since the last commit; if one of them fails, so does the commit.
-            tensors: a safetensors file that belongs to the step too, or the bytes of one.
-        """
-
-    def spare(self) -> Path:
-        """The path for a safetensors file of the next commit; the last commit does not name it."""
-
-    def status(self) -> str:
-        """A message's end: what is left to resume from."""
-
-    def discard(self) -> None:
-        """Closes the tier and removes its files: the run has ended well, and has left a checkpoint."""
