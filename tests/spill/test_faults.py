@@ -307,7 +307,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
 
 def test_records_with_one_copy_and_versions_of_their_own_are_found_by_the_next_process(tmp_path):
     """The folder of a trial: each turn opens it, writes some records, commits them together, and closes it."""
-    how = {"name": "trial", "direct": False, "durable": False, "keep_scratch": True}
+    how = {"name": "trial", "direct": False, "shared": True}
     tier = DiskTier(tmp_path, **how)
     tier.about = {"shards": 2}
     tier.reserve({A: SIZE, B: SIZE}, scratch=[B])

@@ -162,7 +162,7 @@ def _make_room(tier: TierStore, stores: Iterable[SpilledStore], written: set[int
         return None
     if not isinstance(tier, DiskTier | SplitTier):
         raise TierError("a run resumes only from records on a disk; resume from a checkpoint")
-    found = tier.recover(place.latest)
+    found = tier.recover(None if place.resume is True else place.resume)
     if tier.sizes != committed:
         _refuse(place, tier.sizes, committed)
     tier.reserve_scratch({key: sizes[key] for key in scratch})

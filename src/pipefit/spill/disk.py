@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from pipefit.spec.sealed import FileEntry
 from pipefit.spill.arena import aligned, pin, unpin
 from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.records import HEADER_BYTES, RecordHeader, chunk_sum
-from pipefit.spill.tier_file import Commit, Room, TierFile, Written
+from pipefit.spill.tier_file import Commit, Room, TierFile, Written, read_table
 from pipefit.spill.tiers import ALIGNMENT, Key
 from pipefit.units import format_bytes
 
@@ -85,12 +85,10 @@ class DiskTier:
         lanes: shared with other stores; None: its own.
         direct: whether to read and write past the page cache; ignored where the file system refuses that.
         device: whose memory the records come from; those of a GPU go by way of pinned buffers as large as the largest.
-        durable: whether commits survive a power cut, too, and not only the death of the process; then the commit before
-            the last one stays as well.
-        exclusive: whether no other process may have it open. Else the caller sees to it that one writes at a time, and
-            the next calls `recover` first.
-        keep_scratch: whether commits name scratch records too, of which there is one copy; then another process finds
-            them, unless they were written again since.
+        shared: whether processes take turns with it. The caller sees to it that one writes at a time, and the next
+            calls `recover` first. Commits then name scratch records too, of which there is one copy; they survive the
+            death of a process and no power cut. Else no other process may have it open, commits survive a power cut,
+            and the one before the last stays as well.
 
     Raises:
         TierError: the folder cannot be used, or another run uses the file.
@@ -103,21 +101,19 @@ class DiskTier:
         lanes: Lanes | None = None,
         direct: bool = True,
         device: torch.device | None = None,
-        durable: bool = True,
-        exclusive: bool = True,
-        keep_scratch: bool = False,
+        shared: bool = False,
     ) -> None:
-        self._file = TierFile(Path(folder), name, direct, durable, exclusive)
+        self._file = TierFile(Path(folder), name, direct, shared)
         self.about: dict[str, Any] = {}
-        self._keep_scratch = keep_scratch
+        self._shared = shared
         self._table_changed = False
         self._device = device or torch.device("cpu")
         self._lanes = lanes or Lanes(self._device)
         self._closes_lanes = lanes is None
         # Chunks of a record, several under way at once: each lane has its own, so that neither waits for the other.
-        self._readers, self._writers = (ThreadPoolExecutor(_THREADS, f"pipefit-{what}") for what in ("pread", "pwrite"))
+        self._pools = {way: ThreadPoolExecutor(_THREADS, f"pipefit-p{way}") for way in ("read", "write")}
         self._records: dict[Key, _Record] = {}
-        self._head = {"read": mmap.mmap(-1, HEADER_BYTES), "write": mmap.mmap(-1, HEADER_BYTES)}
+        self._head = {way: mmap.mmap(-1, HEADER_BYTES) for way in self._pools}
         self._pinned: dict[str, Tensor] = {}
 
     @property
@@ -152,38 +148,35 @@ class DiskTier:
     def _place(self, sizes: Mapping[Key, int], copies: int) -> None:
         position = self.num_bytes
         for key, size in sizes.items():
-            record = _Record(Room(position, size, copies), copies == 2 or self._keep_scratch)
+            record = _Record(Room(position, size, copies), copies == 2 or self._shared)
             self._records[key] = record
             position = record.end
-        self._table_changed |= self._keep_scratch
+        self._table_changed |= self._shared
         self._pin_largest()
 
     def _pin_largest(self) -> None:
-        """Sees to pinned buffers as large as the largest record, where the device is a GPU."""
-        if self._device.type != "cuda":
-            return
+        """Pins buffers as large as the largest record, where the device is a GPU.
+
+        Each lane has one: its thread makes one copy at a time, to the end.
+        """
         largest = max((record.num_bytes for record in self._records.values()), default=0)
-        if not self._pinned or largest > min(buffer.numel() for buffer in self._pinned.values()):
-            for lane in (self._lanes.read, self._lanes.write):
-                lane.submit(lambda: None, 0).wait()
-            self._pin(largest)
+        if self._device.type != "cuda" or (self._pinned and largest <= self._pinned["write"].numel()):
+            return
+        for way, lane in (("read", self._lanes.read), ("write", self._lanes.write)):
+            lane.submit(lambda: None, 0).wait()
+            if way in self._pinned:
+                unpin(self._pinned.pop(way))
+            buffer = aligned(max(largest, ALIGNMENT))
+            try:
+                pin(buffer)
+            except RuntimeError as problem:
+                raise TierError(f"the host has no room to pin {format_bytes(largest)}: {problem}") from None
+            self._pinned[way] = buffer
 
     def _write_table(self) -> None:
         rooms = {key: record.room for key, record in list(self._records.items()) if record.is_committed}
         self._file.write_table(rooms, self.about)
         self._table_changed = False
-
-    def _pin(self, num_bytes: int) -> None:
-        """Pins buffers of that size. Each lane has one: its thread makes one copy at a time, to the end."""
-        for lane in ("read", "write"):
-            if lane in self._pinned:
-                unpin(self._pinned.pop(lane))
-            buffer = aligned(max(num_bytes, ALIGNMENT))
-            try:
-                pin(buffer)
-            except RuntimeError as problem:
-                raise TierError(f"the host has no room to pin {format_bytes(num_bytes)}: {problem}") from None
-            self._pinned[lane] = buffer
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """See `TierStore`."""
@@ -201,7 +194,7 @@ class DiskTier:
             checksum = chunk_sum(data) if known is None else known
             copy = record.next_copy
             self._head["write"][:] = RecordHeader(str(key), version, record.num_bytes, checksum).pack()
-            self._move(self._writers, self._file.write, self._head["write"], data, record.position(copy))
+            self._move("write", data, record.position(copy))
             record.current, record.version = copy, version
 
         record.requested = version
@@ -302,8 +295,8 @@ class DiskTier:
         commits = self._file.commits()
         if not commits:
             raise TierError(f"{self._file.path.parent}: no step was committed there")
-        rooms, self.about = self._file.table()
-        if not self._records or self._keep_scratch:
+        rooms, self.about = read_table(self._file.path.parent, self._file.path.stem)
+        if not self._records or self._shared:
             self._records = {key: _Record(room, True) for key, room in rooms.items()}
             self._pin_largest()
         self._file.check_size(self.num_bytes)
@@ -347,8 +340,8 @@ class DiskTier:
         for buffer in self._pinned.values():
             unpin(buffer)
         self._pinned.clear()
-        self._readers.shutdown()
-        self._writers.shutdown()
+        for pool in self._pools.values():
+            pool.shutdown()
         self._file.close()
 
     def discard(self) -> None:
@@ -358,22 +351,16 @@ class DiskTier:
 
     def _load(self, key: Key, record: _Record, copy: int, data: memoryview) -> RecordHeader | None:
         """Reads one copy of a record; its header, None if that is damaged or another record's."""
-        self._move(self._readers, self._file.read, self._head["read"], data, record.position(copy))
+        self._move("read", data, record.position(copy))
         header = RecordHeader.unpack(self._head["read"][:])
         fits = header is not None and header.name == str(key) and header.num_bytes == record.num_bytes
         return header if fits else None
 
-    def _move(
-        self,
-        pool: ThreadPoolExecutor,
-        move: Callable[[memoryview, int], None],
-        head: mmap.mmap,
-        data: memoryview,
-        start: int,
-    ) -> None:
-        """Moves a header and its payload, in pieces, several of them at once."""
-        pieces = [(memoryview(head), start)]
+    def _move(self, way: str, data: memoryview, start: int) -> None:
+        """Reads or writes a header and its payload, in pieces, several of them at once."""
+        move = getattr(self._file, way)
+        pieces = [(memoryview(self._head[way]), start)]
         for offset in range(0, len(data), _CHUNK_BYTES):
             pieces.append((data[offset : offset + _CHUNK_BYTES], start + HEADER_BYTES + offset))
-        for _ in (pool.map if self._lanes.threaded else map)(lambda piece: move(*piece), pieces):
+        for _ in (self._pools[way].map if self._lanes.threaded else map)(lambda piece: move(*piece), pieces):
             pass

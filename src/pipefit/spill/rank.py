@@ -50,11 +50,6 @@ class SpillPlace:
     resume: bool | int = False
     commits: bool = True
 
-    @property
-    def latest(self) -> int | None:
-        """The last step to resume from; None: whichever it is."""
-        return None if isinstance(self.resume, bool) else self.resume
-
     def open(self, rank: int, kind: str, lanes: Lanes, device: torch.device) -> TierStore:
         """Opens the tier of a rank.
 

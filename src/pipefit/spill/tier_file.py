@@ -13,9 +13,11 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import sync_folder
@@ -76,8 +78,7 @@ class TierFile:
         folder: of the files; made if its parent exists.
         name: of the files, without ending.
         direct: whether to read and write past the page cache, where the file system allows it.
-        durable: whether commits survive a power cut, too, and not only the death of the process.
-        exclusive: whether no other process may have it open.
+        shared: whether other processes may have it open; then commits survive the death of one, and no power cut.
 
     Attributes:
         path: of the records.
@@ -87,12 +88,12 @@ class TierFile:
         TierError: the folder cannot be used, or another run uses the file.
     """
 
-    def __init__(self, folder: Path, name: str, direct: bool, durable: bool = True, exclusive: bool = True) -> None:
+    def __init__(self, folder: Path, name: str, direct: bool, shared: bool) -> None:
         self.path = folder / f"{name}.tier"
         self._table = folder / f"{name}.json"
         self._commit, self._before = (folder / f"{name}.{ending}" for ending in ("commit", "before"))
         self._tensors = tuple(folder / f"{name}.state-{number}" for number in (0, 1))
-        self._durable = durable
+        self._durable = not shared
         self._last: Commit | None = None
         try:
             folder.mkdir(exist_ok=True)
@@ -102,7 +103,7 @@ class TierFile:
             why = known.get(problem.errno or 0, problem.strerror)
             raise TierError(f"{folder}: cannot keep spilled records there: {why}") from None
         try:
-            if exclusive:
+            if not shared:
                 _lock(self._fd, self.path)
         except TierError:
             os.close(self._fd)
@@ -117,9 +118,17 @@ class TierFile:
             return f"it held step {self._last.step}, the last committed; put it back, or resume from a checkpoint"
         return f"the last committed step, {self._last.step}, is whole"
 
-    def _error(self, problem: OSError | PipefitError) -> TierError:
-        why = f"{self.path}: {problem.strerror}" if isinstance(problem, OSError) else str(problem)
-        return TierError(f"{why}; {self.status()}")
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Makes failures of the file system messages that say what is left."""
+        try:
+            yield
+        except TierError:
+            raise
+        except OSError as problem:
+            raise TierError(f"{self.path}: {problem.strerror}; {self.status()}") from None
+        except PipefitError as problem:
+            raise TierError(f"{problem}; {self.status()}") from None
 
     # ---- room ------------------------------------------------------------------------------------------------------
 
@@ -129,13 +138,11 @@ class TierFile:
         Raises:
             TierError: there is not enough.
         """
-        try:
+        with self._explained():
             for path in (self._commit, self._before, *self._tensors):
                 path.unlink(missing_ok=True)
             sync_folder(self.path.parent)
             os.ftruncate(self._fd, 0)
-        except OSError as problem:
-            raise self._error(problem) from None
         self.extend(num_bytes)
 
     def extend(self, num_bytes: int) -> None:
@@ -145,19 +152,20 @@ class TierFile:
             TierError: there is not enough.
         """
         before = os.fstat(self._fd).st_size
-        try:
-            if num_bytes:
-                os.posix_fallocate(self._fd, 0, num_bytes)
-        except OSError as problem:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, before)
-            if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        with self._explained():
+            try:
+                if num_bytes:
+                    os.posix_fallocate(self._fd, 0, num_bytes)
+            except OSError as problem:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, before)
+                if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
                 free = shutil.disk_usage(self.path.parent).free
                 raise TierError(
                     f"{self.path.parent}: the spilled model needs {format_bytes(num_bytes)} there, "
                     f"{format_bytes(free)} are free; make room, or give another --disk folder"
                 ) from None
-            raise self._error(problem) from None
 
     def check_size(self, num_bytes: int) -> None:
         """Refuses a truncated file.
@@ -181,14 +189,12 @@ class TierFile:
 
     def _transfer(self, call: Any, data: memoryview, position: int) -> None:
         done = 0
-        try:
+        with self._explained():
             while done < len(data):
                 count = call(self._fd, [data[done:]], position + done)
                 if not count:
                     raise OSError(errno.EIO, "the file ends too early")
                 done += count
-        except OSError as problem:
-            raise self._error(problem) from None
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
@@ -204,11 +210,9 @@ class TierFile:
             TierError: the disk refused.
         """
         path = self.spare()
-        try:
+        with self._explained():
             path.unlink(missing_ok=True)
             return write_file(path, [content])
-        except OSError as problem:
-            raise self._error(problem) from None
 
     def commit(self, commit: Commit) -> None:
         """Forces the records to disk, then names the step they belong to; the commit before it stays as well.
@@ -221,11 +225,9 @@ class TierFile:
             "step": commit.step,
             "state": commit.state,
             "records": [[*key, *written] for key, written in commit.records.items()],
-            "tensors": [getattr(commit.tensors, field) for field in FileEntry.__struct_fields__]
-            if commit.tensors
-            else None,
+            "tensors": msgspec.structs.astuple(commit.tensors) if commit.tensors else None,
         }
-        try:
+        with self._explained():
             if self._durable:
                 os.fdatasync(self._fd)
             if self.path.stat().st_ino != self._inode:
@@ -234,8 +236,6 @@ class TierFile:
                 self._commit.replace(self._before)
             # What is written next overwrites the step before: when this returns, the names are on the disk.
             write_sealed(self._commit, data, durable=self._durable)
-        except (OSError, PipefitError) as problem:
-            raise self._error(problem) from None
         self._last = commit
 
     def commits(self) -> list[Commit]:
@@ -261,15 +261,13 @@ class TierFile:
             TierError: the folder cannot be written.
         """
         self._last = commit
-        try:
+        with self._explained():
             with contextlib.suppress(TierError):
                 if _read_commit(self._commit) == commit:
                     return
             if _read_commit(self._before) == commit:
                 self._before.replace(self._commit)
                 sync_folder(self.path.parent)
-        except OSError as problem:
-            raise self._error(problem) from None
 
     def write_table(self, records: Mapping[Key, Room], about: Mapping[str, Any]) -> None:
         """Notes where the records lie, and what they are of.
@@ -282,10 +280,6 @@ class TierFile:
             write_sealed(self._table, {"format": FORMAT, "about": about, "records": rows}, durable=self._durable)
         except PipefitError as problem:
             raise TierError(str(problem)) from None
-
-    def table(self) -> tuple[dict[Key, Room], dict[str, Any]]:
-        """See `read_table`."""
-        return read_table(self.path.parent, self.path.stem)
 
     def close(self) -> None:
         """Closes the files; they stay."""
@@ -343,13 +337,19 @@ def read_commits(folder: Path, name: str) -> list[Commit]:
     return whole
 
 
-def _read_commit(path: Path) -> Commit | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
-        data = read_sealed(path, FORMAT, DamageError)
+        return read_sealed(path, FORMAT, DamageError)
     except FileNotFoundError:
         return None
     except DamageError as problem:
         raise DamageError(f"{problem}; resume from a checkpoint") from None
+
+
+def _read_commit(path: Path) -> Commit | None:
+    data = _read(path)
+    if data is None:
+        return None
     records = {Key(*row[:3]): Written(*row[3:]) for row in data["records"]}
     return Commit(data["step"], data["state"], records, FileEntry(*data["tensors"]) if data["tensors"] else None)
 
@@ -360,10 +360,8 @@ def read_table(folder: Path, name: str) -> tuple[dict[Key, Room], dict[str, Any]
     Raises:
         TierError: the table cannot be read.
     """
-    try:
-        data = read_sealed(folder / f"{name}.json", FORMAT, DamageError)
-    except FileNotFoundError as problem:
-        raise DamageError(f"{problem}: missing; resume from a checkpoint") from None
-    except DamageError as problem:
-        raise DamageError(f"{problem}; resume from a checkpoint") from None
+    path = folder / f"{name}.json"
+    data = _read(path)
+    if data is None:
+        raise DamageError(f"{path}: missing; resume from a checkpoint")
     return {Key(*row[:3]): Room(*row[3:]) for row in data["records"]}, data["about"]

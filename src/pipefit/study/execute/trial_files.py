@@ -69,7 +69,7 @@ def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> DiskTier:
     Raises:
         TierError: the folder cannot be used.
     """
-    return DiskTier(folder, _NAME, lanes, False, device, durable=False, exclusive=False, keep_scratch=True)
+    return DiskTier(folder, _NAME, lanes, False, device, shared=True)
 
 
 def has_state(folder: Path) -> bool:
