@@ -32,7 +32,7 @@ def store_of(*values: float) -> tuple[nn.Parameter, WeightStore]:
 def test_a_step_makes_a_version_beside_the_one_it_starts_from() -> None:
     live, store = store_of(1.0, 2.0)
     stepped(store, 0, 10.0)
-    assert store.versions == [0, 1]
+    assert sorted(store._versions) == [0, 1]
     assert live.tolist() == [1, 2], "the live parameters stay where they are"
     store.at(1)
     assert live.tolist() == [11, 12]
@@ -52,7 +52,7 @@ def test_a_step_in_place_overwrites_and_the_live_parameters_follow() -> None:
     live, store = store_of(1.0)
     memory = live.data_ptr()
     stepped(store, 0, 1.0, in_place=True)
-    assert store.versions == [1] and live.tolist() == [2] and live.data_ptr() == memory
+    assert sorted(store._versions) == [1] and live.tolist() == [2] and live.data_ptr() == memory
 
 
 def test_a_step_in_place_while_an_older_version_is_live_leaves_that_one_live() -> None:
@@ -74,7 +74,7 @@ def test_after_a_program_the_newest_version_is_live_and_called_0() -> None:
     stepped(store, 1, 1.0, in_place=True)
     store.drop(0)
     store.rebase()
-    assert store.versions == [0] and live.tolist() == [3]
+    assert sorted(store._versions) == [0] and live.tolist() == [3]
     stepped(store, 0, 1.0, in_place=True)
     assert live.tolist() == [4], "training goes on from there"
 
@@ -139,4 +139,4 @@ def test_versions_alive_in_a_run_are_those_of_the_papers_and_of_the_program(
     program = pipe._program(1 if schedule == "1f1b" else 8)
     assert tuple(most[id(store)] for store in stores) == law
     assert tuple(weight_versions(program, rank) for rank in range(3)) == law
-    assert all(store.versions == [0] for store in stores), "drained"
+    assert all(sorted(store._versions) == [0] for store in stores), "drained"

@@ -7,10 +7,8 @@ and written in the background where they are few, else written tensor by tensor 
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -164,26 +162,20 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         assert worker.spilling is not None and worker.spilling.resumed is not None
         commit = worker.spilling.resumed
         state = rank_state(commit)
-        with contextlib.ExitStack() as files:
-            tensors: dict[str, Read] = {}
-            if commit.tensors is not None:
-                assert worker.spilling.disk is not None
-                path = worker.spilling.disk.spare().parent / commit.tensors.name
-                try:
-                    file = files.enter_context(safe_open(path, framework="pt"))
-                except (SafetensorError, OSError) as problem:
-                    raise TierError(f"{path}: {problem}; resume from a checkpoint") from None
-                tensors = {name: partial(_read, file, name) for name in file.keys()}
-            _restore(worker, state, tensors)
+        tensors: dict[str, Read] = {}
+        if commit.tensors is not None:
+            assert worker.spilling.disk is not None
+            path = worker.spilling.disk.spare().parent / commit.tensors.name
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as problem:
+                raise TierError(f"{path}: {problem}; resume from a checkpoint") from None
+            # Copies: the file is overwritten while the run lasts.
+            tensors = {name: lambda name=name, file=file: file.get_tensor(name).clone() for name in file.keys()}
+        _restore(worker, state, tensors)
         pipeline.num_updates, pipeline._next_ordinal = commit.step, state.ordinal
         extra = state.extra
     return extra
-
-
-def _read(file: Any, name: str) -> Tensor:
-    """A copy: the file is overwritten while the run lasts."""
-    tensor: Tensor = file.get_tensor(name).clone()
-    return tensor
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
         takers: list[Callable[[], None]] = []
         with whole_optimizers(pipeline, writing=False) if not weights_only else contextlib.nullcontext():
             agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
-            agree(session, attempt(lambda: _run_all(takers)))
+            agree(session, attempt(lambda: [take() for take in takers]))
     if not weights_only:
         pipeline.num_updates = manifest.step
         pipeline._next_ordinal = manifest.ordinal
@@ -82,11 +82,6 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
                 pipeline._training.seed,
             )
     return Checkpoint(path, manifest.step, manifest.extra, tuple(skipped))
-
-
-def _run_all(takers: list[Callable[[], None]]) -> None:
-    for take in takers:
-        take()
 
 
 # ---- which ---------------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ class ShardedStore(WeightStore):
         masters: whole weights, one for each parameter; the optimizer steps those that are stepped whole.
         pieces: what else it steps.
         buckets: the gradients.
+        gradients: this replica's part of each bucket, where its sum goes.
         groups: for each group of the optimizer, the indices of its parameters.
     """
 
@@ -89,7 +90,7 @@ class ShardedStore(WeightStore):
                 parameters[index].data = data[index]
         super().__init__(parameters)
         self._flats: dict[int, list[Tensor]] = {0: flats}
-        self._gradients = [flat.chunk(num_replicas)[replica] for flat in self.buckets.flats]
+        self.gradients = [flat.chunk(num_replicas)[replica] for flat in self.buckets.flats]
         self.pieces = list(self._cut(flats))
         self.groups: list[list[int]] = []
 
@@ -122,10 +123,6 @@ class ShardedStore(WeightStore):
             return [self.masters[index]]
         return [piece.master for piece in self.pieces if piece.index == index]
 
-    def gradient_part(self, bucket: int) -> Tensor:
-        """This replica's part of a bucket of gradients, where its sum goes."""
-        return self._gradients[bucket]
-
     def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(the part that this replica has stepped, the whole) of each bucket of a version."""
         for flat in self._flats[version]:
@@ -150,7 +147,7 @@ class ShardedStore(WeightStore):
                 piece.master.data = flat[piece.offset : piece.offset + piece.stop - piece.start]
         self._flats[version + 1], self._versions[version + 1] = flats, data
         for piece in self.pieces:
-            found = self._gradients[piece.bucket][piece.offset : piece.offset + piece.stop - piece.start]
+            found = self.gradients[piece.bucket][piece.offset : piece.offset + piece.stop - piece.start]
             piece.master.grad = None if self._parameters[piece.index].grad is None else found
         for index in self._whole:
             self.masters[index].grad = self._parameters[index].grad

@@ -90,7 +90,7 @@ def _launcher(run: Execution, reduce: Instruction) -> Launch:
 
     def launch(number: int, flat: Tensor) -> None:
         if isinstance(store, ShardedStore):
-            part = store.gradient_part(number)
+            part = store.gradients[number]
             under_way.append(run.transport.reduce_scatter(members, (*key, number), flat, part))
         else:
             under_way.append(run.transport.all_reduce(members, (*key, number), [flat]))
@@ -137,7 +137,7 @@ def counted_parts(run: Execution) -> list[Tensor]:
             owned = worker.owned[stage]
             for piece in store.pieces:
                 if worker.mesh.is_first or owned[piece.index].name in worker.mesh.shards:
-                    part = store.gradient_part(piece.bucket)
+                    part = store.gradients[piece.bucket]
                     found.append(part[piece.offset : piece.offset + piece.stop - piece.start])
             if header.placement[stage][0] == worker.rank:
                 tied = {id(own.parameter.grad) for own in owned if own.tie}

@@ -22,7 +22,7 @@ from pipefit.spill.rank import Spilling, SpillPlace
 from pipefit.spill.split_tier import SplitTier
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
-from pipefit.spill.tiers import OPTIM, WGRAD, Key, TierStore
+from pipefit.spill.tiers import OPTIM, WGRAD, TierStore
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
@@ -164,15 +164,11 @@ def _make_room(tier: TierStore, stores: Iterable[SpilledStore], written: set[int
         raise TierError("a run resumes only from records on a disk; resume from a checkpoint")
     found = tier.recover(None if place.resume is True else place.resume)
     if tier.sizes != committed:
-        _refuse(place, tier.sizes, committed)
+        key = next(key for key in {**tier.sizes, **committed} if tier.sizes.get(key) != committed.get(key))
+        was, needed = (f"{sizes[key]} bytes" if key in sizes else "none" for sizes in (tier.sizes, committed))
+        raise TierError(f"{place.folder}: {key}: its record has {was}, this run's {needed}; it is of another run")
     tier.reserve_scratch({key: sizes[key] for key in scratch})
     return found
-
-
-def _refuse(place: SpillPlace, found: Mapping[Key, int], expected: Mapping[Key, int]) -> None:
-    key = next(key for key in {**found, **expected} if found.get(key) != expected.get(key))
-    was, needed = (f"{sizes[key]} bytes" if key in sizes else "none" for sizes in (found, expected))
-    raise TierError(f"{place.folder}: {key}: its record has {was}, this run's {needed}; it is of another run")
 
 
 def _make_stand_ins(layers: list[NamedLayer], shared: set[int], device: torch.device) -> None:

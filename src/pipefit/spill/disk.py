@@ -126,11 +126,6 @@ class DiskTier:
         """Bytes of each record that is committed."""
         return {key: record.num_bytes for key, record in self._records.items() if record.is_committed}
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether it goes past the page cache."""
-        return self._file.is_direct
-
     # ---- room ------------------------------------------------------------------------------------------------------
 
     def reserve(self, sizes: Mapping[Key, int], scratch: Sequence[Key] = ()) -> None:
@@ -231,7 +226,8 @@ class DiskTier:
 
         waits = (*after, *([record.written] if record.written else []))
         copy = self._lanes.read.submit(work, record.num_bytes, waits)
-        return copy if into.is_cuda else copy.checked_by(check)
+        copy.check = None if into.is_cuda else check
+        return copy
 
     def holds(self, key: Key) -> int | None:
         """See `TierStore`."""
@@ -333,8 +329,8 @@ class DiskTier:
         record.restore(written)
         return True
 
-    def close(self) -> None:
-        """Waits for what is under way and closes the file, which stays."""
+    def close(self, discard: bool = False) -> None:
+        """Waits for what is under way and closes the file, which stays, unless it is to be discarded."""
         if self._closes_lanes:
             self._lanes.close()
         for buffer in self._pinned.values():
@@ -343,11 +339,8 @@ class DiskTier:
         for pool in self._pools.values():
             pool.shutdown()
         self._file.close()
-
-    def discard(self) -> None:
-        """Closes the file and removes it: the run has ended well, and has left a checkpoint."""
-        self.close()
-        self._file.remove()
+        if discard:
+            self._file.remove()
 
     def _load(self, key: Key, record: _Record, copy: int, data: memoryview) -> RecordHeader | None:
         """Reads one copy of a record; its header, None if that is damaged or another record's."""

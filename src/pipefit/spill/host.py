@@ -124,7 +124,7 @@ class HostTier:
         """See `TierStore`."""
         return self._requested.get(key)
 
-    def close(self) -> None:
+    def close(self, discard: bool = False) -> None:
         """Releases the buffers."""
         if self._closes_lanes:
             self._lanes.close()

@@ -22,13 +22,14 @@ class Copy:
     Attributes:
         num_bytes: that it moves.
         started_s, ended_s: when it ran, in seconds of `time.perf_counter`; 0: not yet.
+        check: of the copied data, made once by the thread that waits for the copy, on its own cores.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.started_s = self.ended_s = 0.0
         self._future: Future[None] = Future()
-        self._check: Callable[[], None] | None = None
+        self.check: Callable[[], None] | None = None
 
     def record_times(self, starts: list[float], ends: list[float], index: int) -> None:
         """Records when it ran, as soon as that is known."""
@@ -37,11 +38,6 @@ class Copy:
             starts[index], ends[index] = self.started_s, self.ended_s
 
         self._future.add_done_callback(write)
-
-    def checked_by(self, check: Callable[[], None]) -> Copy:
-        """Adds a check of the copied data, made once by the thread that waits for the copy, on its own cores."""
-        self._check = check
-        return self
 
     def ended(self) -> bool:
         """Whether it has, well or not."""
@@ -54,10 +50,10 @@ class Copy:
             TierError: it has failed, or one that it had to wait for has, or what has come is not what it should be.
         """
         self._future.result()
-        check = self._check
+        check = self.check
         if check is not None:
             check()
-            self._check = None
+            self.check = None
 
     def run(self, work: Callable[[], None], after: Sequence[Copy], computed: Callable[[], None] | None = None) -> None:
         """Does the work on the calling thread, once all copies of `after` have ended and `computed` returns."""

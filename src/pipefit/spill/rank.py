@@ -178,7 +178,4 @@ class Spilling:
             discard: whether the records are removed; else a disk keeps its file.
         """
         self.lanes.close()
-        if discard and self.disk is not None:
-            self.disk.discard()
-        else:
-            self.tier.close()
+        self.tier.close(discard)

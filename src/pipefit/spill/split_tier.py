@@ -117,12 +117,7 @@ class SplitTier:
                 self.disk.read(key, version, self.host.record(key)).wait()
                 self.host.set_version(key, version)
 
-    def close(self) -> None:
+    def close(self, discard: bool = False) -> None:
         """See `TierStore`."""
         self.host.close()
-        self.disk.close()
-
-    def discard(self) -> None:
-        """See `DiskTier`."""
-        self.host.close()
-        self.disk.discard()
+        self.disk.close(discard)

@@ -82,7 +82,6 @@ class TierFile:
 
     Attributes:
         path: of the records.
-        is_direct: whether they are read and written past the page cache.
 
     Raises:
         TierError: the folder cannot be used, or another run uses the file.
@@ -97,7 +96,7 @@ class TierFile:
         self._last: Commit | None = None
         try:
             folder.mkdir(exist_ok=True)
-            self._fd, self.is_direct = _open(self.path, direct)
+            self._fd = _open(self.path, direct)
         except OSError as problem:
             known = {errno.ENOENT: f"{folder.parent} is not there", errno.EEXIST: "it is a file, not a folder"}
             why = known.get(problem.errno or 0, problem.strerror)
@@ -292,13 +291,13 @@ class TierFile:
                 path.unlink()
 
 
-def _open(path: Path, direct: bool) -> tuple[int, bool]:
+def _open(path: Path, direct: bool) -> int:
     """Opens or makes a file, past the page cache if that is wanted and possible."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
-    return os.open(path, flags, 0o600), False
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+    return os.open(path, flags, 0o600)
 
 
 def _lock(handle: int, path: Path) -> None:

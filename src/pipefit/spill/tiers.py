@@ -77,5 +77,5 @@ class TierStore(Protocol):
     def holds(self, key: Key) -> int | None:
         """The version that was written last (or is being written); None: none yet."""
 
-    def close(self) -> None:
-        """Releases the memory; a disk keeps its file."""
+    def close(self, discard: bool = False) -> None:
+        """Releases the memory; a disk keeps its files, unless they are discarded: the run has left a checkpoint."""

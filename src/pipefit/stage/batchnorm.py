@@ -63,13 +63,9 @@ class DeferredBatchNorm(_BatchNorm):
         return self._gathered.get(update)
 
 
-_CLASSES: dict[type, type] = {}
-
-
+@functools.cache
 def _deferred_class(own: type) -> type:
-    if own not in _CLASSES:
-        _CLASSES[own] = type(f"Deferred{own.__name__}", (DeferredBatchNorm, own), {})
-    return _CLASSES[own]
+    return type(f"Deferred{own.__name__}", (DeferredBatchNorm, own), {})
 
 
 @torch.no_grad()

@@ -26,11 +26,6 @@ class WeightStore:
         self._current = 0
         self.masters = [nn.Parameter(parameter.data) for parameter in self._parameters]
 
-    @property
-    def versions(self) -> list[int]:
-        """The versions alive, oldest first."""
-        return sorted(self._versions)
-
     def at(self, version: int) -> None:
         """Makes a version the live one."""
         if version != self._current:
