@@ -57,9 +57,10 @@ def test_a_trial_whose_worker_died_goes_on_from_its_last_commit_and_fails_when_i
     game = board(3, devices=1)
     game.next_job(0)
     game.admitted(0, Admitted(2, 1, 10, 100), 0, 0, 1)
-    job = game.next_job(0)
+    game.next_job(0)
     game.lost(0, "signal SIGKILL", 0, 1, [])
-    assert game.entries[0].status == "ready" and game.next_job(0)[2:4] == (0, 1) != job[2:4]
+    entry = game.entries[0]
+    assert (entry.status, entry.step, entry.turn) == ("ready", 0, 1) and game.next_job(0)[:2] == ("turn", 0)
     game.lost(0, "signal SIGKILL", 1, 0, [5.0])
     assert game.entries[0].status == "failed" and "SIGKILL" in game.entries[0].reason
 

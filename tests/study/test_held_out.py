@@ -97,21 +97,21 @@ def test_patience_counts_steps_without_a_better_evaluation(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("trials", "stop", "told"),
+    ("trials", "stop", "words"),
     [
         ((own("a", 0.1), replace(own("b", 0.1), evaluate=0, held_out=None)), None, "say it for all"),
         ((replace(own("a", 0.1), evaluate=0, held_out=None),), "patience", "needs trials that evaluate"),
         ((own("a", 0.1, evaluate=4),), "halving", "evaluate must divide it"),
     ],
 )
-def test_what_cannot_be_judged_is_refused(trials, stop, told):
+def test_what_cannot_be_judged_is_refused(trials, stop, words):
     from pipefit.study.file import rule_of
 
-    with pytest.raises(StudyError, match=told):
+    with pytest.raises(StudyError, match=words):
         StudySpec(trials, stop=None if stop is None else rule_of({"rule": stop, "on": "held-out"}))
 
 
-def test_half_told_is_refused():
+def test_half_an_evaluation_is_refused():
     from pipefit.study.file import rule_of
 
     with pytest.raises(StudyError, match="give both or neither"):

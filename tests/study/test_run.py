@@ -184,7 +184,7 @@ def test_a_folder_is_never_taken_for_another_study(tmp_path):
         study(given, tmp_path / "s").run()
     with pytest.raises(StudyError, match="holds another study: its trials differ"):
         study(trials(3), tmp_path / "s").run(resume=True)
-    with pytest.raises(StudyError, match="were cut without a limit on device memory, 1 MiB are less"):
+    with pytest.raises(StudyError, match="were split without a limit on device memory, 1 MiB are less"):
         study(given, tmp_path / "s", device_memory="1 MiB").run(resume=True)
     with pytest.raises(StudyError, match="holds no study to resume"):
         study(given, tmp_path / "none").run(resume=True)
@@ -216,7 +216,7 @@ def test_a_folder_that_is_in_use_or_is_the_users_is_left_alone(tmp_path, monkeyp
     mine = tmp_path / "u/state/mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("years of work")
-    with pytest.raises(StudyError, match="is no study's"):
+    with pytest.raises(StudyError, match="belongs to no study"):
         study(given, tmp_path / "u").run()
     assert mine.read_text() == "years of work"
 
@@ -267,7 +267,7 @@ def test_a_full_tier_ends_the_study_in_one_message_and_loses_nothing(tmp_path, m
         return real(file, data, position)
 
     monkeypatch.setattr(TierFile, "write", write)
-    with pytest.raises(TierError, match="what was committed is kept: mend that, and resume the study"):
+    with pytest.raises(TierError, match="what was committed is kept: repair that, and resume the study"):
         study(given, tmp_path / "s").run()
     monkeypatch.setattr(TierFile, "write", real)
     result = study(given, tmp_path / "s").run(resume=True)
@@ -370,7 +370,7 @@ def test_what_workers_cannot_do_is_said_in_one_message(tmp_path):
     with pytest.raises(PipefitError, match="device: 'gpu9' cannot be used: Invalid device"):
         study(trials(1), tmp_path / "a", device="gpu9", workers=1).run()
     own = Trial("own", lambda: [], loss=torch.nn.functional.mse_loss, data=lambda step: None)
-    with pytest.raises(PipefitError, match="must be told trials in words"):
+    with pytest.raises(PipefitError, match="need trials that can be pickled"):
         study([own], tmp_path / "b", workers=1).run(forked=False)
 
 
@@ -397,5 +397,5 @@ def test_the_verb_tells_people_what_came_of_it(tmp_path, capsys, monkeypatch):
     assert main(["study", str(path), "-o", "out", "--policy", "fifo"]) == 0
     said = capsys.readouterr().out
     assert "fifo on 2 devices: makespan" in said and "lower bound" in said and "* t0" in said
-    assert "on paper, with the turns as they were: lrtf" in said
+    assert "simulated with the measured turns: lrtf" in said
     assert "\nbest      out/best/model.safetensors\n" in said and Path("out/best/model.safetensors").exists()

@@ -29,7 +29,7 @@ def test_trials_chosen_long_after_the_workers_began_are_known_to_them(tmp_path):
     assert "lr: expected a number" in result.trials[3].reason
     assert len({row.name for row in result.trials}) == 6
     assert result.trials[0].losses == result.trials[2].losses == result.trials[5].losses
-    assert len(search.told) == 6 and ({"lr": "fast"}, None) in search.told
+    assert len(search.scores) == 6 and ({"lr": "fast"}, None) in search.scores
 
 
 def test_a_chosen_trial_must_be_judged_as_the_others_are(tmp_path):
@@ -112,7 +112,7 @@ def test_a_search_that_was_cut_off_goes_on_and_is_told_of_all(own, tmp_path):
     assert [row.status for row in result.trials] == ["finished"] * 5
     asked = [row.values["lr"] for row in first.trials]
     assert [row.values["lr"] for row in result.trials][: len(asked)] == asked
-    told = second.told if own == "listed" else [(t.params, t.value) for t in kept[-1].trials]
+    told = second.scores if own == "listed" else [(t.params, t.value) for t in kept[-1].trials]
     assert len(told) == 5
     assert {given["lr"]: score for given, score in told} == {row.values["lr"]: row.score for row in result.trials}
 
@@ -120,8 +120,8 @@ def test_a_search_that_was_cut_off_goes_on_and_is_told_of_all(own, tmp_path):
 def test_a_search_is_asked_and_told(tmp_path):
     search = Listed([{"lr": lr, "steps": 2} for lr in (1e-1, 1e-2, 1e-3)] + [{"lr": 1e-2, "model": "none"}])
     result = pf.study([], define=define, search=search, output=tmp_path / "s", threads=1)
-    assert len(result.trials) == 4 and len(search.told) == 4
-    told = {values.get("model", values["lr"]): score for values, score in search.told}
+    assert len(result.trials) == 4 and len(search.scores) == 4
+    told = {values.get("model", values["lr"]): score for values, score in search.scores}
     assert told["none"] is None
     assert told[1e-2] == pytest.approx(result.trials[1].score)
 

@@ -9,9 +9,9 @@ from pipefit.errors import InfeasibleError, TierError
 from pipefit.spill.tier_file import TierFile
 from pipefit.study.execute import runner as runner_module
 from pipefit.study.execute.admission import recipe_of
-from pipefit.study.execute.runner import NoRoomError, TrialRunner
+from pipefit.study.execute.runner import TrialRunner
 from pipefit.study.execute.trial_files import read_losses, read_state
-from pipefit.study.trial import Trial
+from pipefit.study.trial import NoRoomError, Trial
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 
-__all__ = ["Contract", "carries_gradient", "flatten", "unflatten"]
+__all__ = ["Contract", "carries_gradient", "flatten", "read_structure", "unflatten"]
 
 _LEAF = pytree.tree_flatten(None)[1]
 
@@ -38,6 +38,12 @@ def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], pytre
 def unflatten(leaves: list[Tensor], structure: pytree.TreeSpec) -> Any:
     """The payload again."""
     return leaves[0] if structure is _LEAF else pytree.tree_unflatten(leaves, structure)
+
+
+def read_structure(text: str) -> pytree.TreeSpec:
+    """The structure of a payload from its text, in the form that `unflatten` expects."""
+    structure = pytree.treespec_loads(text)
+    return _LEAF if structure == _LEAF else structure
 
 
 def carries_gradient(leaf: Tensor) -> bool:
@@ -72,9 +78,8 @@ class Contract:
     def from_bytes(cls, data: bytes) -> Contract:
         """Reads an announcement."""
         structure, leaves = json.loads(data)
-        spec = pytree.treespec_loads(structure)
         return cls(
-            _LEAF if spec == _LEAF else spec,
+            read_structure(structure),
             tuple((torch.Size(shape), getattr(torch, dtype), flag) for shape, dtype, flag in leaves),
         )
 

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipefit.study.file import load_study, rule_of
+from pipefit.study.file import load_study, spec_of
 from pipefit.study.results import StudyResult
 from pipefit.study.simulation import StudyTimeline, TrialCost, simulate_study
-from pipefit.study.stopping import Rule
-from pipefit.study.trial import StudyError, StudySpec, Trial
+from pipefit.study.trial import StudyError, Trial
 from pipefit.study.trial_search import Search
-from pipefit.units import parse_quantity
 
 if TYPE_CHECKING:
     from pipefit.study.execute.study_run import StudyObserver
@@ -24,22 +22,23 @@ class Study:
     """Trials that share devices a shard at a time.
 
     Args:
-        trials: what to train; nothing of them is built before a device is ready for it.
+        trials: nothing of them is built before a device is ready for it.
         define: from values to a `Trial`, for trials that `search` chooses while the study runs.
-        search: who chooses them; see `pipefit.study.trial_search`.
-        workers: processes, one per device.
-        policy: which trial a free device takes: "lrtf", "fifo", "round-robin" or "whole-task".
-        device_memory: what a device has, as 64 << 20 or "64 MiB"; models are cut for it. None: they are not.
-        tier: "disk" or "host": where trials live between turns.
-        memory: what they may take there together; None: what is free.
-        threads: CPU threads of each worker; 0: the cores divided among them.
-        stop: a stopping rule, its name, or its name and numbers as `{"rule": "median", "min_steps": 10}`.
-        output: the study's folder.
-        name: for people.
-        device: where workers compute; "": GPUs when there are some, else the CPU.
+        search: chooses trials; see `pipefit.study.trial_search`.
+        options: as in a study file, the same as `StudySpec` has:
+            workers (2): processes, one per device.
+            policy ("lrtf"): which trial a free device takes: "lrtf", "fifo", "round-robin" or "whole-task".
+            device_memory (None): of a device, as 64 << 20 or "64 MiB"; models are split for it. None: they are not.
+            tier ("disk"): "disk" or "host": where trials live between turns.
+            memory (None): the most that they may take there together; None: all that is free.
+            threads (0): CPU threads of each worker; 0: an equal share of the cores.
+            stop (None): a stopping rule, its name, or both with numbers as `{"rule": "median", "min_steps": 10}`.
+            output ("runs/study"): the study's folder.
+            name ("study"): for people.
+            device (""): where workers compute; "": GPUs when there are some, else the CPU.
 
     Raises:
-        PipefitError: what was given does not fit together.
+        PipefitError: an option is unknown, or values do not fit together.
     """
 
     stopped_by: int | None = None
@@ -51,35 +50,13 @@ class Study:
         *,
         define: Callable[[Mapping[str, Any]], Trial] | None = None,
         search: Search | None = None,
-        workers: int = 2,
-        policy: str = "lrtf",
-        device_memory: float | str | None = None,
-        tier: str = "disk",
-        memory: float | str | None = None,
-        threads: int = 0,
-        stop: Rule | str | Mapping[str, Any] | None = None,
-        output: str | Path = "runs/study",
-        name: str = "study",
-        device: str = "",
+        **options: Any,
     ) -> None:
         if (search is None) != (define is None):
             raise StudyError("search=… chooses values and define=… makes a trial of them: give both, or trials alone")
         if search is None and not trials:
             raise StudyError("a study needs trials, or a search that chooses them")
-        self._define, self._search = define, search
-        self.spec = StudySpec(
-            tuple(trials),
-            workers,
-            policy,
-            parse_quantity(device_memory, "bytes", "device_memory") if device_memory is not None else 0.0,
-            tier,
-            parse_quantity(memory, "bytes", "memory") if memory is not None else 0.0,
-            threads,
-            rule_of({"rule": stop} if isinstance(stop, str) else stop) if isinstance(stop, str | Mapping) else stop,
-            str(output),
-            name,
-            device,
-        )
+        self._define, self._search, self.spec = define, search, spec_of(trials, options)
 
     @classmethod
     def load(cls, path: str | Path) -> Study:
@@ -90,34 +67,28 @@ class Study:
 
     @staticmethod
     def simulate(costs: Sequence[TrialCost], workers: int, policy: str = "lrtf") -> StudyTimeline:
-        """A study on paper; see `pipefit.study.simulation.simulate_study`."""
+        """A simulated study; see `pipefit.study.simulation.simulate_study`."""
         return simulate_study(costs, workers, policy)
 
     def run(self, *, resume: bool = False, observer: StudyObserver | None = None, forked: bool = True) -> StudyResult:
         """Runs the study to its end.
 
-        A trial that fails says why in its row, and the others go on. Ctrl-C and SIGTERM end the run after the turns
-        under way; the result then says `interrupted`, and `resume` goes on from there, as it does after any death.
+        A trial that fails has the reason in its row; the others continue. Ctrl-C and SIGTERM end the run after the
+        current turns: the result then says `interrupted`, and `resume` continues from there, as after any crash.
 
         Args:
-            resume: go on from what the output folder holds.
-            observer: is told what happens.
-            forked: workers are forks of this program and know all that it knows. A program that starts with
-                `if __name__ == "__main__"` and tells its trials in words may say False.
+            resume: continue from the output folder.
+            observer: called when something happens.
+            forked: workers are forks of this program and have all its functions. False: they are processes of their
+                own, which needs trials that can be pickled, and a program with `if __name__ == "__main__"`.
 
         Raises:
             StudyError: the folder holds another study, or one that was not to be resumed.
         """
         from pipefit.study.execute.study_run import StudyRun
 
-        run = StudyRun(
-            self.spec,
-            define=self._define,
-            search=self._search,
-            observer=observer,
-            resume=resume,
-            forked=forked,
-        )
+        search = {"define": self._define, "search": self._search}
+        run = StudyRun(self.spec, **search, observer=observer, resume=resume, forked=forked)
         result = run.run()
         self.stopped_by = run.stopped_by
         return result

@@ -1,27 +1,37 @@
-"""Study files: TOML in, a checked study out."""
+"""Study files: TOML in, a checked study out. Python takes the same options by the same names."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import nearest
+from pipefit.errors import PipefitError, nearest
 from pipefit.spec.files import parse_toml, read_text
 from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Rule
 from pipefit.study.trial import StudyError, StudySpec, Trial, file_name
 from pipefit.units import parse_quantity
 
-__all__ = ["grid", "load_study", "rule_of", "study_of"]
+__all__ = ["grid", "load_study", "rule_of", "spec_of", "study_of"]
 
 _FORMAT = "pipefit.study/1"
-_STUDY = ("format", "name", "workers", "policy", "device_memory", "memory", "tier", "threads", "output", "device")
-_TABLES = ("grid", "trials", "stop")
+_BYTES = {"device_memory": "device_memory_bytes", "memory": "tier_bytes"}
+_STUDY = (*_BYTES, *(f.name for f in fields(StudySpec) if f.name != "trials" and f.name not in _BYTES.values()))
 _TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
 _OPTIONS = "options"
+
+
+@contextlib.contextmanager
+def _at(where: str) -> Iterator[None]:
+    """Errors inside name the place."""
+    try:
+        yield
+    except PipefitError as problem:
+        raise StudyError(f"{where}: {problem}") from None
 
 
 def load_study(path: str | Path) -> StudySpec:
@@ -31,37 +41,44 @@ def load_study(path: str | Path) -> StudySpec:
         PipefitError: it is missing or not TOML, a key is unknown (the nearest is suggested), or a value does not fit.
     """
     data = parse_toml(read_text(path), StudyError, str(path))
-    found = data.get("format", _FORMAT)
+    found = data.pop("format", _FORMAT)
     if found != _FORMAT:
         raise StudyError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')
     return study_of(data, str(path))
 
 
 def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
-    """A study from what its file says.
+    """A study from the data of its file.
 
     Raises:
-        PipefitError: with `where` and the key.
+        StudyError: with `where` and the key.
     """
-    _known(data, (*_STUDY, *_TABLES, *_TRIAL), where)
-    trials = tuple(_trials(data, where))
-    _different(trials, where)
-    try:
-        return StudySpec(
-            trials,
-            workers=data.get("workers", 2),
-            policy=data.get("policy", "lrtf"),
-            device_memory_bytes=_bytes(data, "device_memory", where),
-            tier=data.get("tier", "disk"),
-            tier_bytes=_bytes(data, "memory", where),
-            threads=data.get("threads", 0),
-            stop=rule_of(data["stop"], f"{where}: stop") if "stop" in data else None,
-            output=_text(data, "output", f"runs/{data.get('name', 'study')}", where),
-            name=_text(data, "name", "study", where),
-            device=_text(data, "device", "", where),
-        )
-    except StudyError as problem:
-        raise problem if str(problem).startswith(where) else StudyError(f"{where}: {problem}") from None
+    with _at(where):
+        _check_keys(data, (*_STUDY, "grid", "trials", *_TRIAL))
+        trials = _trials(data)
+        _check_different(trials)
+        options = {key: data[key] for key in _STUDY if key in data}
+        return spec_of(trials, {"output": f"runs/{data.get('name', 'study')}", **options})
+
+
+def spec_of(trials: Sequence[Trial], options: Mapping[str, Any]) -> StudySpec:
+    """A study of trials, with options by the names of a study file; None is as good as left out.
+
+    Raises:
+        PipefitError: an unknown option, or a value that does not fit.
+    """
+    _check_keys(options, _STUDY)
+    given = {_BYTES.get(key, key): value for key, value in options.items() if value is not None}
+    for key, name in _BYTES.items():
+        if name in given:
+            given[name] = parse_quantity(given[name], "bytes", key)
+            if not 0 < given[name] < float("inf"):
+                raise StudyError(f"{key}: expected more than 0 bytes, got {options[key]!r}")
+    if isinstance(given.get("output"), Path):
+        given["output"] = str(given["output"])
+    if isinstance(stop := given.get("stop"), str | Mapping):
+        given["stop"] = rule_of({"rule": stop} if isinstance(stop, str) else stop)
+    return StudySpec(tuple(trials), **given)
 
 
 def grid(space: Mapping[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:
@@ -70,125 +87,104 @@ def grid(space: Mapping[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:
     >>> [point for point in grid({"lr": [0.1, 0.2], "batch": [8]})]
     [{'lr': 0.1, 'batch': 8}, {'lr': 0.2, 'batch': 8}]
     """
-    keys = list(space)
-    for values in itertools.product(*(list(space[key]) for key in keys)):
-        yield dict(zip(keys, values, strict=True))
+    for values in itertools.product(*space.values()):
+        yield dict(zip(space, values, strict=True))
 
 
-def rule_of(data: Any, where: str = "stop") -> Rule:
+@_at("stop")
+def rule_of(data: Any) -> Rule:
     """A stopping rule from its table: `rule`, and the rule's own numbers.
 
     Raises:
         StudyError: an unknown rule or key, or a number that does not fit.
     """
     if not isinstance(data, Mapping) or "rule" not in data:
-        raise StudyError(f"{where}: expected a table with rule = {' or '.join(map(repr, RULES))}")
+        raise StudyError(f"expected a table with rule = {' or '.join(map(repr, RULES))}")
     kind = RULES.get(str(data["rule"]))
     if kind is None:
-        raise StudyError(f"{where}: unknown rule {data['rule']!r}; {nearest(str(data['rule']), RULES)}")
+        raise StudyError(f"unknown rule {data['rule']!r}; {nearest(str(data['rule']), RULES)}")
     numbers = {key: value for key, value in data.items() if key != "rule"}
-    parameters = inspect.signature(kind).parameters
-    _known(numbers, tuple(parameters), where)
+    _check_keys(numbers, inspect.signature(kind).parameters)
     for key, value in numbers.items():
         if key == "on":
             if value not in (LOSS, HELD_OUT):
-                raise StudyError(f"{where}: on: expected {LOSS!r} or {HELD_OUT!r}, got {value!r}")
+                raise StudyError(f"on: expected {LOSS!r} or {HELD_OUT!r}, got {value!r}")
             continue
         least = {"factor": 2, "min_steps": 0, "least": 0}.get(key, 1)
         fits = isinstance(value, int) or (isinstance(value, float) and key == "least")
         if not fits or isinstance(value, bool) or value < least:
-            raise StudyError(f"{where}: {key}: expected a number of at least {least}, got {value!r}")
+            raise StudyError(f"{key}: expected a number of at least {least}, got {value!r}")
     return kind(**numbers)
 
 
-def _trials(data: Mapping[str, Any], where: str) -> Iterator[Trial]:
+def _trials(data: Mapping[str, Any]) -> list[Trial]:
     shared = {key: data[key] for key in _TRIAL if key in data}
     listed = data.get("trials", [{}])
     if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
-        raise StudyError(f"{where}: trials: expected [[trials]] tables, one for each trial")
-    space = _space(data["grid"], f"{where}: grid") if "grid" in data else {}
-    for index, own in enumerate(listed):
-        place = f"{where}: trials[{index}]" if "trials" in data else where
-        _known(own, ("name", *_TRIAL), place)
-        for point in grid(space):
-            yield _trial(shared, own, point, place, alone=not space)
+        raise StudyError("trials: expected [[trials]] tables, one for each trial")
+    space = _space(data["grid"]) if "grid" in data else {}
+    found = []
+    for index, listed_trial in enumerate(listed):
+        with _at(f"trials[{index}]") if "trials" in data else contextlib.nullcontext():
+            _check_keys(listed_trial, ("name", *_TRIAL))
+            found += [_trial(shared, listed_trial, point) for point in grid(space)]
+    return found
 
 
-def _space(given: Any, where: str) -> dict[str, list[Any]]:
+@_at("grid")
+def _space(given: Any) -> dict[str, list[Any]]:
     """The lists of a grid; those of the model's options as `options.NAME`."""
     if not isinstance(given, dict) or not given:
-        raise StudyError(f"{where}: expected a table of lists, such as lr = [1e-3, 3e-4], got {given!r}")
+        raise StudyError(f"expected a table of lists, such as lr = [1e-3, 3e-4], got {given!r}")
     space: dict[str, Any] = {}
     for key, values in given.items():
         nested = key == _OPTIONS and isinstance(values, dict)
-        space |= {f"{_OPTIONS}.{name}": own for name, own in values.items()} if nested else {key: values}
+        space |= {f"{_OPTIONS}.{name}": listed for name, listed in values.items()} if nested else {key: values}
     for key, values in space.items():
         head, _, option = key.partition(".")
-        _known({head: values}, _TRIAL, where)
+        _check_keys([head], _TRIAL)
         if (head == _OPTIONS) != bool(option):
-            raise StudyError(f"{where}: {key}: options of the model stand by name, as in options.width = [64, 128]")
+            raise StudyError(f"{key}: options of the model stand by name, as in options.width = [64, 128]")
         if not isinstance(values, list) or not values:
-            raise StudyError(f"{where}: {key}: expected a list of values, as in lr = [1e-3, 3e-4], got {values!r}")
+            raise StudyError(f"{key}: expected a list of values, as in lr = [1e-3, 3e-4], got {values!r}")
     return space
 
 
-def _different(trials: Iterable[Trial], where: str) -> None:
+def _check_different(trials: Iterable[Trial]) -> None:
     """Refuses a training that is listed twice: it would give the same numbers twice."""
     seen: dict[str, str] = {}
     for number, trial in enumerate(trials):
-        name, what = file_name(number, trial), {**trial.told(), "name": "", "values": {}}
-        before = seen.setdefault(repr(sorted(what.items())), name)
+        name, training = file_name(number, trial), {**trial.as_dict(), "name": "", "values": {}}
+        before = seen.setdefault(repr(sorted(training.items())), name)
         if before != name:
-            raise StudyError(f"{where}: {before} and {name} are the same training: change a value, or its seed")
+            raise StudyError(f"{before} and {name} are the same training: change a value, or its seed")
 
 
-def _trial(
-    shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str, Any], where: str, alone: bool
-) -> Trial:
-    options = {**_table(shared.get(_OPTIONS, {}), where), **_table(own.get(_OPTIONS, {}), where)}
-    settings = {**shared, **{key: value for key, value in own.items() if key != _OPTIONS}}
-    values = {key: value for key, value in own.items() if key not in ("name", _OPTIONS)}
-    values |= _table(own.get(_OPTIONS, {}), where)
+def _trial(shared: Mapping[str, Any], listed: Mapping[str, Any], point: Mapping[str, Any]) -> Trial:
+    """A trial: the settings of all, its own over them, and those of a point of the grid over both."""
+    options = [table.get(_OPTIONS, {}) for table in (shared, listed)]
+    for value in options:
+        if not isinstance(value, dict):
+            raise StudyError(f"{_OPTIONS}: expected a table such as {{layers = 4}}, got {value!r}")
+    settings = {**shared, **listed, _OPTIONS: options[0] | options[1]}
+    values = {key: value for key, value in listed.items() if key not in ("name", _OPTIONS)} | options[1]
     for key, value in point.items():
         head, _, option = key.partition(".")
-        if head == _OPTIONS:
-            options[option] = value
+        if option:
+            settings[head][option] = value
         else:
             settings[key] = value
         values[option or key] = value
-    name = settings.pop("name", "")
-    if name and not alone:
-        name = "-".join([str(name), *(f"{key.rpartition('.')[2]}={value}" for key, value in point.items())])
+    if settings.get("name") and point:
+        parts = (f"{key.rpartition('.')[2]}={value}" for key, value in point.items())
+        settings["name"] = "-".join([str(settings["name"]), *parts])
     if isinstance(settings.get("data"), list):
         settings["data"] = tuple(settings["data"])
-    try:
-        return Trial(**{**settings, "name": name, _OPTIONS: options, "values": values})
-    except StudyError as problem:
-        raise StudyError(f"{where}: {problem}") from None
+    return Trial(**settings, values=values)
 
 
-def _table(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise StudyError(f"{where}: {_OPTIONS}: expected a table such as {{layers = 4}}, got {value!r}")
-    return dict(value)
-
-
-def _text(data: Mapping[str, Any], key: str, default: str, where: str) -> str:
-    value = data.get(key, default)
-    if not isinstance(value, str):
-        raise StudyError(f"{where}: {key}: expected text, got {value!r}")
-    return value
-
-
-def _bytes(data: Mapping[str, Any], key: str, where: str) -> float:
-    value = parse_quantity(data[key], "bytes", f"{where}: {key}") if key in data else 0.0
-    if key in data and not 0 < value < float("inf"):
-        raise StudyError(f"{where}: {key}: expected more than 0 bytes, got {data[key]!r}")
-    return value
-
-
-def _known(data: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+def _check_keys(given: Iterable[str], known: Iterable[str]) -> None:
     known = tuple(known)
-    for key in data:
+    for key in given:
         if key not in known:
-            raise StudyError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
+            raise StudyError(f"unknown key {key!r}; {nearest(key, known)}")

@@ -1,4 +1,4 @@
-"""Which trial's shard was on which device, as a picture and as a trace."""
+"""The timeline of a study, as a picture and as a trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["picture", "trace"]
 
 _LEFT, _TOP, _ROW, _GAP, _BAR, _ENTRY = 84, 64, 34, 12, 28, 190
 _MOST_BOXES = 3000
-"""Beyond these, turns of one trial that follow each other on a device are drawn as one box."""
+"""Beyond these, consecutive turns of one trial on a device are drawn as one box."""
 
 
 def picture(outcome: StudyTimeline, names: Sequence[str], num_devices: int, title: str = "", width: int = 1080) -> str:
@@ -61,10 +61,10 @@ def _top(device: int) -> int:
 
 
 def _box(turn: TimedTurn, name: str, x: Callable[[float], float]) -> str:
-    """A turn, and what it says to whoever rests on it."""
+    """A turn, and the tooltip of it."""
     y = _top(turn.device) + (_ROW - _BAR) // 2
     wide = max(x(turn.end_s) - x(turn.start_s) - 0.4, 0.3)
-    words = f"{name}, {_what(turn)}: {label_number(turn.start_s)} s to {label_number(turn.end_s)} s"
+    words = f"{name}, {_label(turn)}: {label_number(turn.start_s)} s to {label_number(turn.end_s)} s"
     return (
         f'<rect class="t{turn.trial}{" admit" if turn.step < 0 else ""}" x="{x(turn.start_s):.2f}" y="{y}" '
         f'width="{wide:.2f}" height="{_BAR}"><title>{escape(words)}</title></rect>'
@@ -81,24 +81,21 @@ def _legend(names: Sequence[str], columns: int, top: int) -> list[str]:
     return parts
 
 
-def _what(turn: TimedTurn) -> str:
+def _label(turn: TimedTurn) -> str:
     return "admission" if turn.step < 0 else f"step {turn.step + 1}, turn {turn.turn}"
 
 
 def _boxes(turns: Sequence[TimedTurn]) -> list[TimedTurn]:
     if len(turns) <= _MOST_BOXES:
         return list(turns)
-    merged: dict[int, TimedTurn] = {}
     boxes: list[TimedTurn] = []
-    for turn in sorted(turns, key=lambda turn: turn.start_s):
-        last = merged.get(turn.device)
-        if last is not None and last.trial == turn.trial and (last.step < 0) == (turn.step < 0):
-            merged[turn.device] = last._replace(end_s=turn.end_s)
-            continue
-        if last is not None:
-            boxes.append(last)
-        merged[turn.device] = turn
-    return boxes + list(merged.values())
+    for turn in sorted(turns, key=lambda turn: (turn.device, turn.start_s)):
+        kind = turn.device, turn.trial, turn.step < 0
+        if boxes and (boxes[-1].device, boxes[-1].trial, boxes[-1].step < 0) == kind:
+            boxes[-1] = boxes[-1]._replace(end_s=turn.end_s)
+        else:
+            boxes.append(turn)
+    return boxes
 
 
 def _axis(x: Callable[[float], float], span: float, bottom: int) -> list[str]:
@@ -111,7 +108,7 @@ def _axis(x: Callable[[float], float], span: float, bottom: int) -> list[str]:
 
 
 def _hue(index: int, dark: bool) -> str:
-    """Hues a golden angle apart, in two lightnesses, so that neighbours in the study differ in both."""
+    """Hues a golden angle apart, in two lightnesses, so that consecutive trials differ in both."""
     light = (62, 46)[index % 2] + (8 if dark else 0)
     return f"hsl({(index * 137.508 + 205) % 360:.0f},58%,{light}%)"
 
@@ -134,7 +131,7 @@ def _style(count: int) -> str:
 
 
 def trace(outcome: StudyTimeline, names: Sequence[str]) -> dict[str, Any]:
-    """The same as a Chrome trace, which Perfetto opens: a process per device."""
+    """The timeline as a Chrome trace, which Perfetto opens: a process per device."""
     items: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": device, "tid": 0, "args": {"name": f"device {device}"}}
         for device in sorted({turn.device for turn in outcome.turns})
@@ -142,7 +139,7 @@ def trace(outcome: StudyTimeline, names: Sequence[str]) -> dict[str, Any]:
     items += [
         {
             "ph": "X",
-            "name": f"{names[turn.trial]}: {_what(turn)}",
+            "name": f"{names[turn.trial]}: {_label(turn)}",
             "cat": names[turn.trial],
             "pid": turn.device,
             "tid": 0,

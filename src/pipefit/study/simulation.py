@@ -26,8 +26,8 @@ __all__ = [
 
 
 SLACK = 0.02
-"""Under `lrtf` a device stays with a trial that it has had while that is at most so much shorter than the longest: a
-share of all the remaining time, so that it is nothing in the end, where it would count."""
+"""Under `lrtf` a device keeps its last trial while that is at most so much shorter than the longest one: a share of the
+remaining time of all trials, which vanishes towards the end, where it would count."""
 
 
 class Ready(NamedTuple):
@@ -35,7 +35,7 @@ class Ready(NamedTuple):
 
     Attributes:
         number: of the trial, in the order of the study.
-        remaining_s: how long it would still take alone; infinite before it was ever measured.
+        remaining_s: in isolation; infinite until it was measured.
         last_turn: when it last had a turn, counted in turns of the study; −1: never.
         device: that had it last; −1: none.
     """
@@ -53,7 +53,7 @@ Policy = Callable[[Sequence[Ready], int], int | None]
 def lrtf(ready: Sequence[Ready], device: int) -> int | None:
     """Sharded-LRTF: the trial with the longest remaining time.
 
-    Among trials that are as good as equally long, the one that the device had last: its shards need not be read.
+    Among trials of almost the same length, the one that the device had last: its shards need not be read.
     Source: Hydra (PVLDB 2022) §4.
     """
     longest = max(ready, key=lambda trial: (trial.remaining_s, -trial.number))
@@ -75,10 +75,10 @@ def round_robin(ready: Sequence[Ready], device: int) -> int | None:
 
 
 def whole_task(ready: Sequence[Ready], device: int) -> int | None:
-    """A device keeps its trial to the end, then takes the next one nobody has begun: what studies do without shards."""
-    own = [trial.number for trial in ready if trial.device == device]
+    """A device keeps its trial to the end, then takes the next one that has not begun: a study without shards."""
+    kept = [trial.number for trial in ready if trial.device == device]
     new = [trial.number for trial in ready if trial.device < 0]
-    return min(own) if own else min(new, default=None)
+    return min(kept) if kept else min(new, default=None)
 
 
 POLICIES: Mapping[str, Policy] = {"lrtf": lrtf, "fifo": fifo, "round-robin": round_robin, "whole-task": whole_task}
@@ -89,7 +89,7 @@ POLICIES: Mapping[str, Policy] = {"lrtf": lrtf, "fifo": fifo, "round-robin": rou
 
 
 class TrialCost(NamedTuple):
-    """What a trial costs.
+    """The time of a trial's turns.
 
     Attributes:
         turns_s: seconds of each turn of one step, in their order.
@@ -103,7 +103,7 @@ class TrialCost(NamedTuple):
 
     @property
     def total_s(self) -> float:
-        """Alone, on a device of its own."""
+        """Seconds of the trial in isolation."""
         return self.admission_s + self.num_steps * sum(self.turns_s)
 
 
@@ -156,11 +156,11 @@ def lower_bound_s(totals_s: Sequence[float], num_devices: int) -> float:
 
 
 _MOST_TURNS = 6000
-"""On paper; more take seconds, and the makespan does not change by what people read."""
+"""Simulating more takes seconds, and changes no digit that people read."""
 
 
 def coarser(costs: Sequence[TrialCost], most: int = _MOST_TURNS) -> list[TrialCost]:
-    """The same trials in fewer turns, each as long as some that follow each other, where there are too many.
+    """The trials with consecutive turns merged, where there are more than `most`.
 
     >>> coarser([TrialCost((1.0, 2.0), 3)], most=2)
     [TrialCost(turns_s=(4.0, 5.0), num_steps=1, admission_s=0.0)]
@@ -177,7 +177,7 @@ def coarser(costs: Sequence[TrialCost], most: int = _MOST_TURNS) -> list[TrialCo
 
 
 class _Run:
-    """A trial on its way through the simulation."""
+    """A trial in the simulation."""
 
     def __init__(self, cost: TrialCost) -> None:
         self.turns = [(-1, 0, cost.admission_s)] if cost.admission_s else []
@@ -186,7 +186,7 @@ class _Run:
 
 
 def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "lrtf") -> StudyTimeline:
-    """Runs a study on paper, under exact knowledge of every turn's cost.
+    """Simulates a study whose turns take known times.
 
     Args:
         costs: of the trials, in the order of the study.

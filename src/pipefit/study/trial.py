@@ -1,4 +1,4 @@
-"""What a study is asked to do: trials, and what they share."""
+"""The request for a study: trials, and the options that they share."""
 
 from __future__ import annotations
 
@@ -13,18 +13,33 @@ from pipefit.errors import PipefitError, nearest
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule
 
-__all__ = ["OPTIMIZERS", "Admitted", "Job", "StudyError", "StudySpec", "Trial", "TurnDone", "file_name", "plain"]
+__all__ = [
+    "OPTIMIZERS",
+    "Admitted",
+    "Job",
+    "NoRoomError",
+    "StudyError",
+    "StudySpec",
+    "Trial",
+    "TurnDone",
+    "file_name",
+    "plain",
+]
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 """By name."""
 
 
 _LONGEST = 80
-"""Of names; what is cut off a longer one is made up for by a checksum, so that two do not become one."""
+"""Of names; a longer one ends with a checksum, so that two do not become one."""
 
 
 class StudyError(PipefitError):
     """A study file or a trial contradicts itself; the message names the place."""
+
+
+class NoRoomError(PipefitError):
+    """The tier is too full for a trial now."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Trial:
         loss: (output, target) → mean over the samples; for factories.
         data: a name or names as for `pipefit train --data`; or a callable from the step's number (from 0) to its
             (input, target).
-        held_out: gives the batches to judge by, each (input, target); for data that is a callable.
+        held_out: gives the held-out batches, each (input, target); for data that is a callable.
         evaluate: steps between evaluations on held-out data, of which the last step is one; 0: none. The trial is then
             scored by its last, in place of its losses.
         batch: samples per step, for data by name.
@@ -53,8 +68,8 @@ class Trial:
         scheduler: from an optimizer to its learning-rate schedule; None: by `warmup`.
         clip: largest global norm of the gradients; 0: none.
         seed: of weights, data and dropout.
-        shards: how many pieces the model is cut into; 0: as many as the device's memory asks for.
-        values: what tells the trial apart, for people.
+        shards: parts that the model is split into; 0: as many as the device's memory requires.
+        values: those in which the trial differs from others, for people.
     """
 
     name: str = ""
@@ -79,8 +94,8 @@ class Trial:
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
-        told = self.name or ", ".join(f"{key}={value}" for key, value in self.values.items())
-        who = f"trial {told}" if told else "trial"
+        label = self.name or ", ".join(f"{key}={value}" for key, value in self.values.items())
+        who = f"trial {label}" if label else "trial"
         self._check_kinds(who)
         for key in ("batch", "microbatches", "steps"):
             _whole(getattr(self, key), 1, f"{who}: {key}")
@@ -109,10 +124,9 @@ class Trial:
             hint = nearest(str(self.optimizer), OPTIMIZERS)
             raise StudyError(f"{who}: optimizer: unknown {self.optimizer!r}; {hint}")
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The trial as JSON data; callables by their names."""
-        data = {key: getattr(self, key) for key in self.__dataclass_fields__}
-        return {key: plain(value) for key, value in data.items()}
+        return {key: plain(value) for key, value in vars(self).items()}
 
 
 def _whole(value: object, least: int, where: str) -> None:
@@ -139,10 +153,10 @@ class StudySpec:
         trials: in the order in which they were given.
         workers: processes, one per device.
         policy: which trial a free worker takes; see `POLICIES`.
-        device_memory_bytes: what a shard may need on a device; 0: no limit, models are not cut for it.
+        device_memory_bytes: the most that a shard may need on a device; 0: no limit, models are not split for it.
         tier: "disk": trials live in the study's folder; "host": in shared memory, which is lost when the machine stops.
-        tier_bytes: what all trials may take there together; 0: what is free.
-        threads: CPU threads of each worker; 0: the cores divided among them.
+        tier_bytes: the most that all trials may take there together; 0: all that is free.
+        threads: CPU threads of each worker; 0: an equal share of the cores.
         stop: the rule that stops trials early; None: none does.
         output: the study's folder.
         name: for people.
@@ -167,6 +181,9 @@ class StudySpec:
         for trial in self.trials:
             if not isinstance(trial, Trial):
                 raise StudyError(f"trials: expected Trial objects, got {trial!r}; Study.load reads a study's file")
+        for key in ("name", "output", "device"):
+            if not isinstance(value := getattr(self, key), str):
+                raise StudyError(f"{key}: expected text, got {value!r}")
         if str(self.policy) not in POLICIES:
             raise StudyError(f"unknown policy {self.policy!r}; {nearest(str(self.policy), POLICIES)}")
         if self.tier not in ("disk", "host"):
@@ -177,14 +194,14 @@ class StudySpec:
         self._check_evaluations()
 
     def _check_evaluations(self) -> None:
-        """Scores are compared, so they must be of one kind; a rule must have what it looks at."""
-        told = {trial.evaluate > 0 for trial in self.trials}
-        if len(told) > 1:
-            raise StudyError("evaluate: some trials are judged on held-out data and some are not; say it for all")
+        """Scores are compared, so they must be of one kind; a rule needs the losses that it looks at."""
+        evaluates = {trial.evaluate > 0 for trial in self.trials}
+        if len(evaluates) > 1:
+            raise StudyError("evaluate: some trials are scored on held-out data and some are not; say it for all")
         if self.stop is None or getattr(self.stop, "on", LOSS) != HELD_OUT:
             return
-        if False in told:
-            raise StudyError(f"stop: on = {HELD_OUT!r} needs trials that evaluate: say every how many steps")
+        if False in evaluates:
+            raise StudyError(f"stop: on = {HELD_OUT!r} needs trials that evaluate: say after how many steps")
         first = getattr(self.stop, "first", 0)
         if any(first % trial.evaluate for trial in self.trials):
             raise StudyError(f"stop: first = {first}: trials must be evaluated there; evaluate must divide it")
@@ -193,30 +210,30 @@ class StudySpec:
         """Whether a trial that comes later fits in.
 
         Raises:
-            StudyError: it is judged otherwise than the others, or not as the stopping rule needs.
+            StudyError: it is scored otherwise than the others, or not as the stopping rule needs.
         """
         if not isinstance(trial, Trial):
             raise StudyError(f"define must give a Trial, got {type(trial).__name__}")
         alike = [replace(other, name=f"{number}") for number, other in enumerate((*others[:1], trial))]
         replace(self, trials=tuple(alike))
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The study as JSON data."""
-        data = {key: getattr(self, key) for key in self.__dataclass_fields__ if key not in ("trials", "stop")}
-        stop = None if self.stop is None else self.stop.told()
-        return {**data, "stop": stop, "trials": [trial.told() for trial in self.trials]}
+        stop = None if self.stop is None else {"rule": self.stop.name, **plain(vars(self.stop))}
+        options = {key: value for key, value in vars(self).items() if key not in ("trials", "stop")}
+        return {**options, "stop": stop, "trials": [trial.as_dict() for trial in self.trials]}
 
 
 class Admitted(NamedTuple):
-    """What is known of a trial once it is built.
+    """Figures of a trial that is built.
 
     Attributes:
         num_turns: of one step.
-        num_shards: it was cut into.
+        num_shards: parts of the model.
         parameters: of the model.
         tier_bytes: it takes on the tier.
         device_bytes: its largest shard needs on the device, by the profile; 0 where none was made.
-        step, turn: where it stands: in the middle, when the study goes on from earlier.
+        step, turn: the next ones; not the first where the study is resumed.
     """
 
     num_turns: int
@@ -229,20 +246,16 @@ class Admitted(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a device is to do next.
+    """The next job of a device.
 
     Attributes:
         kind: "admit" or "turn".
         trial: its number.
-        step: from 0.
-        turn: within the step.
-        num_turns: turns of the trial in a row; each is committed and reported by itself.
+        num_turns: consecutive turns of the trial; each is committed and reported on its own.
     """
 
     kind: str
     trial: int
-    step: int = -1
-    turn: int = 0
     num_turns: int = 1
 
 
@@ -251,7 +264,7 @@ class TurnDone(NamedTuple):
 
     Attributes:
         trial: its number.
-        step: of the trial that it belongs to.
+        step: of the trial, from 0.
         turn: within the step.
         start_s: when the device took it, in seconds of the machine's monotonic clock.
         end_s: when it was committed.

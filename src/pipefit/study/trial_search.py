@@ -1,7 +1,8 @@
-"""Ask and tell: who chooses the next trial's values may be anybody, for instance Optuna."""
+"""Searches by ask and tell, which choose the values of the next trial; for instance Optuna."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -19,22 +20,22 @@ class Search(Protocol):
         """The values of a further trial; None: none now (it is asked again when a trial has ended)."""
 
     def tell(self, values: Values, score: float | None) -> None:
-        """What became of a trial it chose: its score, lower is better; None: it failed."""
+        """Takes the score of a trial it chose, lower is better; None: it failed."""
 
     def again(self, values: Values) -> None:
-        """These it chose in an earlier run of the study, which is resumed: they are told later, and not to be asked."""
+        """Takes values that it chose before the study was resumed: `tell` follows, `ask` must not give them again."""
 
 
 class Listed:
-    """The simplest search: values from a list, whatever they give.
+    """The simplest search: values from a list.
 
     Attributes:
-        told: (values, score) of the trials that have ended.
+        scores: (values, score) of the trials that have ended.
     """
 
     def __init__(self, values: Iterable[Values]) -> None:
-        self._left = [dict(own) for own in values]
-        self.told: list[tuple[Values, float | None]] = []
+        self._left = [dict(chosen) for chosen in values]
+        self.scores: list[tuple[Values, float | None]] = []
 
     def ask(self) -> Values | None:
         """The next of the list."""
@@ -42,7 +43,7 @@ class Listed:
 
     def tell(self, values: Values, score: float | None) -> None:
         """Remembers it."""
-        self.told.append((values, score))
+        self.scores.append((values, score))
 
     def again(self, values: Values) -> None:
         """Takes them off the list."""
@@ -83,19 +84,17 @@ class OptunaSearch:
         return values
 
     def tell(self, values: Values, score: float | None) -> None:
-        """Passes the score on; a failed trial is told as failed."""
-        index = next(i for i, (own, _) in enumerate(self._open) if own == values)
+        """Passes the score on; a failed trial is reported as failed."""
+        index = next(i for i, (known, _) in enumerate(self._open) if known == values)
         _, trial = self._open.pop(index)
-        if score is None:
-            self._study.tell(trial, None, state=_failed(), skip_if_finished=True)
-        else:
-            self._study.tell(trial, score, skip_if_finished=True)
+        state = importlib.import_module("optuna.trial").TrialState.FAIL if score is None else None
+        self._study.tell(trial, score, state=state, skip_if_finished=True)
 
     def again(self, values: Values) -> None:
         """Finds the trial in Optuna's own storage, where that has lasted; else gives Optuna one of these values.
 
         Raises:
-            StudyError: Optuna does not come to these values: they are more or others than what it was asked for.
+            StudyError: Optuna does not give these values: there are more of them, or others, than it suggests.
         """
         self._left -= 1
         taken = {trial if isinstance(trial, int) else trial.number for _, trial in self._open}
@@ -107,13 +106,6 @@ class OptunaSearch:
         trial = self._study.ask()
         if dict(self._suggest(trial)) != dict(values):
             raise StudyError(
-                f"{dict(values)}: no trial of Optuna comes to these values; are they named as it names them?"
+                f"{dict(values)}: Optuna suggests other values for this trial; are they named as it names them?"
             )
         self._open.append((dict(values), trial))
-
-
-def _failed() -> Any:
-    """Optuna's word for it."""
-    import importlib
-
-    return importlib.import_module("optuna.trial").TrialState.FAIL

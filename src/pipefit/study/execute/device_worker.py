@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -17,29 +18,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipefit.errors import DamageError, PipefitError, TierError
-from pipefit.study.trial import Trial
+from pipefit.study.trial import NoRoomError, Trial
 
 __all__ = ["Order", "Settings", "damage_of", "reason_of", "work"]
 
 _KEPT_BYTES = 1 << 30
-"""What a worker keeps of trials between their turns where no limit is given for the device."""
+"""Bytes of trials that a worker keeps on its device between turns where no limit is given."""
 
 
 @dataclass
 class Settings:
-    """What a worker knows from the start.
+    """The data that a worker starts with.
 
     Attributes:
         number: of the worker, and of its device.
         threads: for computing.
         device: as torch names it; "": a GPU when there are some, else the CPU.
         capacity_bytes: of the device; 0: no limit.
-        folder: where trials have theirs.
-        log: what it prints goes there.
+        folder: of the trials' folders.
+        log: file of its output.
         trials: by number.
-        define: makes a trial of values, for those that a search chooses later.
+        define: makes a trial of values, for those that a search chooses later on.
         environment: of the study's process.
-        held: pipes of other workers, which a fork has and must close.
+        inherited: pipes of other workers, which a fork has and must close.
     """
 
     number: int
@@ -51,41 +52,40 @@ class Settings:
     trials: dict[int, Trial]
     define: Callable[[Mapping[str, Any]], Trial] | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    held: list[Any] = field(default_factory=list)
+    inherited: list[Any] = field(default_factory=list)
 
 
 class Order(NamedTuple):
-    """What a worker is to do.
+    """An order to a worker.
 
     Attributes:
         kind: "admit", "turn", "export" or "close".
         trial: its number.
         name: of the trial, and of its folder.
-        what: bytes of room on the tier, turns in a row, or the file to write.
-        values: of a trial that a search chose while this worker was at work already.
-        alive: the trials that go on; of the others nothing is kept.
+        argument: bytes of room on the tier, number of turns, or the file to write.
+        values: of a trial that a search chose.
+        alive: the trials that continue; nothing is kept of the others.
     """
 
     kind: str
     trial: int = -1
     name: str = ""
-    what: Any = None
+    argument: Any = None
     values: Mapping[str, Any] | None = None
     alive: frozenset[int] = frozenset()
 
 
 def work(settings: Settings, pipe: Connection) -> None:
-    """The process's main function: jobs come over the pipe, and what became of each goes back."""
-    # What a fork has brought along is not its to throw away: a group of processes, deleted where its threads are not,
-    # waits for them for ever.
+    """The main function of the process: orders come over the pipe, and their answers go back."""
+    # A fork must not delete the objects of its parent: a process group waits for ever for threads that are not here.
     gc.freeze()
     _settle(settings)
-    # OpenMP's threads belong to the thread that first computed with several. After a fork they are there on paper only,
-    # and that thread would wait for them for ever: another computes.
+    # OpenMP's threads belong to the thread that first computed with several. A fork does not have them, and that thread
+    # would wait for them for ever: another one computes.
     thread = threading.Thread(target=_work, args=(settings, pipe), name="pipefit-worker")
     thread.start()
     thread.join()
-    os._exit(1)  # it has raised; else it ends the process
+    os._exit(1)  # the thread has raised; else it ends the process
 
 
 def _work(settings: Settings, pipe: Connection) -> None:
@@ -96,7 +96,7 @@ def _work(settings: Settings, pipe: Connection) -> None:
     if settings.capacity_bytes:
         give_back_freed()
     torch.set_num_threads(settings.threads)
-    # The first optimizer of a process imports torch's compiler, which takes seconds: not in somebody's first turn.
+    # The first optimizer of a process imports torch's compiler, which takes seconds: not in the first turn.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
     import pipefit.study.execute.runner  # noqa: F401
 
@@ -105,31 +105,30 @@ def _work(settings: Settings, pipe: Connection) -> None:
     except RuntimeError as problem:
         pipe.send(("unfit", str(problem).splitlines()[0]))
         os._exit(1)
-    bench = _Bench(settings, device)
+    runners = _Runners(settings, device)
     pipe.send(("ready", os.getpid()))
     while True:
-        try:
+        with contextlib.suppress(EOFError, OSError):  # the study has ended
             order: Order = pipe.recv()
-        except (EOFError, OSError):
+            if order.kind != "close":
+                _follow(order, runners, pipe)
+                continue
+        os._exit(0)
+
+
+def _follow(order: Order, runners: _Runners, pipe: Connection) -> None:
+    """Reports turns one at a time; an order that comes meanwhile can only be to end."""
+    for _ in range(order.argument if order.kind == "turn" else 1):
+        answer = runners.answer(order)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send(answer)
+        if answer[0] != "turned" or pipe.poll():
             break
-        if order.kind == "close":
-            break
-        # Turns in a row are reported one by one; an order that comes meanwhile can only say to end.
-        for _ in range(order.what if order.kind == "turn" else 1):
-            answer = bench.answer(order)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            try:
-                pipe.send(answer)
-            except OSError:
-                os._exit(1)
-            if answer[0] != "turned" or pipe.poll():
-                break
-    os._exit(0)
 
 
 def _settle(settings: Settings) -> None:
-    """Signals are the study's to answer; the worker ends with it."""
+    """Leaves signals to the study; the worker ends with it."""
     import multiprocessing as mp
 
     from pipefit.runtime.signals import die_with, die_with_parent
@@ -139,7 +138,7 @@ def _settle(settings: Settings) -> None:
     die_with_parent()
     if (parent := mp.parent_process()) is not None:
         die_with(parent.sentinel)
-    for foreign in settings.held:  # pipes of other workers that a fork has brought along
+    for foreign in settings.inherited:
         foreign.close()
     os.environ.update(settings.environment)
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
@@ -151,94 +150,77 @@ def _settle(settings: Settings) -> None:
 def _device(settings: Settings) -> Any:
     import torch
 
-    asked = torch.device(settings.device) if settings.device else None
-    if asked is not None and asked.type == "cuda" and not torch.cuda.is_available():
+    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("torch sees no GPU on this machine")
-    if asked is not None and (asked.type != "cuda" or asked.index is not None):
-        return asked
-    if torch.cuda.is_available():
+    if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", settings.number % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+    return device
 
 
-class _Bench:
-    """What the worker has on its device."""
+class _Runners:
+    """The trials that the worker has on its device."""
 
     def __init__(self, settings: Settings, device: Any) -> None:
         self._settings, self._device = settings, device
-        self._live: OrderedDict[int, Any] = OrderedDict()
+        self._runners: OrderedDict[int, Any] = OrderedDict()
 
     def answer(self, order: Order) -> tuple[str, int, Any]:
-        """Does what it is told: the name of what came of it, the trial's number, and more."""
-        for number in self._live.keys() - order.alive - {order.trial}:
+        """Follows an order.
+
+        Returns:
+            "admitted", "turned" or "exported" with its result; else "no-room", "tier" or "failed" with the reason.
+        """
+        for number in self._runners.keys() - order.alive - {order.trial}:
             self._drop(number)
-        try:
-            return self._done(order)
-        except DamageError as problem:
-            self._drop(order.trial)
-            return "failed", order.trial, damage_of(problem)
-        except TierError as problem:
-            self._drop(order.trial)
-            return "tier", order.trial, str(problem)
-        except BaseException as problem:
-            traceback.print_exc()
-            self._drop(order.trial)
-            doing = "in a turn" if order.kind == "turn" else "while it was built"
-            return "failed", order.trial, reason_of(problem, doing)
-
-    def _done(self, order: Order) -> tuple[str, int, Any]:
-        self._make_room(order.trial)
-        if order.kind == "export":
-            return "exported", order.trial, self._of(order).export(order.what)
-        if order.kind == "admit":
-            return self._admit(order)
-        return "turned", order.trial, self._of(order).turn()
-
-    def _admit(self, order: Order) -> tuple[str, int, Any]:
-        from pipefit.study.execute.runner import NoRoomError
-
         start_s = time.monotonic()
         try:
-            found = self._of(order).admit(order.what)
+            self._make_room(order.trial)
+            runner = self._runner(order)
+            if order.kind == "export":
+                return "exported", order.trial, runner.export(order.argument)
+            if order.kind == "turn":
+                return "turned", order.trial, runner.turn()
+            return "admitted", order.trial, (runner.admit(order.argument), start_s, time.monotonic())
         except NoRoomError as problem:
-            self._drop(order.trial)
-            return "no-room", order.trial, str(problem)
-        return "admitted", order.trial, (found, start_s, time.monotonic())
+            kind, reason = "no-room", str(problem)
+        except DamageError as problem:
+            kind, reason = "failed", damage_of(problem)
+        except TierError as problem:
+            kind, reason = "tier", str(problem)
+        except BaseException as problem:
+            traceback.print_exc()
+            kind, reason = "failed", reason_of(problem, "in a turn" if order.kind == "turn" else "while it was built")
+        self._drop(order.trial)
+        return kind, order.trial, reason
 
-    def _of(self, order: Order) -> Any:
+    def _runner(self, order: Order) -> Any:
         from pipefit.study.execute.runner import TrialRunner
 
-        number = order.trial
-        if number not in self._live:
-            trial, place = self._trial(order), self._settings.folder / order.name
-            self._live[number] = TrialRunner(number, trial, place, self._device, self._settings.capacity_bytes)
-        self._live.move_to_end(number)
-        return self._live[number]
-
-    def _trial(self, order: Order) -> Trial:
-        """Told from the start, or made here of what a search has chosen since."""
-        if (known := self._settings.trials.get(order.trial)) is not None:
-            return known
-        assert self._settings.define is not None and order.values is not None
-        return self._settings.define(order.values)
+        settings, number = self._settings, order.trial
+        if number not in self._runners:
+            trial = settings.trials.get(number)
+            if trial is None:  # a search chose it after this worker began
+                assert settings.define is not None and order.values is not None
+                trial = settings.define(order.values)
+            folder = settings.folder / order.name
+            self._runners[number] = TrialRunner(number, trial, folder, self._device, settings.capacity_bytes)
+        self._runners.move_to_end(number)
+        return self._runners[number]
 
     def _make_room(self, number: int) -> None:
-        """Under a limit the device holds one shard; else those that had turns last."""
+        """Releases shards of other trials: under a limit all of them, else those that had no turn for longest."""
         allowed = 0 if self._settings.capacity_bytes else _KEPT_BYTES
-        held = sum(live.held_bytes for live in self._live.values())
-        for other, live in self._live.items():
-            if held <= allowed:
-                break
-            if other != number:
-                held -= live.held_bytes
-                live.forget()
+        held = sum(runner.held_bytes for runner in self._runners.values())
+        for other, runner in self._runners.items():
+            if other != number and held > allowed:
+                held -= runner.held_bytes
+                runner.release()
 
     def _drop(self, number: int) -> None:
-        live = self._live.pop(number, None)
-        if live is not None:
-            live.close()
+        if runner := self._runners.pop(number, None):
+            runner.close()
 
 
 def damage_of(problem: DamageError) -> str:
@@ -250,9 +232,9 @@ def reason_of(problem: BaseException, doing: str) -> str:
     """Why a trial failed, in a line or two."""
     if isinstance(problem, PipefitError):
         return str(problem)
-    words = str(problem)
-    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "allocate memory" in words:
-        return f"out of memory: {words.splitlines()[0] if words else 'the process got no more'}"
+    text = str(problem)
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "allocate memory" in text:
+        return f"out of memory: {text.splitlines()[0] if text else 'the process got no more'}"
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(problem).__name__} {doing}: {words or 'without a word'}{place}"
+    return f"{type(problem).__name__} {doing}: {text or 'no message'}{place}"

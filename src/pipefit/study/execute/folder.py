@@ -1,4 +1,4 @@
-"""The folder of a study: which one it is, that nobody else is at work in it, and where trials live between turns."""
+"""The folder of a study: its definition, a lock against other runs, and the place of trials between turns."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["StudyFolder"]
 
 _FORMAT, _CHOSEN = "pipefit.study/2", "pipefit.study-chosen/1"
 _PATIENCE_S = 2.0
-"""For so long another run may take to let go of the folder: one that was just killed."""
+"""Seconds that another run, which was just killed, may take to release the folder."""
 
 
 class StudyFolder:
-    """An open folder; nobody else can open it until it is closed.
+    """An open folder; no other run can open it until it is closed.
 
     Args:
         spec: the study.
@@ -58,7 +58,7 @@ class StudyFolder:
     def _open(self, spec: StudySpec, resume: bool) -> None:
         if resume:
             before = _reread(self._file, _FORMAT)
-            given = json.loads(json.dumps(spec.told()))
+            given = json.loads(json.dumps(spec.as_dict()))
             for key in ("trials", "stop", "tier"):
                 if before.get(key) != given[key]:
                     raise StudyError(f"{self.path} holds another study: its {key} differ; give another output")
@@ -66,10 +66,10 @@ class StudyFolder:
         elif self._file.exists():
             raise StudyError(f"{self.path} holds a study already: resume it (--resume), or give another output")
         elif spec.tier == "disk" and self.state.exists():
-            raise StudyError(f"{self.state} is there already, and is no study's: give another output")
+            raise StudyError(f"{self.state} is there already, and belongs to no study: give another output")
         else:
             shutil.rmtree(self.state, ignore_errors=True)
-        write_sealed(self._file, {"format": _FORMAT, "state": str(self.state), **spec.told()}, indent=1)
+        write_sealed(self._file, {"format": _FORMAT, "state": str(self.state), **spec.as_dict()}, indent=1)
         _make(self.logs)
         _make_own(self.state)
 
@@ -79,7 +79,7 @@ class StudyFolder:
 
     @property
     def logs(self) -> Path:
-        """What workers print; absolute."""
+        """Output of the workers; absolute."""
         return self.path.absolute() / "logs"
 
     @property
@@ -93,8 +93,10 @@ class StudyFolder:
         return float(shutil.disk_usage(self.state).free)
 
     def choose(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Keeps what a search has chosen so far."""
-        write_sealed(self.path / "chosen.json", {"format": _CHOSEN, "chosen": [plain(own) for own in values]}, indent=1)
+        """Writes the values that a search has chosen so far."""
+        write_sealed(
+            self.path / "chosen.json", {"format": _CHOSEN, "chosen": [plain(chosen) for chosen in values]}, indent=1
+        )
 
     def chosen(self) -> list[dict[str, Any]]:
         """The trials that a search chose in an earlier run."""
@@ -108,7 +110,7 @@ class StudyFolder:
         shutil.rmtree(self.state / trial if trial else self.state, ignore_errors=True)
 
     def close(self) -> None:
-        """Lets others in."""
+        """Lets other runs open it."""
         self._lock.close()
 
 
@@ -125,11 +127,11 @@ def _reread(path: Path, form: str) -> dict[str, Any]:
 
 
 def _check_cut(before: float, now: float) -> None:
-    """Refuses less memory than trials were cut for: shards stay as they are."""
+    """Refuses less memory than trials were split for: shards stay as they are."""
     if now and not 0 < before <= now:
         was = f"for {format_bytes(before)} of" if before else "without a limit on"
         raise StudyError(
-            f"device_memory: the trials of this study were cut {was} device memory, {format_bytes(now)} are less; "
+            f"device_memory: the trials of this study were split {was} device memory, {format_bytes(now)} are less; "
             "allow as much, or give another output"
         )
 
@@ -142,7 +144,7 @@ def _make(place: Path) -> None:
 
 
 def _make_own(place: Path) -> None:
-    """Makes a folder that nobody else can write to, or checks that the one that is there is such a folder.
+    """Makes a folder that no other user can write to, or checks that the one that is there is such a folder.
 
     Shared memory is one place for all users of a machine, and the folder's name there can be guessed.
     """
@@ -157,7 +159,7 @@ def _make_own(place: Path) -> None:
 
 
 def _locked(path: Path) -> IO[Any]:
-    """A file that this process has for itself; the lock goes with the process, however it ends."""
+    """A locked file; the lock ends with the process, however that ends."""
     try:
         file = (path / ".lock").open("a")
     except OSError as problem:

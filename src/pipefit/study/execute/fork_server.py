@@ -7,8 +7,8 @@ import torch
 import pipefit.profiling
 import pipefit.study.execute.runner  # noqa: F401
 
-# The first product of tensors without memory loads what knows their shapes.
+# The first product of tensors on the meta device loads the modules that compute shapes.
 _heads = torch.empty(1, 1, 2, 2, device="meta", requires_grad=True)
 torch.nn.functional.scaled_dot_product_attention(_heads, _heads, _heads).sum().backward()
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is the study's to answer
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the study handles it

@@ -14,6 +14,9 @@ import torch
 
 from pipefit.ir.op import Kind, Op
 from pipefit.runtime.compiled import CompiledRank, compile_rank
+from pipefit.runtime.engine import Engine
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition
 from pipefit.spill.arena import Arena
@@ -52,6 +55,7 @@ class OpenTrial:
         recipe: as given.
         program: of a step.
         worker: the rank.
+        engine: of that one rank.
         spilling: of the rank.
         step: of the last commit that was read or written.
         state: of that commit; changed in place until the next.
@@ -96,6 +100,7 @@ class OpenTrial:
                 store.attach(self.spilling.arena, self.tier, lanes)
                 store.hold(0)
         self.worker = Worker.create(0, training, layers, {}, device, self.spilling)
+        self.engine = Engine([self.worker], len(layers), Session(0, 1, None, Progress()), device)
         self.resident = ResidentState(self.worker, shared)
 
     def _reserve(self) -> None:

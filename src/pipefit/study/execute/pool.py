@@ -1,4 +1,4 @@
-"""The workers' processes: started, spoken to, found dead, started again."""
+"""The workers' processes: how they are started, reached, and replaced when they die."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _GRACE_S = 10.0
 class Pool:
     """One process per device.
 
-    Trials told in words run in processes from a server that has torch loaded; what a program of the user's has in its
-    hands (closures, classes of a notebook) is known to a copy of that program alone, so workers are then forks of it.
+    Functions of a user's program that cannot be pickled (closures, classes of a notebook) exist in copies of that
+    program only, so its workers are forks. Others come from a server that has torch loaded.
 
     Args:
         settings: of each worker.
@@ -56,8 +56,10 @@ class Pool:
 
     def _start(self, number: int) -> None:
         ours, theirs = self._context.Pipe()
-        held = [pipe for pipe in self._pipes if pipe is not None and not pipe.closed] + [ours] if self._forked else []
-        settings = replace(self._settings[number], held=held)
+        inherited = (
+            [pipe for pipe in self._pipes if pipe is not None and not pipe.closed] + [ours] if self._forked else []
+        )
+        settings = replace(self._settings[number], inherited=inherited)
         process = self._context.Process(target=work, args=(settings, theirs), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks of programs with threads
@@ -66,7 +68,7 @@ class Pool:
             except EOFError:
                 raise PipefitError(f"worker {number} did not start: the process that starts workers has died") from None
             except (pickle.PicklingError, AttributeError, TypeError) as problem:
-                raise PipefitError(f"workers that are no forks must be told trials in words: {problem}") from None
+                raise PipefitError(f"workers that are no forks need trials that can be pickled: {problem}") from None
         theirs.close()
         self._processes[number], self._pipes[number] = process, ours
 
@@ -82,7 +84,7 @@ class Pool:
             raise PipefitError(f"worker {number} did not start; its log: {settings.log}")
 
     def send(self, number: int, order: Order) -> None:
-        """Gives a worker an order; that it is dead is noticed when its answer is awaited."""
+        """Sends an order to a worker; where that has died, `answers` says so."""
         with contextlib.suppress(OSError):
             self._pipes[number].send(order)
 
@@ -97,21 +99,21 @@ class Pool:
                 yield number, None
 
     def answer(self, number: int) -> tuple[Any, ...] | None:
-        """What a worker answers, however long it takes; None: it died."""
+        """The answer of a worker, however long it takes; None: it died."""
         while True:
             for _, answer in self.answers({number}, 1.0):
                 return answer
 
     def how_it_died(self, number: int) -> str:
-        """In words."""
+        """The way a worker ended, for people."""
         self._processes[number].join(2.0)
         code = self._processes[number].exitcode
         if code is None:
-            return "gone silent"
+            return "no answer"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def close(self, grace_s: float = _GRACE_S) -> None:
-        """Ends all: those that are at work get a little time."""
+        """Ends all workers; those that are busy get a little time."""
         for number in range(len(self._processes)):
             self.send(number, Order("close"))
         deadline = time.monotonic() + grace_s

@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.optim import OPTIM, by_parameter, optimization_of, restore_optimizer, trained_of
+from pipefit.checkpoint.optim import OPTIM, by_parameter, optimization_of, optimizer_tensors, restore_optimizer
 from pipefit.runtime.worker import Worker
 from pipefit.stage.split import NamedLayer
 
@@ -46,7 +46,7 @@ def shared_parameters(layers: Mapping[int, Sequence[NamedLayer]]) -> set[int]:
 
 
 class ResidentState:
-    """Takes the resident state of shards apart and puts it back.
+    """Packs the resident state of shards, and restores it.
 
     Args:
         worker: that has all shards of the trial as its stages.
@@ -55,76 +55,64 @@ class ResidentState:
 
     def __init__(self, worker: Worker, shared: set[int]) -> None:
         self._worker = worker
-        self._buffers: dict[int, list[tuple[nn.Module, str, str]]] = {}
-        self._shared: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        self._homes: dict[int, set[int]] = {}
+        self._buffers: dict[int, dict[str, tuple[nn.Module, str]]] = {stage: {} for stage in worker.stages}
+        self._shared: dict[int, dict[str, nn.Parameter]] = {stage: {} for stage in worker.stages}
+        self._homes = {stage: {stage} for stage in worker.stages}
         first: dict[object, int] = {}
         for stage in worker.stages:
-            self._homes[stage] = {stage}
-            self._buffers[stage] = []
-            self._shared[stage] = []
             for module, key, name, tensor in _tensors(worker.stages[stage].layers):
-                is_buffer = not isinstance(tensor, nn.Parameter)
-                if not is_buffer and id(tensor) not in shared:
+                is_shared = isinstance(tensor, nn.Parameter) and id(tensor) in shared
+                if isinstance(tensor, nn.Parameter) and not is_shared:
                     continue
-                identity = (id(module), key) if is_buffer else id(tensor)
-                home = first.setdefault(identity, stage)
+                home = first.setdefault(id(tensor) if is_shared else (id(module), key), stage)
                 self._homes[stage].add(home)
                 if home != stage:
                     continue
-                if is_buffer:
-                    self._buffers[stage].append((module, key, name))
-                elif all(tensor is not known for _, known in self._shared[stage]):
-                    self._shared[stage].append((name, tensor))
+                if not isinstance(tensor, nn.Parameter):
+                    self._buffers[stage][name] = module, key
+                elif all(tensor is not known for known in self._shared[stage].values()):
+                    self._shared[stage][name] = tensor
 
     def homes(self, stage: int) -> set[int]:
-        """The shards whose state a shard needs: its own, and those that what it shares belongs to."""
+        """The shards whose resident state a shard needs: itself, and the owners of what it shares."""
         return self._homes[stage]
 
     def has_tensors(self, stage: int) -> bool:
-        """Whether a forward or backward may change the state of a shard, and not its step alone."""
+        """Whether a forward or backward may change the state of a shard, in addition to its step."""
         return bool(self._buffers[stage] or self._shared[stage])
 
     def pack(self, stage: int) -> bytes:
         """The resident state of a shard whose records are all on the tier."""
         worker = self._worker
-        tensors = {_BUFFER + name: module._buffers[key] for module, key, name in self._buffers[stage]}
+        tensors = {_BUFFER + name: module._buffers[key] for name, (module, key) in self._buffers[stage].items()}
         for place, norm in enumerate(worker.stages[stage].batchnorms):
             tensors[f"{_SUMS}{place}"] = norm.gathered(0)
-        for name, parameter in self._shared[stage]:
+        for name, parameter in self._shared[stage].items():
             tensors |= {_WEIGHT + name: parameter.detach(), _GRADIENT + name: parameter.grad}
         store = worker.spilling.stores[stage] if worker.spilling else None
         assert store is not None
-        elsewhere = store.stand_ins
-        tensors |= {name: value for name, value in self._states(stage) if value.data_ptr() not in elsewhere}
+        states = optimizer_tensors(worker, stage, all_ties=True)
+        tensors |= {name: value for name, value in states if value.data_ptr() not in store.stand_ins}
         known = sorted(store.states.known) if store.states is not None else []
         numbers = _Numbers(optimization_of(worker, [stage]), known)
         # Contiguous: one that is laid out otherwise comes back in the layout that stands there.
         kept = {name: t.to("cpu").contiguous() for name, t in tensors.items() if t is not None}
         return save(kept, {_HEAD: msgspec.json.encode(numbers).decode()})
 
-    def _states(self, stage: int) -> Iterator[tuple[str, Tensor]]:
-        optimizer = self._worker.optimizers.get(stage)
-        if optimizer is not None:
-            for name, master, _ in trained_of(self._worker, stage):
-                for key, value in optimizer.state.get(master, {}).items():
-                    if isinstance(value, Tensor):
-                        yield f"{OPTIM}{name}/{key}", value
-
     @torch.no_grad()
     def unpack(self, stage: int, data: bytes) -> None:
-        """Takes over what `pack` gave for a shard, in this process or another."""
+        """Restores a shard from the result of `pack`, in this process or another."""
         worker = self._worker
         numbers = msgspec.json.decode(_metadata(data)[_HEAD], type=_Numbers)
         tensors = load(data)
-        for module, key, name in self._buffers[stage]:
+        for name, (module, key) in self._buffers[stage].items():
             buffer = module._buffers[key]
             assert buffer is not None
             buffer.copy_(tensors[_BUFFER + name])
         for place, norm in enumerate(worker.stages[stage].batchnorms):
             sums = tensors.get(f"{_SUMS}{place}")
             norm._seen, norm._gathered = {}, {} if sums is None else {0: sums.to(worker.device)}
-        for name, parameter in self._shared[stage]:
+        for name, parameter in self._shared[stage].items():
             self._place(stage, parameter, tensors[_WEIGHT + name].to(worker.device))
             gradient = tensors.get(_GRADIENT + name)
             parameter.grad = None if gradient is None else gradient.to(worker.device)
@@ -136,16 +124,16 @@ class ResidentState:
             restore_optimizer(worker, stage, numbers.optimization, states)()
 
     def _place(self, stage: int, parameter: nn.Parameter, data: Tensor) -> None:
-        """Makes a tensor the data of a shared weight, and of what the optimizer has in its place."""
+        """Makes a tensor the data of a shared weight, and of the optimizer's copy of it."""
         parameter.data = data
         for owned, master in zip(self._worker.owned[stage], self._worker.stores[stage].masters, strict=True):
             if owned.parameter is parameter:
                 master.data = data
 
     def release(self) -> None:
-        """Lets go of the memory of shared weights, their gradients and states, until they are unpacked again."""
+        """Releases the memory of shared weights, their gradients and states, until they are unpacked again."""
         for stage, shared in self._shared.items():
-            for _, parameter in shared:
+            for parameter in shared.values():
                 self._place(stage, parameter, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
                 parameter.grad = None
             if shared and stage in self._worker.optimizers:

@@ -22,39 +22,34 @@ from pipefit.errors import NonFiniteLossError, PipefitError
 from pipefit.ir.op import Op
 from pipefit.parallel.mesh import Mesh
 from pipefit.pipeline.evaluate import evaluate
+from pipefit.pipeline.losses import PendingLosses
 from pipefit.pipeline.tensor_parallel import TensorParallel
 from pipefit.runtime.compiled import CompiledRank
-from pipefit.runtime.engine import Engine
-from pipefit.runtime.executor import Execution, Feed
+from pipefit.runtime.engine import PassResult
+from pipefit.runtime.executor import Execution
 from pipefit.runtime.handlers import HANDLERS
-from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.microbatches import cut, feed_of, pair_of
 from pipefit.runtime.progress import Progress
-from pipefit.runtime.session import Session
 from pipefit.runtime.spill_handlers import PARKED
 from pipefit.runtime.transport import Message
 from pipefit.runtime.worker import Worker
-from pipefit.stage.payload import flatten
+from pipefit.stage.payload import read_structure
 from pipefit.study.execute.admission import Recipe, build_trial, on_meta, recipe_of
 from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.execute.trial_files import TrialState, has_state, read_state, write_loss
-from pipefit.study.trial import Admitted, Trial, TurnDone
+from pipefit.study.trial import Admitted, NoRoomError, Trial, TurnDone
 from pipefit.study.turns import Turn
 
-__all__ = ["NoRoomError", "TrialRunner"]
-
-
-class NoRoomError(PipefitError):
-    """The tier is too full for a trial now."""
+__all__ = ["TrialRunner"]
 
 
 class TrialRunner:
-    """A trial in a worker's process. All that must last lies in the trial's folder.
+    """A trial in a worker's process. Everything that must outlive the process is in the trial's folder.
 
     Args:
         number: in the study.
-        trial: what it is.
-        folder: its own, on the tier.
+        trial: its definition.
+        folder: of the trial, on the tier.
         device: where this worker computes.
         capacity_bytes: of the device; 0: no limit.
     """
@@ -69,10 +64,10 @@ class TrialRunner:
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def admit(self, room_bytes: float = math.inf) -> Admitted:
-        """Builds the trial, cuts it for the device and puts its state on the tier; or finds it there from earlier.
+        """Builds the trial, splits it for the device and writes its state to the tier; or finds it there.
 
         Raises:
-            InfeasibleError: it needs more memory than the device has, however it is cut.
+            InfeasibleError: it needs more memory than the device has, however it is split.
             NoRoomError: the tier has no room for it now.
         """
         opened = self._open() if has_state(self.folder) else self._begin(room_bytes)
@@ -99,7 +94,7 @@ class TrialRunner:
         return opened
 
     def _open(self) -> OpenTrial:
-        """The trial as the last commit has it, whoever made that."""
+        """The trial at its last commit, by whichever worker."""
         if self._opened is None:
             found = read_state(self.folder)
             if found is None:
@@ -114,16 +109,16 @@ class TrialRunner:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the device that this worker keeps for the trial between turns."""
+        """Bytes of the device that the trial holds between turns."""
         return self._opened.slot_bytes if self._opened is not None else 0
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Releases the device's memory; the tier has everything."""
         if self._opened is not None:
             self._opened.release()
 
     def close(self) -> None:
-        """Forgets the trial; what was not committed is lost."""
+        """Forgets the trial; turns that were not committed are lost."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.spilling.close()
@@ -148,17 +143,17 @@ class TrialRunner:
             ran_s = time.monotonic()
             loss, held_out = self._keep(opened, turn, run)
         except BaseException:
-            self.close()  # what the device holds is no longer what the tier has
+            self.close()  # the device no longer holds the state that the tier has
             raise
         if self.capacity_bytes and opened.resident.is_shared:
-            self.forget()
+            self.release()
         end_s = time.monotonic()
         read_s, write_s = ready_s - start_s + _copies_s(run, Op.FETCH), end_s - ran_s + _copies_s(run, Op.EVICT)
         return TurnDone(self.number, step, number, start_s, end_s, loss, held_out, read_s, write_s)
 
     def _execution(self, opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Execution:
         """The executor's state before a turn."""
-        state, worker, spilling = opened.state, opened.worker, opened.spilling
+        state, spilling = opened.state, opened.spilling
         opened.take_slots()
         opened.load_resident(turn.stage)
         store = spilling.stores[turn.stage]
@@ -167,40 +162,35 @@ class TrialRunner:
         store.reached = set(state.reached.get(turn.stage, ()))
         spilling.parts.clear()
         for stage, norms in state.norms.items():
-            spilling.parts[0, stage] = [_double(norm, self.device) for norm in norms]
-        worker.train(True)
-        feed = self._feed(opened)
-        transport = LocalTransport(0, Mailbox())
+            spilling.parts[0, stage] = [torch.tensor(norm, dtype=torch.float64, device=self.device) for norm in norms]
+        opened.worker.train(True)
+        batch, count = pair_of(opened.recipe.batch_at(opened.step)), self.trial.microbatches
+        # Shapes, which another process understands, in place of numbers that stand for them in this one.
+        shapes = [_shapes(part) for part in cut(batch[0], count)]
+        feed = replace(feed_of([batch], count, opened.step * count, "train"), signatures=shapes)
+        transport = opened.engine.transports[0]
         transport.begin(feed.signatures)
-        flags = {
-            (int(stage), signature): list(found)
-            for (stage, _, signature), found in ((key.partition(":"), found) for key, found in state.flags.items())
-        }
-        run = Execution(compiled, worker, transport, feed, flags, Progress())
-        for key, (marks, structure) in state.payloads.items():
-            kind, stage_name, mb = key.split(":")
-            run.values[PARKED + kind, int(stage_name), int(mb)] = Message([], list(marks), _structure(structure))
+        flags: dict[tuple[int, object], list[bool]] = {(stage, shape): found for stage, shape, found in state.flags}
+        run = Execution(compiled, opened.worker, transport, feed, flags, Progress())
+        for kind, stage, mb, marks, text in state.payloads:
+            structure = None if text is None else read_structure(text)
+            run.values[PARKED + kind, stage, mb] = Message([], list(marks), structure)
         if state.squares:
             run.norms[0] = torch.tensor(state.squares, dtype=torch.float64, device=self.device)
         return run
 
-    def _feed(self, opened: OpenTrial) -> Feed:
-        batch = pair_of(opened.recipe.batch_at(opened.step))
-        count = self.trial.microbatches
-        feed = feed_of([batch], count, opened.step * count, "train")
-        return replace(feed, signatures=[_shapes(part) for part in cut(batch[0], count)])
-
-    # ---- keeping it ------------------------------------------------------------------------------------------------
+    # ---- its commit -------------------------------------------------------------------------------------------------
 
     def _keep(self, opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
-        """Commits what the turn has made.
+        """Commits a turn.
 
         Returns:
             The step's loss when it is complete, and that on held-out data when it is due; else NaN.
         """
         state = opened.state
         if run.losses:
-            state.loss = _mean_loss(run, self.trial.microbatches)
+            result = PassResult(dict(run.losses), [run])
+            state.loss = PendingLosses(opened.engine, result, self.trial.microbatches, 1).wait()[0]
             if not math.isfinite(state.loss):
                 what = f"the loss of step {opened.step + 1} is {state.loss}"
                 raise NonFiniteLossError(f"{what}: lower the learning rate or clip the gradients")
@@ -219,45 +209,43 @@ class TrialRunner:
         if self.trial.evaluate:
             held_out = self._evaluate(opened)
         write_loss(self.folder, opened.step, loss, held_out)
-        state.turn, state.norms, state.squares, state.payloads, state.reached = 0, {}, [], {}, {}
+        state.turn, state.norms, state.squares, state.payloads, state.reached = 0, {}, [], [], {}
         opened.commit(opened.step + 1)
         return loss, held_out
 
     def _note(self, opened: OpenTrial, turn: Turn, run: Execution) -> None:
-        """What the turn leaves for the next, in addition to tensors."""
+        """Notes in the state what the next turn needs in addition to tensors."""
         state = opened.state
-        for (_, stage), norms in opened.spilling.parts.items():
-            state.norms[stage] = [float(norm) for norm in norms]
+        state.norms = {stage: [float(n) for n in norms] for (_, stage), norms in opened.spilling.parts.items()}
         if run.norms:
             state.squares = run.norms[0].tolist()
-        for (stage, signature), found in run.flags.items():
-            state.flags[f"{stage}:{signature}"] = list(found)
+        state.flags = [(stage, str(shape), list(found)) for (stage, shape), found in run.flags.items()]
         state.reached[turn.stage] = sorted(opened.spilling.stores[turn.stage].reached)
+        state.payloads = []
         for (kind, stage, mb), value in run.values.items():
             if kind.startswith(PARKED):
                 structure = None if value.structure is None else pytree.treespec_dumps(value.structure)
-                state.payloads[f"{kind.removeprefix(PARKED)}:{stage}:{mb}"] = list(value.flags), structure
+                state.payloads.append((kind.removeprefix(PARKED), stage, mb, list(value.flags), structure))
 
     def _evaluate(self, opened: OpenTrial) -> float:
         """The mean loss on held-out data after the step under way; NaN where it is not due."""
         done, every = opened.step + 1, self.trial.evaluate
         if done % every and done != self.trial.steps:
             return math.nan
-        recipe, worker = opened.recipe, opened.worker
+        recipe = opened.recipe
         assert recipe.held_out is not None
         for stage, store in opened.spilling.stores.items():
             opened.load_resident(stage)
             if store.num_updates != done:
                 store.hold(done)
-        engine = Engine([worker], len(worker.stages), Session(0, 1, None, Progress()), self.device)
         whole = TensorParallel.on(recipe.layers, Mesh())
-        loss, _ = evaluate(engine, opened.program.header, whole, recipe.held_out(), None, None)
+        loss, _ = evaluate(opened.engine, opened.program.header, whole, recipe.held_out(), None, None)
         return loss
 
     # ---- export ----------------------------------------------------------------------------------------------------
 
     def export(self, path: str) -> str:
-        """Writes the model's `state_dict` as a safetensors file; a weight of several names stands under each.
+        """Writes the model's `state_dict` as a safetensors file; a weight of several names is there under each.
 
         Raises:
             PipefitError: the trial has no state, or the file cannot be written.
@@ -265,10 +253,10 @@ class TrialRunner:
         opened = self._open()
         opened.take_slots()
         stand_ins: dict[str, Tensor] = {}
-        for stage, own in opened.worker.stages.items():
+        for stage, module in opened.worker.stages.items():
             opened.load_resident(stage)
             opened.spilling.stores[stage].hold(opened.step)
-            stand_ins |= own.state_dict()
+            stand_ins |= module.state_dict()
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{target.name}.writing")
@@ -284,35 +272,15 @@ class TrialRunner:
 
 def _weights(worker: Worker) -> Iterator[Tensor]:
     """Weights and buffers, a shard on the device at a time."""
-    for stage, own in worker.stages.items():
+    for stage, module in worker.stages.items():
         with worker.presence(stage):
-            yield from own.state_dict().values()
+            yield from module.state_dict().values()
 
 
 def _copies_s(run: Execution, op: Op) -> float:
     """Seconds of a turn's fetches or evictions."""
     ran = zip(run.compiled.instructions, run.starts, run.ends, strict=True)
     return sum(end - start for i, start, end in ran if i.op is op)
-
-
-def _structure(text: str | None) -> Any:
-    if text is None:
-        return None
-    single = flatten(torch.empty(0))[1]
-    spec = pytree.treespec_loads(text)
-    return single if spec == single else spec
-
-
-def _double(value: float, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64, device=device)
-
-
-def _mean_loss(run: Execution, num_microbatches: int) -> float:
-    """The mean loss of the step, added up as `Pipeline` does."""
-    table = torch.zeros(num_microbatches, dtype=torch.float64)
-    losses = dict(run.losses)
-    table[list(losses)] = torch.stack([loss.reshape(()).double() for loss in losses.values()]).cpu()
-    return float(table.view(1, -1).sum(1)[0])
 
 
 def _shapes(payload: Any) -> str:

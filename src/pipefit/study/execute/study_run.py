@@ -1,4 +1,4 @@
-"""The study itself: deals turns out to workers, keeps what ended, and can be stopped and resumed at any moment."""
+"""A run of a study: gives turns to workers, writes how trials ended, and can be stopped and resumed at any moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import write_json
@@ -21,7 +21,7 @@ from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
 from pipefit.study.execute.trial_files import read_losses, read_state
 from pipefit.study.results import StudyResult, read_entry, result_of, save_result, with_figures_of, write_entry
-from pipefit.study.trial import Admitted, Job, StudyError, StudySpec, Trial, file_name
+from pipefit.study.trial import Job, StudyError, StudySpec, Trial, file_name
 from pipefit.study.trial_search import Search
 
 __all__ = ["StudyObserver", "StudyRun"]
@@ -31,22 +31,14 @@ _MOST_RESTARTS = 20
 Define = Callable[[Mapping[str, Any]], Trial]
 
 
-class StudyObserver(Protocol):
-    """Who watches a study; the command line's shows it to people."""
+class StudyObserver:
+    """Methods that a study calls while it runs; these do nothing."""
 
     def changed(self, board: Board) -> None:
         """Something has happened."""
 
     def predicted(self, seconds: float, bound_s: float) -> None:
-        """Every trial was measured: this is how long the study should take in all."""
-
-
-class _Nobody:
-    def changed(self, board: Board) -> None:
-        pass
-
-    def predicted(self, seconds: float, bound_s: float) -> None:
-        pass
+        """Every trial was measured: the study should take so long in all."""
 
 
 class StudyRun:
@@ -56,10 +48,10 @@ class StudyRun:
         spec: the study.
         define: makes a trial of the values that `search` chooses.
         search: chooses further trials; None: there are those of the spec.
-        observer: is told what happens.
-        resume: go on from what the output folder holds.
-        forked: workers are forks of this process, which know what it knows; else they come from a server that has torch
-            loaded, and trials must be told in words.
+        observer: called when something happens.
+        resume: continue from the output folder.
+        forked: workers are forks of this process and have all its functions; else they come from a server that has
+            torch loaded, and trials must be pickled.
 
     Raises:
         StudyError: the folder holds another study, or one that was not to be resumed.
@@ -77,15 +69,17 @@ class StudyRun:
     ) -> None:
         if forked and _has_used_cuda():
             raise StudyError(
-                "this program has used the GPU already, and a fork of it cannot: run the study first, in a program of "
-                "its own, or from a study file"
+                "this program has used the GPU already, which a fork of it cannot: run the study first, in another "
+                "program, or from a study file"
             )
         self._forked = forked
         self.spec, self._define, self._search = spec, define, search
-        self._observer: StudyObserver = observer or _Nobody()
+        self._observer: StudyObserver = observer or StudyObserver()
         self._resume, self._folder = resume, StudyFolder(spec, resume)
         try:
-            entries = [self._entry(n, trial, file_name(n, trial)) for n, trial in enumerate(spec.trials)]
+            entries = [
+                read_entry(n, trial, file_name(n, trial), self._folder.path) for n, trial in enumerate(spec.trials)
+            ]
         except BaseException:
             self._folder.close()
             raise
@@ -99,25 +93,13 @@ class StudyRun:
         self._chosen: dict[int, Mapping[str, Any]] = {}
         self._kept: TrialProgress | None = None
 
-    def _entry(self, number: int, trial: Trial, name: str) -> TrialProgress:
-        entry = TrialProgress(number, trial, name)
-        before = read_entry(entry.name, self._folder.path)
-        if before is not None:
-            entry.status, entry.reason = before["status"], before["reason"]
-            entry.losses = [float("nan") if loss is None else loss for loss in before["losses"]]
-            entry.held_out = [float("nan") if loss is None else loss for loss in before["held_out"]]
-            entry.busy_s, entry.moved_s, entry.moves = before["busy_s"], before["moved_s"], before["moves"]
-            entry.step = len(entry.losses)
-            entry.admitted = Admitted(*before["admitted"]) if before["admitted"] else None
-        return entry
-
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> StudyResult:
-        """To the end, or to the first signal; everything that was committed is kept either way.
+        """Runs to the end, or to the first signal; everything that was committed is kept either way.
 
         Raises:
-            TierError: the tier is full or gone; the study can be resumed when that is mended.
+            TierError: the tier is full or gone; the study can be resumed when that is repaired.
         """
         with contextlib.closing(self._folder), self._listening():
             self._recall()
@@ -127,7 +109,7 @@ class StudyRun:
             except PipefitError:
                 if self._stop is None:
                     raise
-                return self._finish(None)  # a signal to the whole group came before it could be answered
+                return self._finish(None)  # a signal ended the workers, too, before they could ignore it
             try:
                 self._loop(pool)
                 return self._finish(pool)
@@ -164,7 +146,7 @@ class StudyRun:
             if self._stop is not None:
                 stopped_s = stopped_s or time.monotonic()
                 if time.monotonic() - stopped_s > _GRACE_S:
-                    break  # what is under way is not committed, and will be done again
+                    break  # the current turns are not committed, and will be done again
             for number, answer in pool.answers(set(busy), 0.2):
                 job = busy[number]
                 if answer is None:
@@ -183,50 +165,49 @@ class StudyRun:
             job = self.board.next_job(number)
             if job is None:
                 continue
-            what = self._room_bytes() if job.kind == "admit" else job.num_turns
-            pool.send(number, self._order(job.kind, job.trial, what))
+            argument = self._room_bytes() if job.kind == "admit" else job.num_turns
+            pool.send(number, self._order(job.kind, job.trial, argument))
             idle.discard(number)
             busy[number] = job
 
-    def _order(self, kind: str, number: int, what: Any) -> Order:
+    def _order(self, kind: str, number: int, argument: Any) -> Order:
         name, values = self.board.entries[number].name, self._chosen.get(number)
-        return Order(kind, number, name, what, values, frozenset(self.board.alive))
+        return Order(kind, number, name, argument, values, self.board.alive)
 
     def _room_bytes(self) -> float:
-        """What a trial may take on the tier now."""
+        """The most that a trial may take on the tier now."""
         free = self._folder.free_bytes
         limit = self.spec.tier_bytes
         return min(free, limit - self.board.tier_bytes) if limit else free
 
     def _take(self, answer: tuple[Any, ...], device: int) -> None:
-        kind, number, what = answer
+        kind, number, result = answer
         if kind == "turned":
-            self.board.turned(what, device)
+            self.board.turned(result, device)
         elif kind == "admitted":
-            found, start_s, end_s = what
+            found, start_s, end_s = result
             entry = self.board.entries[number]
             try:
-                entry.losses, entry.held_out = read_losses(self._place(number), found.step)
+                entry.losses, entry.held_out = read_losses(self._state_of(number), found.step)
+                self.board.admitted(number, found, device, start_s, end_s)
             except DamageError as problem:
                 self.board.failed(number, damage_of(problem))
-                return
-            self.board.admitted(number, found, device, start_s, end_s)
         elif kind == "no-room":
             self.board.sent_back(number)
         elif kind == "tier":
-            # Not the trial's fault, and perhaps mended soon: nothing ends, nothing more begins.
-            self._trouble = what
+            # Not the trial's fault, and perhaps repaired soon: nothing ends, nothing more begins.
+            self._trouble = result
             self.board.set_back(number)
         elif kind == "failed":
-            self.board.failed(number, what)
+            self.board.failed(number, result)
 
     def _lost(self, pool: Pool, number: int, job: Job) -> None:
-        """A worker died: its trial goes on from its last commit, in another process."""
+        """A worker died: its trial continues from its last commit, in another process."""
         how = pool.how_it_died(number)
         try:
-            found = read_state(self._place(job.trial))
+            found = read_state(self._state_of(job.trial))
             step, turn = (found[0], found[1].turn) if found is not None else (0, 0)
-            self.board.lost(job.trial, how, step, turn, *read_losses(self._place(job.trial), step))
+            self.board.lost(job.trial, how, step, turn, *read_losses(self._state_of(job.trial), step))
         except DamageError as problem:
             self.board.failed(job.trial, damage_of(problem))
         self._restarts += 1
@@ -234,25 +215,24 @@ class StudyRun:
             raise PipefitError(f"{self._restarts} workers died ({how}); their logs: {self._folder.logs}")
         pool.restart(number, self._settings(number))
 
-    def _place(self, number: int) -> Path:
+    def _state_of(self, number: int) -> Path:
         return self._folder.state / self.board.entries[number].name
 
     def _predict(self) -> None:
-        """Once every trial was measured twice (the first turns are slow), the whole study is run on paper."""
+        """Simulates the whole study once every trial was measured twice; the first turns are slow."""
         if self._predicted_s is not None or self._search is not None:
             return
         entries = [entry for entry in self.board.entries if not entry.has_ended]
         if not entries or any(min((n for _, n in e.turn_s.values()), default=0) < 2 for e in entries):
             return
-        found = self.board.predicted()
-        if found is not None:
+        if found := self.board.predicted():
             self._predicted_s = found.makespan_s
             self._observer.predicted(found.makespan_s, found.bound_s)
 
     # ---- trials come and go ----------------------------------------------------------------------------------------
 
     def _recall(self) -> None:
-        """What a search chose in an earlier run goes on, or has ended; the search is told."""
+        """Adds the trials that a search chose in an earlier run, and reports to the search those that have ended."""
         if self._resume and self._search is not None:
             for values in self._folder.chosen():
                 self._search.again(values)
@@ -262,14 +242,13 @@ class StudyRun:
     def _ask(self) -> None:
         """Asks for further trials while there are fewer than workers could take."""
         while self._search is not None and self._stop is None and len(self.board.alive) < 2 * self.spec.workers:
-            values = self._search.ask()
-            if values is None:
+            if (values := self._search.ask()) is None:
                 return
             self._folder.choose([*self._chosen.values(), values])
             self._add(values)
 
     def _add(self, values: Mapping[str, Any]) -> None:
-        """A trial of values that the search chose; one that cannot be made fails alone."""
+        """Adds a trial of values that the search chose; where it cannot be made, only that trial fails."""
         assert self._define is not None
         number, reason = len(self.board.entries), ""
         self._chosen[number] = values
@@ -282,14 +261,14 @@ class StudyRun:
         name = file_name(number, trial)
         if name in {entry.name for entry in self.board.entries}:
             name = f"{name}-{number}"  # a search may choose the same twice
-        entry = self._entry(number, trial, name)
+        entry = read_entry(number, trial, name, self._folder.path)
         self.board.entries.append(entry)
         if entry.has_ended:  # in an earlier run
-            self._tell(entry)
+            self._report(entry)
         elif reason:
             self.board.failed(number, reason)
 
-    def _tell(self, entry: TrialProgress) -> None:
+    def _report(self, entry: TrialProgress) -> None:
         if entry.number in self._chosen and self._search is not None:
             score = entry.score if entry.status != "failed" and entry.score < float("inf") else None
             self._search.tell(self._chosen[entry.number], score)
@@ -300,7 +279,7 @@ class StudyRun:
         except PipefitError as problem:
             self._trouble = str(problem)  # its state stays, so that it ends again when the study is resumed
             return
-        self._tell(entry)
+        self._report(entry)
         best = self.board.best
         # The state of the best so far stays until its weights are written.
         for other in {e.number: e for e in (entry, self._kept) if e is not None}.values():
@@ -320,16 +299,16 @@ class StudyRun:
         if self._trouble is not None:
             with contextlib.suppress(PipefitError):
                 save_result(result, self.board, self._folder.path)
-            raise TierError(f"{self._trouble}; what was committed is kept: mend that, and resume the study")
+            raise TierError(f"{self._trouble}; what was committed is kept: repair that, and resume the study")
         save_result(result, self.board, self._folder.path)
         if over:
             self._folder.forget()
         return result
 
     def _export(self, pool: Pool) -> None:
-        """Writes the best trial's weights, unless an earlier run has; a worker that dies over it is replaced once."""
+        """Writes the best trial's weights, unless an earlier run has; a worker that dies meanwhile is replaced once."""
         best, target = self.board.best, self._folder.best
-        if best is None or not self._place(best.number).is_dir():
+        if best is None or not self._state_of(best.number).is_dir():
             return
         for _ in range(2):
             pool.send(0, self._order("export", best.number, str(target.absolute())))
@@ -343,23 +322,23 @@ class StudyRun:
         if answer[0] != "exported":
             self._trouble = f"the best trial's weights could not be written: {answer[2]}"
             return
-        write_json(target.with_name("trial.json"), {"name": best.name, **best.trial.told()})
+        write_json(target.with_name("trial.json"), {"name": best.name, **best.trial.as_dict()})
 
     # ---- signals ---------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """SIGINT and SIGTERM let the turns under way end; a second one does not wait for them."""
+        """Lets the current turns end at SIGINT and SIGTERM; a second signal does not wait for them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def asked(number: int, frame: object) -> None:
+        def on_signal(number: int, frame: object) -> None:
             if self._stop is not None:
                 raise KeyboardInterrupt
             self._stop = number
 
-        before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:

@@ -1,11 +1,11 @@
 """The files of a trial between two turns: its tier, the commit that says which turn comes next, and the losses so far.
 
-    trial.tier      records: weights, optimizer states and gradients of shards, data at the cuts, resident states
-    trial.json      where they lie
+    trial.tier      records: weights, optimizer states and gradients of shards, data between them, resident states
+    trial.json      the place of each record
     trial.commit    the last turn that is done; replaced as a whole
     losses          of each step done
 
-All carry checksums. A turn is done when its commit is in place: whoever is killed before has changed nothing.
+All carry checksums. A turn is done when its commit is in place: a worker killed before that has changed nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENTRY = struct.Struct("<qddI")
 
 
 class TrialState(msgspec.Struct, forbid_unknown_fields=True):
-    """Where a trial stands between two turns, in addition to its records; the step is the commit's.
+    """The state of a trial between two turns, in addition to its records; the step is the commit's.
 
     Attributes:
         counts: layers of each shard.
@@ -40,10 +40,10 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
         loss: of the step under way, once its last shard is done.
         norms: of the step under way, norms of gradients by shard, where they are clipped.
         squares: their sum of squares, once all are known.
-        flags: which outputs of a shard carry gradients, by "shard:shapes".
+        flags: (shard, shapes, which of its outputs carry gradients).
         reached: of each shard, the weights that have a gradient on the tier.
         parked: tensors on the tier, as `ParkedTensors.describe` gives them.
-        payloads: flags and structure of data at the cuts, by "kind:stage:micro-batch".
+        payloads: (kind, shard, micro-batch, flags, structure) of data between shards.
         residents: of each shard, the version of its resident state.
         parameters, tier_bytes, device_bytes: as found when the trial was admitted.
     """
@@ -53,10 +53,10 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
     loss: float = 0.0
     norms: dict[int, list[float]] = {}
     squares: list[float] = []
-    flags: dict[str, list[bool]] = {}
+    flags: list[tuple[int, str, list[bool]]] = []
     reached: dict[int, list[int]] = {}
     parked: list[Any] = []
-    payloads: dict[str, tuple[list[bool], str | None]] = {}
+    payloads: list[tuple[str, int, int, list[bool], str | None]] = []
     residents: dict[int, int] = {}
     parameters: int = 0
     tier_bytes: int = 0
@@ -78,7 +78,7 @@ def has_state(folder: Path) -> bool:
 
 
 def commit_mark(folder: Path) -> tuple[int, int]:
-    """A mark of the last commit of a trial: another commit has another."""
+    """A mark of the last commit of a trial; it differs from that of any other commit."""
     found = (folder / f"{_NAME}.commit").stat()
     return found.st_ino, found.st_mtime_ns
 
@@ -99,7 +99,7 @@ def read_state(folder: Path) -> tuple[int, TrialState] | None:
 
 
 def write_loss(folder: Path, step: int, loss: float, held_out: float = math.nan) -> None:
-    """Keeps the loss of a step, and that on held-out data after it; writing it again changes nothing.
+    """Writes the loss of a step, and that on held-out data after it; writing it again changes nothing.
 
     Raises:
         TierError: it cannot be written.
