@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from pipefit.errors import PipefitError
 
@@ -122,10 +123,15 @@ def format_count(count: float) -> str:
     return f"{size:.4g} T"
 
 
-def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows of text as aligned lines."""
+def columns(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
+    """Rows of text as lines aligned to the left; with `right` all but the first column to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    put = str.rjust if right else str.ljust
+    lines = []
+    for first, *rest in rows:
+        cells = (put(cell, width) for cell, width in zip(rest, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines
 
 
 def counted(count: int, one: str, many: str = "") -> str:

@@ -49,7 +49,7 @@ def test_the_doctor_says_what_to_fix_and_leaves_with_1(capsys, monkeypatch):
     monkeypatch.setattr("pipefit.cli.doctor_checks._start_ranks", broken)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "x 2 ranks" in out and "the loopback interface is down" in out and "fix:" in out
+    assert "x  2 ranks" in out and "the loopback interface is down" in out and "fix:" in out
 
 
 def test_the_doctor_does_not_wait_for_ranks_that_hang(capsys, monkeypatch):

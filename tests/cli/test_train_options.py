@@ -27,7 +27,7 @@ def settings(monkeypatch):
 
     monkeypatch.setattr(train, "_run", remember)
     monkeypatch.setattr(train, "_data", lambda settings, result: {})
-    monkeypatch.setattr(train, "_shown", lambda result: "")
+    monkeypatch.setattr(train, "report", lambda result: "")
     return seen
 
 

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Count, Counts, Json, verb
 from pipefit.errors import PipefitError, nearest
+from pipefit.units import columns
 
 __all__ = ["command"]
 
@@ -37,9 +38,7 @@ def command(
         microbatches: Numbers of micro-batches per update; lean takes the first.
     """
     if name is None:
-        width = max(map(len, _ABOUT))
-        lines = [f"{key:<{width}}  {about}" for key, about in _ABOUT.items()]
-        return Answer({"benchmarks": _ABOUT}, "\n".join(lines))
+        return Answer({"benchmarks": _ABOUT}, "\n".join(columns(list(_ABOUT.items()))))
     if name not in _ABOUT:
         raise PipefitError(f"unknown benchmark {name!r}; {nearest(name, _ABOUT)}")
     return _lean(repeats, microbatches) if name == "lean" else _prediction(repeats, microbatches)

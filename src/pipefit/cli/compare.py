@@ -10,13 +10,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, verb
 from pipefit.compare.settings import CompareConfig
 from pipefit.errors import PipefitError
+from pipefit.units import columns
 
 if TYPE_CHECKING:
     from pipefit.compare.comparison import Choice, Comparison, Row
@@ -46,6 +47,8 @@ def command(
         ranks: Processes, one thread each.
         output: Folder for the figures and the chart.
     """
+    from pipefit.runtime.launch import launch
+
     if ranks < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
     if not settings.limit >= 0:
@@ -54,16 +57,9 @@ def command(
         raise PipefitError(f"{output}: expected a folder, got a file")
     counts = tuple(dict.fromkeys(settings.microbatches))
     settings = replace(settings, model=importable(settings.model), microbatches=counts)
-    result = _compared(settings, ranks, quiet=json)
+    result: Comparison = launch(compare_rank, ranks, settings, json, threads=1, quiet=json)[0]
     paths = result.save(output) if output is not None else {}
     return Answer({**result.as_dict(), "paths": paths}, partial(table, result, paths))
-
-
-def _compared(settings: CompareConfig, ranks: int, quiet: bool) -> Comparison:
-    from pipefit.runtime.launch import launch
-
-    result: Comparison = launch(compare_rank, ranks, settings, quiet, threads=1, quiet=quiet)[0]
-    return result
 
 
 def compare_rank(settings: CompareConfig, quiet: bool) -> Comparison:
@@ -94,31 +90,22 @@ def _reporter() -> Callable[[str], None]:
 
 def table(result: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -> str:
     """A comparison as a table for people."""
-    from io import StringIO
-
-    from rich.console import Console
-
-    stream = StringIO()
-    terminal = sys.stdout.isatty()
-    if terminal and sys.stderr.isatty():
-        stream.write("\r\x1b[K")
-    console = Console(
-        file=stream, width=None if terminal else 150, force_terminal=terminal, no_color=None if terminal else True
-    )
-    console.print(f"{result.model}; data: {result.data}", highlight=False)
-    console.print(
+    clear = "\r\x1b[K" if sys.stdout.isatty() and sys.stderr.isatty() else ""
+    heads = "strategy,m,samples/s,× one thread,× same m,bubble,predicted,pred./meas.,busy,memory,loss".split(",")
+    rows = sorted(result.rows, key=lambda row: row.num_microbatches)
+    lines = [
+        f"{clear}{result.model}; data: {result.data}",
         f"{result.num_ranks} ranks of one thread, stages of {' + '.join(map(str, result.layer_counts))} layers, "
         f"{result.batch} samples per update; medians of {result.repeats}; losses after {result.samples} samples",
-        highlight=False,
-    )
-    console.print(_rows(result))
+        "",
+        *columns([heads, *([row.strategy, *_cells(row)] for row in rows)], right=True),
+        "",
+    ]
     if result.choice is not None:
-        console.print(_verdict(result, result.choice), highlight=False)
-    for reason, cells in _reasons(result).items():
-        console.print(f"not measured: {cells}: {reason}", highlight=False)
-    for kind, path in paths.items():
-        console.print(f"{kind:<8} {path}", highlight=False, soft_wrap=True)
-    return stream.getvalue()
+        lines.append(_verdict(result, result.choice))
+    lines += [f"not measured: {cells}: {reason}" for reason, cells in _reasons(result).items()]
+    lines += [f"{kind:<8} {path}" for kind, path in paths.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _verdict(result: Comparison, choice: Choice) -> str:
@@ -136,22 +123,6 @@ def _reasons(result: Comparison) -> dict[str, str]:
     for item in result.refused:
         reasons.setdefault(item.reason, []).append(f"{item.strategy} m={item.num_microbatches}")
     return {reason: ", ".join(cells) for reason, cells in reasons.items()}
-
-
-def _rows(result: Comparison) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("strategy")
-    heads = "m,samples/s,× one thread,× same m,bubble,predicted,pred./meas.,busy,memory,loss".split(",")
-    for head in heads:
-        table.add_column(head, justify="right")
-    rows = sorted(result.rows, key=lambda row: row.num_microbatches)
-    for index, row in enumerate(rows):
-        last = index + 1 == len(rows) or rows[index + 1].num_microbatches != row.num_microbatches
-        table.add_row(row.strategy, *_cells(row), end_section=last)
-    return table
 
 
 def _cells(row: Row) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Annotated
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import PipefitError
+from pipefit.units import columns
 
 __all__ = ["command"]
 
@@ -39,11 +40,11 @@ def command(
         "checks": [{"name": c.name, "state": c.state, "found": c.found, "fix": c.fix} for c in found],
         "facts": {name: value for check in found for name, value in check.facts.items()},
     }
-    width = max(len(check.name) for check in found)
     marks = {"good": "+", "warn": "!", "bad": "x"}
-    lines = []
+    rows = []
     for check in found:
-        lines.append(f"{marks[check.state]} {check.name:<{width}}  {check.found}")
-        lines += [f"  {'':<{width}}  fix: {check.fix}"] if check.fix else []
+        rows.append((marks[check.state], check.name, check.found))
+        rows += [("", "", f"fix: {check.fix}")] if check.fix else []
+    lines = columns(rows)
     lines += ["", "All is well." if not problems else f"{len(problems)} to fix, marked x."]
     return Answer(data, "\n".join(lines), FINDING if problems else FINE)

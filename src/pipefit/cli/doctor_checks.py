@@ -7,7 +7,6 @@ import platform
 import resource
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +18,13 @@ from types import FrameType
 from typing import Any, Literal
 
 import pipefit
-from pipefit.errors import CommunicationError, PipefitError
+from pipefit.errors import CommunicationError, PipefitError, TopologyError
 from pipefit.units import format_bytes, format_seconds
 
 __all__ = ["Check", "all_checks"]
 
 _OPTIONAL = {"pillow": "plot", "scikit-learn": "data", "optuna": "search"}
+_MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _SHM = Path("/dev/shm")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -56,16 +56,15 @@ def all_checks(num_ranks: int, timeout_s: int) -> list[Check]:
     return [*checks, _ranks(num_ranks, timeout_s)] if torch_is_there else checks
 
 
+def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> Check:
+    """A check that is good, or warns where there is a problem."""
+    return Check(name, found, "warn", fix, facts) if problem else Check(name, found, facts=facts)
+
+
 def _versions() -> Check:
     facts = {"pipefit": pipefit.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    old = sys.version_info < (3, 11)
-    return Check(
-        "pipefit",
-        f"{pipefit.__version__} on Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        "bad" if old else "good",
-        "use Python 3.11 or newer" if old else "",
-        facts,
-    )
+    found = f"{facts['pipefit']} on Python {facts['python']}, {platform.system()} {platform.machine()}"
+    return Check("pipefit", found, facts=facts)
 
 
 def _torch() -> Check:
@@ -101,14 +100,9 @@ def _extras() -> Check:
 def _cores() -> Check:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
-    busy = load > usable
-    return Check(
-        "cores",
-        f"{usable} usable of {os.cpu_count()}, load {load:.1f}",
-        "warn" if busy else "good",
-        "other programs use the cores: times measured now will be too long" if busy else "",
-        {"cores": usable, "load": load},
-    )
+    fix = "other programs use the cores: times measured now will be too long"
+    found = f"{usable} usable of {os.cpu_count()}, load {load:.1f}"
+    return _unless(load > usable, "cores", found, fix, cores=usable, load=load)
 
 
 def _memory() -> Check:
@@ -131,7 +125,7 @@ def _backends() -> Check:
     import torch.distributed as dist
 
     gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    there = [name for name, is_there in (("gloo", gloo), ("nccl", nccl)) if is_there]
+    there = ["gloo"] * gloo + ["nccl"] * nccl
     facts = {"backends": there}
     if not gloo:
         return Check("backends", ", ".join(there) or "none", "bad", "install a build of torch with Gloo", facts)
@@ -144,16 +138,14 @@ def _shared_memory() -> Check:
     if not _SHM.exists():
         return Check("shared memory", "no /dev/shm", "warn", "mount one, for data loaders with workers")
     free = shutil.disk_usage(_SHM).free
-    small = free < 256 * 2**20
-    fix = "data loaders with workers need more: start a container with --shm-size=1g" if small else ""
-    return Check("shared memory", f"{format_bytes(free)} free", "warn" if small else "good", fix, {"shm_bytes": free})
+    fix = "data loaders with workers need more: start a container with --shm-size=1g"
+    return _unless(free < 256 * 2**20, "shared memory", f"{format_bytes(free)} free", fix, shm_bytes=free)
 
 
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft < 1024
-    fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}" if few else ""
-    return Check("open files", f"at most {soft}", "warn" if few else "good", fix, {"open_files": soft})
+    fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    return _unless(soft < 1024, "open files", f"at most {soft}", fix, open_files=soft)
 
 
 def _temporary_folder() -> Check:
@@ -203,10 +195,43 @@ def _ranks(num_ranks: int, timeout_s: int) -> Check:
 
 
 def _start_ranks(num_ranks: int) -> dict[str, float]:
-    from pipefit.cli.selftest import exchange
     from pipefit.runtime.launch import launch
 
-    return launch(exchange, num_ranks, threads=1, quiet=True)[0]
+    return launch(_exchange, num_ranks, threads=1, quiet=True)[0]
+
+
+def _exchange() -> dict[str, float]:
+    """Sends a known tensor around the ring of all ranks, adds up over all, and times the links.
+
+    Returns:
+        latency_s and bandwidth_bytes_per_s; nothing when the machine is too busy to tell.
+
+    Raises:
+        CommunicationError: something else arrived than was sent.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from pipefit.profiling import measure_links
+    from pipefit.runtime.collectives import sum_table
+    from pipefit.runtime.session import current
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sent = torch.arange(1000, dtype=torch.float64) + rank
+    got = torch.empty_like(sent)
+    waits = [dist.isend(sent, (rank + 1) % world), dist.irecv(got, (rank - 1) % world)]
+    for wait in waits:
+        wait.wait()
+    if not torch.equal(got, torch.arange(1000, dtype=torch.float64) + (rank - 1) % world):
+        raise CommunicationError(f"rank {rank} received something else than rank {(rank - 1) % world} sent")
+    total = sum_table(current(), torch.tensor([float(rank)])).item()
+    if total != world * (world - 1) / 2:
+        raise CommunicationError(f"rank {rank}: the sum over all ranks is {total}")
+    try:
+        level = measure_links(sizes=_MESSAGE_BYTES, repeats=10).levels[0]
+    except TopologyError:  # larger messages took no longer: every rank sees the same times
+        return {}
+    return {"latency_s": level.latency_s, "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s}
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ from pipefit.cli.options import Count, Counts, Json, ending, verb
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
-    from pipefit.spec import Layer, Profile
+    from pipefit.spec import Device, Layer, Profile
 
 __all__ = ["command"]
 
@@ -49,16 +50,43 @@ def command(
         topology: Whose device to compute for: a TOML file, or a name like dgx-a100-8.
         output: Write the profile to this JSON file.
     """
-    sizes = microbatch_size
-    if not sizes or len(set(sizes)) != len(sizes):
-        raise PipefitError(f"--microbatch-size: expected one or more different sizes, got {list(sizes)}")
+    import torch
+
+    from pipefit.profiling import analytic_profile, profile_sizes
+
+    if not microbatch_size or len(set(microbatch_size)) != len(microbatch_size):
+        given = ",".join(map(str, microbatch_size))
+        raise PipefitError(f"--microbatch-size: expected one or more different sizes, got {given!r}")
+    kind = getattr(torch, dtype) if dtype else None
     if analytic:
-        profile = _computed(model, option, sizes, dtype, seed, topology)
+        computed_for = _device(topology)
+        bundle = make_model(model, option, seed=seed, device="meta")
+        x, y = batch_of(bundle, 1, seed)
+        compute = partial(
+            analytic_profile, bundle.layers, x, computed_for, bundle.loss, y, dtype=kind, model=bundle.name
+        )
+        first, *others = (compute(microbatch_size=size) for size in microbatch_size)
+        profile = first.with_others(others) if others else first
     elif topology is not None:
         raise PipefitError("--topology is for computed profiles: add --analytic, or leave it out to measure here")
     else:
-        settings = {"repeats": repeats, "threads": threads, "device": device}
-        profile = _measured(model, option, sizes, dtype, seed, optimizer, **settings)
+        bundle = make_model(model, option, seed=seed)
+        x, y = batch_of(bundle, max(microbatch_size), seed)
+        makers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=1e-3), "none": None}
+        _check_device(device)
+        profile = profile_sizes(
+            bundle.layers,
+            x,
+            bundle.loss,
+            y,
+            microbatch_sizes=microbatch_size,
+            dtype=kind,
+            optimizer=makers[optimizer],
+            model=bundle.name,
+            repeats=repeats,
+            threads=threads,
+            device=device,
+        )
     data = _figures(profile)
     if output:
         profile.save(output)
@@ -66,70 +94,17 @@ def command(
     return Answer(data, lambda: _table(profile, output))
 
 
-def _measured(
-    name: str,
-    option: list[str] | None,
-    sizes: tuple[int, ...],
-    dtype: str | None,
-    seed: int,
-    optimizer: str,
-    **settings: Any,
-) -> Profile:
-    import torch
-
-    from pipefit.profiling import profile_sizes
-
-    model = make_model(name, option, seed=seed)
-    x, y = batch_of(model, max(sizes), seed)
-    makers = {"adamw": torch.optim.AdamW, "sgd": lambda params: torch.optim.SGD(params, 1e-3), "none": None}
-    _check_device(settings["device"])
-    return profile_sizes(
-        model.layers,
-        x,
-        model.loss,
-        y,
-        microbatch_sizes=sizes,
-        dtype=getattr(torch, dtype) if dtype else None,
-        optimizer=makers[optimizer],
-        model=model.name,
-        **settings,
-    )
-
-
-def _computed(
-    name: str, option: list[str] | None, sizes: tuple[int, ...], dtype: str | None, seed: int, topology: str | None
-) -> Profile:
-    import torch
-
+def _device(topology: str | None) -> Device:
     from pipefit.planner.machines import load_topology
-    from pipefit.profiling import analytic_profile
 
     if topology is None:
         raise PipefitError("--analytic needs --topology: a TOML file whose [device] has flops, or dgx-a100-8")
-    device = load_topology(topology).device
-    model = make_model(name, option, seed=seed, device="meta")
-    x, y = batch_of(model, 1, seed)
-    first, *others = (
-        analytic_profile(
-            model.layers,
-            x,
-            device,
-            model.loss,
-            y,
-            microbatch_size=size,
-            dtype=getattr(torch, dtype) if dtype else None,
-            model=model.name,
-        )
-        for size in sizes
-    )
-    return first.with_others(others) if others else first
+    return load_topology(topology).device
 
 
 def _check_device(name: str | None) -> None:
     import torch
 
-    if name is None:
-        return
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as problem:
@@ -169,17 +144,14 @@ def _total(profile: Profile) -> Layer:
 
 
 def _table(profile: Profile, output: Path | None) -> str:
-    from pipefit.units import format_bytes, format_seconds
+    from pipefit.units import columns, format_bytes, format_seconds
 
     rows = [["layer", *_COLUMNS.values()]]
     for layer in (*profile.layers, _total(profile)):
         show = {name: format_seconds if name.endswith("_s") else format_bytes for name in _COLUMNS}
         rows.append([layer.name, *(show[name](getattr(layer, name)) for name in _COLUMNS)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"{profile.model}, micro-batch of {profile.microbatch_size}, {profile.device}", ""]
-    for first, *rest in rows:
-        cells = "  ".join(cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        lines.append(f"{first:<{widths[0]}}  {cells}")
+    lines += columns(rows, right=True)
     whole = [("whole step", profile.step_s), ("loss", profile.loss_s), ("optimizer", profile.optimizer_s)]
     lines += ["", "  ".join(f"{name} {format_seconds(value)}" for name, value in whole if value)]
     lines += [f"also at micro-batches of {', '.join(str(o.microbatch_size) for o in profile.others)}"] * bool(

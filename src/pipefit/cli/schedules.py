@@ -14,6 +14,7 @@ def command(*, json: Json = False) -> Answer:
     Example: pipefit schedules
     """
     from pipefit.schedules import find, names
+    from pipefit.units import columns
 
     found = [find(name) for name in names()]
     data = [
@@ -26,11 +27,10 @@ def command(*, json: Json = False) -> Answer:
         }
         for schedule in found
     ]
-    width = max(len(schedule.name) for schedule in found)
-    lines = []
+    rows = []
     for schedule in found:
-        options = " ".join(f"[--option {name}={value}]" for name, value in schedule.options.items())
-        tail = " ".join(filter(None, ("[-v CHUNKS]" if schedule.chunks else "", options)))
-        lines.append(f"{schedule.name:<{width}}  {schedule.summary}")
-        lines += [f"{'':<{width}}  {tail}"] if tail else []
-    return Answer({"schedules": data}, "\n".join(lines))
+        options = (f"[--option {name}={value}]" for name, value in schedule.options.items())
+        tail = " ".join((*["[-v CHUNKS]"] * bool(schedule.chunks), *options))
+        rows.append((schedule.name, schedule.summary))
+        rows += [("", tail)] if tail else []
+    return Answer({"schedules": data}, "\n".join(columns(rows)))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
 from pipefit.cli.options import Json, verb
+from pipefit.cli.watch import report
 from pipefit.errors import PipefitError
 from pipefit.run.config import RunConfig, with_defaults
 from pipefit.spec.options import as_flat
@@ -44,7 +46,7 @@ def command(
     if run.output and folder.exists() and not folder.is_dir():
         raise PipefitError(f"{folder}: expected a folder for the run, got a file")
     result = _run(run, transport, threads, quiet=json)
-    return Answer(_data(run, result), lambda: _shown(result))
+    return Answer(_data(run, result), partial(report, result) if _is_first() else "")
 
 
 def _run(settings: RunConfig, transport: str, threads: int | None, quiet: bool) -> Any:
@@ -103,12 +105,6 @@ def _remove_if_only_logs(logs: Path) -> None:
 
 def _data(settings: RunConfig, result: Any) -> dict[str, Any]:
     return {"config": as_flat(settings), **asdict(result), "final_loss": result.losses[-1] if result.losses else None}
-
-
-def _shown(result: Any) -> str:
-    from pipefit.cli.watch import report
-
-    return report(result) if _is_first() else ""
 
 
 def _is_first() -> bool:

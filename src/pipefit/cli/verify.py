@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.options import Count, Counts, Json, verb
-from pipefit.cli.programs import Source, read_source
+from pipefit.cli.programs import read_source
 from pipefit.errors import PipefitError
+from pipefit.units import parse_quantity
 
 __all__ = ["command"]
 
@@ -47,13 +47,19 @@ def command(
     from pipefit.verify import verify
 
     source = read_source(path, steps, profile, topology, layers)
-    limits = _capacities(capacity, source)
-    room = _room(tier_capacity, source)
+    for option, given in (("--capacity", capacity), ("--tier-capacity", tier_capacity), ("--topology", topology)):
+        if given and source.profile is None:
+            raise PipefitError(f"a program does not say how many bytes its values have: {option} needs --profile")
+    limits: float | list[float] | None = None
+    if capacity:
+        limits = parse_quantity(capacity, "bytes", "--capacity")
+    elif source.topology:
+        limits = [source.topology.device_of(rank).memory_bytes for rank in range(source.program.header.num_ranks)]
     report = verify(
         source.program,
         capacity_bytes=limits,
         size=source.cost().size_bytes if source.profile else None,
-        tier_bytes=room,
+        tier_bytes=None if tier_capacity is None else parse_quantity(tier_capacity, "bytes", "--tier-capacity"),
         max_versions=max_versions,
     )
     data = {
@@ -64,25 +70,3 @@ def command(
         "violations": report.violations,
     }
     return Answer(data, str(report), FINE if report.ok else FINDING)
-
-
-def _room(tier_capacity: str | None, source: Source) -> float | None:
-    from pipefit.units import parse_quantity
-
-    if tier_capacity is None:
-        return None
-    if source.profile is None:
-        raise PipefitError("a program does not say how many bytes its values have: --tier-capacity needs --profile")
-    return parse_quantity(tier_capacity, "bytes", "--tier-capacity")
-
-
-def _capacities(capacity: str | None, source: Source) -> float | Sequence[float] | None:
-    from pipefit.units import parse_quantity
-
-    if (capacity or source.topology) and source.profile is None:
-        raise PipefitError("a program does not say how many bytes its values have: a capacity needs --profile")
-    if capacity:
-        return parse_quantity(capacity, "bytes", "--capacity")
-    if source.topology:
-        return [source.topology.device_of(rank).memory_bytes for rank in range(source.program.header.num_ranks)]
-    return None

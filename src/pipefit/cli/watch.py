@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 from pipefit.units import columns, format_bytes, format_count, format_seconds
@@ -141,19 +142,15 @@ def report(result: Any) -> str:
         turns = " (ranks took turns in this one process; the prediction is for a process each)" if alone else ""
         lines += ["", f"measured next to predicted{turns}", *columns(_compared(result.rows))]
     who = "process" if len(result.peak_memory_bytes) > len(result.utilisation) else "rank"
-    used = "  ".join(f"rank {rank}: {share:.0%}" for rank, share in enumerate(result.utilisation))
-    lines += ["", f"busy    {used}"]
-    lines += [
-        "memory  " + "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(result.peak_memory_bytes))
-    ]
+    lines += ["", "busy    " + _each("rank", (f"{share:.0%}" for share in result.utilisation))]
+    lines += ["memory  " + _each(who, map(format_bytes, result.peak_memory_bytes))]
     if result.held_bytes:
-        lines += ["tensors " + "  ".join(_held(result))]
+        lines += ["tensors " + _held(result)]
     sent, inside = result.traffic
     if any(sent):
-        every = "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(sent))
-        lines += [f"sent    {every} in a pass"]
+        lines += [f"sent    {_each(who, map(format_bytes, sent))} in a pass"]
     if any(inside):
-        lines += ["inside  " + "  ".join(f"{who} {rank}: {format_bytes(b)}" for rank, b in enumerate(inside))]
+        lines += ["inside  " + _each(who, map(format_bytes, inside))]
     if result.text:
         lines += ["", "a sample:", result.text]
     if result.paths:
@@ -162,15 +159,19 @@ def report(result: Any) -> str:
     return "\n".join(lines)
 
 
-def _held(result: Any) -> list[str]:
+def _each(who: str, figures: Iterable[str]) -> str:
+    return "  ".join(f"{who} {rank}: {figure}" for rank, figure in enumerate(figures))
+
+
+def _held(result: Any) -> str:
     """Most bytes of tensors of each process, next to the prediction for its rank."""
     claims = result.predicted.peak_bytes if result.predicted else ()
     ranks = len(result.utilisation)
     wide = max(len(result.held_bytes) // ranks, 1) if ranks else 1  # tensor-parallel processes share a rank
     said = [f" of {format_bytes(claim)} predicted" for claim in claims for _ in range(wide)]
     said += [""] * len(result.held_bytes)
-    who = "process" if wide > 1 else "rank"
-    return [f"{who} {rank}: {format_bytes(held)}{said[rank]}" for rank, held in enumerate(result.held_bytes)]
+    figures = (f"{format_bytes(held)}{more}" for held, more in zip(result.held_bytes, said, strict=False))
+    return _each("process" if wide > 1 else "rank", figures)
 
 
 def _rates(result: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -33,7 +33,7 @@ from pipefit.run.sources import source_of
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Partition, Profile
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.split import named_layers
 
 __all__ = ["Cell", "Task", "build_cells", "make_task"]
 
@@ -77,7 +77,6 @@ class Task:
         description: of the model, in one line.
         source: name of the data.
         batches: that every cell trains on, in the same order.
-        layers: of the whole model.
         profiles: of the model, by the number of micro-batches.
         partition: layers of each stage, one stage per rank.
     """
@@ -87,7 +86,6 @@ class Task:
     description: str
     source: str
     batches: list[Batch]
-    layers: Sequence[NamedLayer]
     profiles: dict[int, Profile]
     partition: Partition
 
@@ -124,7 +122,7 @@ def make_task(config: CompareConfig, session: Session) -> Task:
         stages=config.stages or None,
         profile=profiles[counts[len(counts) // 2]],
     ).partition
-    return Task(config, subject, bundle.describe(), source, batches, layers, profiles, partition)
+    return Task(config, subject, bundle.describe(), source, batches, profiles, partition)
 
 
 def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batch]]:

@@ -11,7 +11,6 @@ from pipefit.planner import by_hand
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
-from pipefit.stage.split import named_layers
 from pipefit.timeline import Timeline
 
 __all__ = ["ScheduledPipeline", "plan_of"]
@@ -24,7 +23,7 @@ def plan_of(
     chunks = num_chunks if find(schedule).chunks else 1
     plain = chunks == 1 and find(schedule).layout != "replicas"
     return by_hand(
-        len(named_layers(subject.make())),
+        len(profile),
         num_ranks=subject.num_ranks,
         schedule=schedule,
         num_microbatches=num_microbatches,

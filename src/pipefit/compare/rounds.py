@@ -15,14 +15,13 @@ from typing import Any
 import torch.distributed as dist
 
 from pipefit.calibrate.overhead import runtime_costs
-from pipefit.calibrate.prediction import costs_on_ranks
 from pipefit.compare.cells import Cell, Task, build_cells, make_task
 from pipefit.compare.comparison import Comparison, Row
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.settings import CompareConfig
 from pipefit.compare.strategies import Batch
 from pipefit.compare.update_memory import rise_bytes
-from pipefit.cost import RuntimeCosts
+from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.errors import PipefitError
 from pipefit.profiling.clock import half_interquartile_range
 from pipefit.profiling.links import links_of
@@ -67,7 +66,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     gc.unfreeze()
     rows = []
     for cell, rise in zip(cells, rises, strict=True):
-        predicted = _predicted(cell, task, topology, runtime, session)
+        predicted = _predicted(cell, task, topology, runtime)
         rows.append(_row(cell, rise, predicted, config, session))
     return Comparison(
         model=task.description,
@@ -91,19 +90,14 @@ def _repeat(cells: list[Cell], batches: list[Batch], config: CompareConfig, sess
         for index, cell in enumerate(cells):
             place = f"{index + 1} of {len(cells)}, {cell.strategy.name} m={cell.num_microbatches}"
             share = (repetition + index / len(cells)) / (config.repeats + 1)
-            left = _left(time.monotonic() - started, share) if repetition else ""
-            say(f"measuring: {name}, {place}{left}")
+            left_s = float(f"{(time.monotonic() - started) * (1 / share - 1):.2g}") if repetition else 0.0
+            say(f"measuring: {name}, {place}" + f", about {format_seconds(left_s)} left" * bool(repetition))
             _measure(cell, batches, session, keep=repetition > 0)
         spent_s = max(_of_ranks(time.monotonic() - started, session))
         another_s = spent_s * (repetition + 2) / (repetition + 1)
         if config.limit and 0 < repetition < config.repeats and another_s > 60 * config.limit:
             say(f"another repetition would take more than {format_seconds(60 * config.limit)}: {repetition} must do")
             break
-
-
-def _left(spent_s: float, share: float) -> str:
-    """The time that is left when this share is done, for people."""
-    return f", about {format_seconds(float(f'{spent_s * (1 / share - 1):.2g}'))} left"
 
 
 def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> None:
@@ -138,9 +132,7 @@ def _of_ranks(value: float, session: Session) -> list[float]:
     return [row[0] for row in gather_rows(session, [value])]
 
 
-def _predicted(
-    cell: Cell, task: Task, topology: Topology, runtime: RuntimeCosts, session: Session
-) -> tuple[float, float | None] | None:
+def _predicted(cell: Cell, task: Task, topology: Topology, runtime: RuntimeCosts) -> tuple[float, float | None] | None:
     """Predicted seconds per update and bubble of a cell; None where there is no prediction."""
     profile = task.profiles.get(cell.num_microbatches)
     if profile is None:
@@ -150,18 +142,8 @@ def _predicted(
         return each_s * cell.num_microbatches + profile.optimizer_s, None
     if not isinstance(cell.trainer, ScheduledPipeline):
         return None
-    cost = costs_on_ranks(
-        cell.trainer.plan,
-        profile,
-        topology,
-        session,
-        task.layers,
-        task.batches[0],
-        loss=task.subject.loss,
-        optimizer=task.subject.optimizer,
-        state_per_weight=STATE_PER_WEIGHT[task.config.optimizer],
-        runtime=runtime,
-    )
+    state = STATE_PER_WEIGHT[task.config.optimizer]
+    cost = of_plan(profile, cell.trainer.plan, topology, state_per_weight=state, runtime=runtime)
     program = cell.trainer.timeline(cell.steps).program
     timeline = simulate(program, cost, repeats=cell.trainer.num_passes(cell.steps))
     return timeline.makespan_s / cell.steps, timeline.bubble_fraction

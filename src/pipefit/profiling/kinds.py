@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -47,8 +47,7 @@ _SMALL_BYTES = 64 << 20
 """Of a layer that is run whatever the room."""
 
 
-@dataclass(frozen=True)
-class _Seconds:
+class _Seconds(NamedTuple):
     """Of one layer: both ways, and of a step on its weights (0: it has none, or there was no room)."""
 
     forward_s: float
@@ -56,8 +55,7 @@ class _Seconds:
     step_s: float
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """One layer's seconds, if there was room to train it, and the memory that a forward leaves in use besides tensors.
 
     That is what autograd notes until the backward, and what the allocator rounds up.
@@ -235,10 +233,9 @@ def _repeated(measure: Callable[[], T]) -> list[T]:
 
 
 def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) -> Profile:
-    noted = [one.noted_bytes if one else 0.0 for one in found]
     layers = [
-        msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + more)
-        for layer, more in zip(profile.layers, noted, strict=True)
+        msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes) if one else layer
+        for layer, one in zip(profile.layers, found, strict=True)
     ]
     profile = msgspec.structs.replace(profile, layers=tuple(layers))
     timed = [one.seconds if one else None for one in found]
@@ -250,16 +247,14 @@ def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) 
     per_byte = _ratio(stepped) if stepped else 0.0
 
     def corrected(layer: Layer, seconds: _Seconds | None) -> Layer:
-        forward_s = seconds.forward_s if seconds else layer.forward_s * ratio
-        backward_s = seconds.backward_s if seconds else layer.backward_s * ratio
+        forward_s, backward_s, step_s = seconds or (layer.forward_s * ratio, layer.backward_s * ratio, 0.0)
         inputs = layer.backward_input_s / layer.backward_s if layer.backward_s else 0.0
-        step_s = seconds.step_s if seconds and seconds.step_s else layer.weight_bytes * per_byte
         return msgspec.structs.replace(
             layer,
             forward_s=forward_s,
             backward_input_s=backward_s * inputs,
             backward_weight_s=backward_s * (1 - inputs),
-            step_s=step_s,
+            step_s=step_s or layer.weight_bytes * per_byte,
         )
 
     layers = [corrected(layer, seconds) for layer, seconds in zip(layers, timed, strict=True)]

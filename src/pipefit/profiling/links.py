@@ -119,7 +119,8 @@ def topology_of(
     levels = []
     for label, width, chosen in (("host", per_host, inner), ("network", world // per_host, outer)):
         if chosen:
-            by_size = {size: median_low(s.seconds for s in chosen if s.num_bytes == size) for size in _sizes(chosen)}
+            sizes = sorted({sample.num_bytes for sample in chosen})
+            by_size = {size: median_low(s.seconds for s in chosen if s.num_bytes == size) for size in sizes}
             latency_s, bandwidth = fit_link(list(by_size), list(by_size.values()))
             levels.append(Level(label, width, bandwidth, latency_s, cores if chosen is inner else None))
     return Topology(tuple(levels), device=each, name=name)
@@ -187,10 +188,6 @@ def _pairs(world: int, per_host: int) -> list[tuple[int, int]]:
     inner = [(rank, rank + 1) for rank in range(world - 1) if (rank + 1) % per_host]
     outer = [(rank, rank + per_host) for rank in range(0, world - per_host, per_host)] if per_host < world else []
     return inner + outer
-
-
-def _sizes(samples: Sequence[LinkSample]) -> list[int]:
-    return sorted({sample.num_bytes for sample in samples})
 
 
 _TRIES = 3

@@ -48,16 +48,15 @@ class Step:
 
     def plain(self) -> float:
         """Seconds of forward, loss and backward, without marks."""
-        start = self.clock.mark()
+        return self.clock.seconds(self._once)
+
+    def _once(self) -> None:
         payload = self.payload
         for _, layer in self.chain:
             payload = layer(payload)
         roots, seeds = self._roots(payload)
         if roots:
             torch.autograd.backward(roots, seeds)
-        end = self.clock.mark()
-        self.clock.settle()
-        return self.clock.between(start, end)
 
     def marked(self) -> Marked:
         """Seconds of each layer, forward and full backward."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipefit.profiling.clock import median_of
+from pipefit.profiling.clock import Clock, median_of
 from pipefit.spec.topology import Tier
 from pipefit.spill.arena import aligned
 from pipefit.spill.disk import DiskTier
@@ -141,9 +140,6 @@ def _commit_s(tier: DiskTier, repeats: int) -> float:
 
 
 def _check_bytes_per_s(slot: Tensor, repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        chunk_sum(memoryview(slot.numpy()))
-        seconds.append(time.perf_counter() - began)
+    clock, content = Clock(torch.device("cpu")), memoryview(slot.numpy())
+    seconds = [clock.seconds(lambda: chunk_sum(content)) for _ in range(repeats)]
     return slot.numel() / median_of(seconds[1:])
