@@ -18,7 +18,7 @@ from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_man
 from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, parameter_and_key, restore_optimizer
 from pipefit.checkpoint.sharded_optimizer import whole_optimizers
 from pipefit.checkpoint.state import Trained, weights_of
-from pipefit.checkpoint.tensor_files import dtype_of
+from pipefit.checkpoint.tensor_files import DTYPES
 from pipefit.errors import ModelError, PipefitError
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.collectives import agree, attempt, exchange
@@ -145,7 +145,7 @@ def _contents(path: Path, manifest: Manifest) -> dict[str, _Saved]:
             with safe_open(path / entry.name, framework="pt") as file:
                 for name in file.keys():
                     part = file.get_slice(name)
-                    result[name] = _Saved(path / entry.name, name, tuple(part.get_shape()), dtype_of(part.get_dtype()))
+                    result[name] = _Saved(path / entry.name, name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
         except (SafetensorError, OSError) as problem:
             raise PipefitError(f"{path / entry.name}: {problem}") from None
     return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["whole_optimizers"]
 
-Parts = dict[str, Tensor]
+Parts = dict[tuple[int, int, str], Tensor]
 
 
 @contextlib.contextmanager
@@ -76,11 +77,11 @@ def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dic
 
 
 def _parts(worker: Worker, stage: int) -> Parts:
-    """The states of a replica's pieces: "index/start/key" and the tensor, on the host."""
+    """The states of a replica's pieces: (index, start, key) and the tensor, on the host."""
     store, optimizer = worker.stores[stage], worker.optimizers[stage]
     assert isinstance(store, ShardedStore)
     return {
-        f"{piece.index}/{piece.start}/{key}": value.detach().cpu().contiguous()
+        (piece.index, piece.start, key): value.detach().cpu().contiguous()
         for piece in store.pieces
         for key, value in optimizer.state.get(piece.master, {}).items()
         if isinstance(value, Tensor)
@@ -99,14 +100,13 @@ def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> Optimizer:
     ]
     states: dict[int, dict[str, Tensor]] = {}
     # By name: the processes of a tensor-parallel rank join these tensors one by one, so all need them in one order.
-    for name, value in sorted((item for part in parts for item in part.items()), key=lambda item: item[0]):
-        index, start, key = name.split("/", 2)
-        master, state = store.masters[int(index)], states.setdefault(int(index), {})
+    for (index, start, key), value in sorted((item for part in parts for item in part.items()), key=itemgetter(0)):
+        master, state = store.masters[index], states.setdefault(index, {})
         if value.dim() == 0:
             state[key] = value
             continue
         flat = state.setdefault(key, torch.zeros(master.numel(), dtype=value.dtype))
-        flat[int(start) : int(start) + len(value)] = value
+        flat[start : start + len(value)] = value
     whole.state = {
         store.masters[index]: {k: view_in(v, 0, store.masters[index]) if v.dim() else v for k, v in state.items()}
         for index, state in states.items()

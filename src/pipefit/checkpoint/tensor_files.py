@@ -9,38 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor
 
 from pipefit.errors import PipefitError
 from pipefit.spec.sealed import FileEntry, write_file
 
-__all__ = ["dtype_of", "header", "payload", "write_tensors"]
+__all__ = ["DTYPES", "header", "payload", "write_tensors"]
 
 _CHUNK_BYTES = 1 << 24
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """The type that a safetensors header names."""
-    return _DTYPES[name]
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_tensors(

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.stage.record_layout import Field, Layout, padded
+from pipefit.stage.record_layout import Field, Layout, is_dense, padded
 
 __all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets", "layout", "record_layout", "view_in"]
 
@@ -61,20 +61,9 @@ class Bucket(NamedTuple):
 
 def view_in(flat: Tensor, start: int, like: Tensor) -> Tensor:
     """The elements of a flat tensor from `start` on, shaped and laid out in memory like another."""
-    if like.is_contiguous() or not _fills_its_memory(like):
+    if like.is_contiguous() or not is_dense(like):
         return flat[start : start + like.numel()].view(like.shape)
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + start)
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """Whether there are no gaps or overlaps, whatever the order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None = None) -> list[Bucket]:

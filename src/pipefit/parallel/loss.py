@@ -28,11 +28,7 @@ def shared_loss(loss: Loss, region: Region) -> Loss:
     if _is_mean_cross_entropy(loss):
         ignore = loss.ignore_index if isinstance(loss, nn.CrossEntropyLoss) else -100
         return partial(cross_entropy, region=region, ignore_index=ignore)
-
-    def gathered(output: Tensor, target: Any) -> Tensor:
-        return loss(region.join(output), target)
-
-    return gathered
+    return lambda output, target: loss(region.join(output), target)
 
 
 def _is_mean_cross_entropy(loss: Loss) -> bool:

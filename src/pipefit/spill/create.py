@@ -69,7 +69,12 @@ def create_spilling(
     layers = {stage: stages.layers[stage] for stage in spill.stages if stage in stages.layers}
     drawn = {stage for stage, own in layers.items() if is_meta(own)}
     for stage in drawn:
-        _make_stand_ins(layers[stage], stages.shared, device)
+        if any(id(p) in stages.shared for layer in layers[stage] for p in layer.module.parameters()):
+            raise ModelError(
+                "a model built on the meta device cannot be spilled with weights that several stages share: untie them "
+                "(for gpt: tied=False), or build it in memory"
+            )
+        stand_in(layers[stage], partial(make_stand_in, device=device))
     rules = state_rules(training.optimizer, device) if spill.optim else StateRules()
     stores = {s: make_store(s, own, stages.shared, training, header, rules, device) for s, own in layers.items()}
     arena = make_arena(stores.values(), spill, device)
@@ -169,17 +174,6 @@ def _make_room(tier: TierStore, stores: Iterable[SpilledStore], written: set[int
         raise TierError(f"{place.folder}: {key}: its record has {was}, this run's {needed}; it is of another run")
     tier.reserve_scratch({key: sizes[key] for key in scratch})
     return found
-
-
-def _make_stand_ins(layers: list[NamedLayer], shared: set[int], device: torch.device) -> None:
-    """Replaces parameters of the meta device by ones that have a device and no memory; buffers get memory."""
-    if any(id(p) in shared for layer in layers for p in layer.module.parameters()):
-        raise ModelError(
-            "a model built on the meta device cannot be spilled with weights that several stages share: untie them "
-            "(for gpt: tied=False), or build it in memory"
-        )
-
-    stand_in(layers, partial(make_stand_in, device=device))
 
 
 def make_stand_in(tensor: Tensor, device: torch.device) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.errors import DamageError, TierError
+from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.sealed import FileEntry
 from pipefit.spill.arena import aligned, pin, unpin
 from pipefit.spill.lanes import Copy, Lanes
@@ -303,7 +303,10 @@ class DiskTier:
         damaged: list[str] = []
         for commit in candidates:
             damaged = [str(key) for key, written in commit.records.items() if not self._restore(key, written, check)]
-            if check and not self._file.has_tensors(commit):
+            try:
+                if check and commit.tensors is not None:
+                    commit.tensors.check(self._file.path.parent)
+            except PipefitError:
                 damaged.append("the state of what stayed on the device")
             if not damaged:
                 return commit

@@ -105,11 +105,7 @@ def numbers_outside(make: MakeOptimizer, device: torch.device) -> dict[str, Tens
     """
     if _moves(torch.zeros(()), device):
         return {}
-    parameter = nn.Parameter(torch.zeros(2, device=device))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = make([parameter])
-    optimizer.step()
-    state = optimizer.state.get(parameter, {})
+    (state,) = _stepped(make, [torch.zeros(2)], device)
     return {k: torch.zeros_like(v) for k, v in state.items() if isinstance(v, Tensor) and not _moves(v, device)}
 
 

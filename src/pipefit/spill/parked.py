@@ -14,7 +14,7 @@ from pipefit.ir.spill import UNDER_WAY
 from pipefit.spill.arena import aligned
 from pipefit.spill.lanes import Copy
 from pipefit.spill.tiers import Key, TierStore
-from pipefit.stage.record_layout import Layout
+from pipefit.stage.record_layout import Layout, is_dense
 
 __all__ = ["ParkedTensors"]
 
@@ -31,7 +31,8 @@ class _Form(NamedTuple):
         return cls(
             [list(tensor.shape) for tensor in tensors],
             [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            [_stride(tensor) for tensor in tensors],
+            # What computes with a tensor may add up in the order in which it lies.
+            [list(tensor.stride()) if is_dense(tensor) else None for tensor in tensors],
         )
 
     def layout(self) -> Layout:
@@ -45,12 +46,6 @@ class _Form(NamedTuple):
             view if stride is None else view.as_strided(view.shape, stride)
             for view, stride in zip(self.layout().views(record), self.strides, strict=True)
         ]
-
-
-def _stride(tensor: Tensor) -> list[int] | None:
-    """How a tensor without gaps lies in memory, for what computes with it may add up in that order; else None."""
-    stride = tensor.stride()
-    return list(stride) if torch.empty_like(tensor, device="meta").stride() == stride else None
 
 
 class ParkedTensors:

@@ -243,16 +243,6 @@ class TierFile:
         self._last = found[0] if found else None
         return found
 
-    def has_tensors(self, commit: Commit) -> bool:
-        """Whether the tensors of a commit are whole."""
-        if commit.tensors is None:
-            return True
-        try:
-            commit.tensors.check(self.path.parent)
-        except PipefitError:
-            return False
-        return True
-
     def resume_from(self, commit: Commit) -> None:
         """Forgets what was committed after a step.
 

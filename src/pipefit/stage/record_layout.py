@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Field", "Layout", "absent", "laid_out_bytes", "padded"]
+__all__ = ["Field", "Layout", "absent", "is_dense", "laid_out_bytes", "padded"]
 
 _GRAIN = 64
 
@@ -63,6 +63,11 @@ class Layout:
     def views(self, record: Tensor) -> list[Tensor]:
         """All tensors, as views of a record's bytes."""
         return [field.of(record) for field in self.fields]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has neither gaps nor overlaps in memory, whatever the order of its dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def laid_out_bytes(tensors: Iterable[Tensor]) -> int:
