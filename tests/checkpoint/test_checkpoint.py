@@ -270,7 +270,7 @@ def test_a_full_disk_is_said_and_loses_nothing(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(commit, "write_values", full)
+    monkeypatch.setattr(commit, "write_tensors", full)
     pipe = pipeline()
     with pytest.raises(PipefitError, match=r"the disk is full; this file needs \d+ bytes, \d+ bytes are free"):
         pipe.save(tmp_path)

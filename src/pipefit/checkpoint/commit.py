@@ -22,7 +22,8 @@ import msgspec
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, Optimization, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded_optimizer import whole_optimizers
-from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors, write_values
+from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors
+from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.spec.files import encode, sync_folder
@@ -107,17 +108,18 @@ def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
         stages = saved_stages(pipeline.plan, worker)
         forms = {name: form for stage in stages for name, form in saved_forms(worker, stage).items()}
         values = (value for stage in stages for value in saved_tensors(worker, stage))
-        if not worker.mesh.is_first:
-            for _ in values:
-                pass
-            continue
         path = temporary / f"rank-{worker.rank}.safetensors"
         try:
-            files.append(write_values(path, forms, {"format": "pt"}, values))
+            if worker.mesh.is_first:
+                files.append(write_tensors(path, forms, {"format": "pt"}, values))
+                aliases |= aliases_of(worker, stages)
+                optimization += optimization_of(worker, stages)
         except OSError as problem:
             raise explained(problem, path, sum(form.nbytes for form in forms.values())) from None
-        aliases |= aliases_of(worker, stages)
-        optimization += optimization_of(worker, stages)
+        finally:
+            # The processes of a rank wait for each other at each value: all are walked, even when the disk is full.
+            for _ in values:
+                pass
     return msgspec.to_builtins({"files": files, "aliases": aliases, "optimization": optimization})
 
 
@@ -137,8 +139,9 @@ def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], e
         "loss_scale": scale.state() if (scale := pipeline.workers[0].scale) else None,
     }
     place = temporary.parent
+    manifest = seal(encode("checkpoint", msgspec.convert(data, Manifest)), indent=1)
     try:
-        write_file(temporary / MANIFEST, [seal(msgspec.convert(data, Manifest).data(), indent=1).encode()])
+        write_file(temporary / MANIFEST, [manifest.encode()])
         sync_folder(temporary)
         taken = 0
         while (path := place / step_name(pipeline.num_updates, taken)).exists():

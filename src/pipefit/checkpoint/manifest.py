@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pipefit.errors import PipefitError
-from pipefit.spec.files import decode, encode
+from pipefit.spec.files import decode
 from pipefit.spec.sealed import FileEntry, read_sealed
 
 __all__ = [
@@ -42,11 +42,6 @@ class Optimization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: str = ""
     schedule: Any = None
 
-    @property
-    def names(self) -> list[str]:
-        """The parameters it trains."""
-        return [name for group in self.groups for name in group["parameters"]]
-
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents of a checkpoint.
@@ -75,10 +70,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimization: list[Optimization]
     extra: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
-
-    def data(self) -> dict[str, Any]:
-        """JSON data, the format first."""
-        return encode("checkpoint", self)
 
 
 def read_manifest(directory: Path) -> Manifest:

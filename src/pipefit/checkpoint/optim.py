@@ -53,15 +53,11 @@ def by_parameter(readers: Mapping[str, Read]) -> dict[str, dict[str, Read]]:
     return states
 
 
-def _saved_name(owned: Owned) -> str:
-    return owned.tie.owner if owned.tie else owned.name
-
-
 def trained_of(worker: Worker, stage: int) -> list[tuple[str, nn.Parameter, Owned]]:
     """(saved name, what the optimizer steps, parameter) of all that a stage's optimizer steps."""
     stepped = {id(p) for group in worker.optimizers[stage].param_groups for p in group["params"]}
     pairs = zip(worker.owned[stage], worker.stores[stage].masters, strict=True)
-    return [(_saved_name(own), master, own) for own, master in pairs if id(master) in stepped]
+    return [(own.tie.owner if own.tie else own.name, p, own) for own, p in pairs if id(p) in stepped]
 
 
 def optimizer_tensors(worker: Worker, stage: int, all_ties: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +158,12 @@ def restore_optimizer(
     optimizer = worker.optimizers[stage]
     trained = trained_of(worker, stage)
     names = {id(master): saved for saved, master, _ in trained}
-    origins = _origins(records)
+    origins = {
+        name: _Origin(name, record, index)
+        for record in records
+        for index, group in enumerate(record.groups)
+        for name in group["parameters"]
+    }
     _check_kinds(worker, stage, [saved for saved, _, _ in trained], origins)
     found = [[origins[names[id(p)]] for p in group["params"]] for group in optimizer.param_groups]
     options = [
@@ -204,15 +205,6 @@ class _Origin(NamedTuple):
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = self.record.groups[self.group]["options"]
         return {"items": [[key, value] for key, value in options.items()]}
-
-
-def _origins(records: Sequence[Optimization]) -> dict[str, _Origin]:
-    return {
-        name: _Origin(name, record, index)
-        for record in records
-        for index, group in enumerate(record.groups)
-        for name in group["parameters"]
-    }
 
 
 def _check_kinds(worker: Worker, stage: int, names: Sequence[str], origins: Mapping[str, _Origin]) -> None:

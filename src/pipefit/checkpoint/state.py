@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipefit.checkpoint.optim import OPTIM, optimizer_tensors, parameter_and_key
-from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import ModelError
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
-from pipefit.spec.sealed import FileEntry
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
 
-__all__ = ["Trained", "aliases_of", "saved_forms", "saved_stages", "saved_tensors", "weights_of", "write_values"]
+__all__ = ["Trained", "aliases_of", "saved_forms", "saved_stages", "saved_tensors", "weights_of"]
 
 
 class Trained(Protocol):
@@ -104,27 +101,3 @@ def saved_tensors(worker: Worker, stage: int, optimizer: bool = True) -> Iterato
     with worker.presence(stage, optim=optimizer):
         for name, value in _named(worker, stage, optimizer):
             yield worker.mesh.whole(_weight_of(worker, stage, name, value), value)
-
-
-def write_values(
-    path: Path, forms: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterator[Tensor]
-) -> FileEntry:
-    """Writes a new safetensors file of values that other processes help to make.
-
-    These wait for this process at each value; so all values are walked, even when the file cannot be written.
-
-    Args:
-        path: must not exist yet.
-        forms: shapes and types by name.
-        metadata: of the file.
-        values: in the order of `forms`.
-
-    Raises:
-        PipefitError: a tensor has a type that the format does not know.
-        OSError: the file cannot be written.
-    """
-    try:
-        return write_tensors(path, forms, metadata, values)
-    finally:
-        for _ in values:
-            pass

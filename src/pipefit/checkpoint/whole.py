@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.checkpoint.commit import explained, make_folder
-from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors, write_values
-from pipefit.checkpoint.tensor_files import payload
+from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors
+from pipefit.checkpoint.tensor_files import payload, write_tensors
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.spec.files import sync_folder
@@ -42,11 +42,11 @@ def export(pipeline: Trained, path: str | Path) -> Path:
     with session.busy():
         forms, aliases = _forms(pipeline)
         values = _collected(pipeline, forms)
-        if session.rank == 0:
-            outcome = attempt(lambda: _write(path, forms, {"format": "pt"} | aliases, values))
-        else:
-            outcome = attempt(lambda: [None for _ in values] and None)
-        agree(session, outcome)
+        metadata, first = {"format": "pt"} | aliases, session.rank == 0
+        outcome = attempt(lambda: _write(path, forms, metadata, values) if first else None)
+        # The processes wait for each other at each value: all are walked, even when the file cannot be written.
+        rest = attempt(lambda: [None for _ in values] and None)
+        agree(session, outcome if "error" in outcome else rest)
     return path
 
 
@@ -101,12 +101,10 @@ def _write(path: Path, forms: Forms, metadata: Mapping[str, str], values: Iterat
         if path.is_dir():
             raise PipefitError(f"{path}: expected a file to write, found a directory")
         make_folder(path.parent)
-        write_values(temporary, whole, metadata, values)
+        write_tensors(temporary, whole, metadata, values)
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as problem:
         raise explained(problem, path) from None
     finally:
         temporary.unlink(missing_ok=True)
-        for _ in values:
-            pass
