@@ -98,7 +98,7 @@ def test_a_write_that_was_cut_off_anywhere_loses_nothing(tmp_path, cut):
     start = record.position(1 - record.current)
     tier.close()
     new = RecordHeader(str(A), 13, SIZE, 12345).pack() + bytes([3]) * SIZE
-    with tier._file.path.open("r+b") as file:
+    with tier.files.path.open("r+b") as file:
         file.seek(start)
         file.write(new[:cut])
     tier = DiskTier(tmp_path)
@@ -110,7 +110,7 @@ def test_a_write_that_was_cut_off_anywhere_loses_nothing(tmp_path, cut):
 def flip(tier, record, copy, offset):
     """Flips a bit of a closed tier's file."""
     place = record.position(copy) + offset
-    with tier._file.path.open("r+b") as file:
+    with tier.files.path.open("r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]
         file.seek(place)

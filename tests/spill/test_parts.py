@@ -222,8 +222,8 @@ def test_weights_that_are_still_in_their_slots_are_not_read_again_and_not_steppe
     spilling = pipe.workers[0].spilling
     read, load = [], spilling.tier.read
     spilling.tier.read = lambda key, *more: read.append(str(key)) or load(key, *more)
-    write = spilling.tier._file.write
-    spilling.tier._file.write = lambda *what: (time.sleep(0.02), write(*what))
+    write = spilling.tier.files.write
+    spilling.tier.files.write = lambda *what: (time.sleep(0.02), write(*what))
     x = torch.randn(8, 64)
     pipe.step(x, x)
     first, _ = list(read), read.clear()
@@ -252,8 +252,8 @@ def test_states_that_are_still_in_their_slots_are_not_stepped_while_they_are_wri
         parallelism=Parallelism(chunks=stages),
     )
     tier = pipe.workers[0].spilling.tier
-    write = tier._file.write
-    tier._file.write = lambda *what: (time.sleep(0.05), write(*what))
+    write = tier.files.write
+    tier.files.write = lambda *what: (time.sleep(0.05), write(*what))
     for _ in range(3):
         pipe.step(torch.ones(8, 64), torch.ones(8, 64))
     pipe.settle()

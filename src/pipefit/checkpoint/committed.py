@@ -97,12 +97,12 @@ def _state_of(
         found = dict(_resident(worker, spilling))
         if sum(tensor.nbytes for tensor in found.values()) > MOST_BYTES:
             assert spilling.disk is not None
-            path = spilling.disk.spare()
+            path = spilling.disk.files.spare()
             try:
                 path.unlink(missing_ok=True)
                 tensors = write_tensors(path, found, {})
             except OSError as problem:
-                raise TierError(f"{path}: {problem.strerror}; {spilling.disk.status()}") from None
+                raise TierError(f"{path}: {problem.strerror}; {spilling.disk.files.status()}") from None
         elif found:
             tensors = save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()})
     except TierError:
@@ -165,7 +165,7 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         tensors: dict[str, Read] = {}
         if commit.tensors is not None:
             assert worker.spilling.disk is not None
-            path = worker.spilling.disk.spare().parent / commit.tensors.name
+            path = worker.spilling.disk.files.path.parent / commit.tensors.name
             try:
                 file = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as problem:

@@ -78,6 +78,7 @@ class DiskTier:
 
     Attributes:
         about: JSON data: what the records are of; set it before `reserve`, read it after `recover`.
+        files: of the tier.
 
     Args:
         folder: for the file; made if its parent exists.
@@ -103,7 +104,7 @@ class DiskTier:
         device: torch.device | None = None,
         shared: bool = False,
     ) -> None:
-        self._file = TierFile(Path(folder), name, direct, shared)
+        self.files = TierFile(Path(folder), name, direct, shared)
         self.about: dict[str, Any] = {}
         self._shared = shared
         self._table_changed = False
@@ -132,13 +133,13 @@ class DiskTier:
         """See `TierStore`. The records that an earlier run left in the file are lost."""
         self._place({key: size for key, size in sizes.items() if key not in scratch}, 2)
         self._place({key: size for key, size in sizes.items() if key in scratch}, 1)
-        self._file.allocate(self.num_bytes)
+        self.files.allocate(self.num_bytes)
         self._write_table()
 
     def reserve_scratch(self, sizes: Mapping[Key, int]) -> None:
         """See `TierStore`; the room is at the end of the file."""
         self._place(sizes, 1)
-        self._file.extend(self.num_bytes)
+        self.files.extend(self.num_bytes)
 
     def _place(self, sizes: Mapping[Key, int], copies: int) -> None:
         position = self.num_bytes
@@ -170,7 +171,7 @@ class DiskTier:
 
     def _write_table(self) -> None:
         rooms = {key: record.room for key, record in list(self._records.items()) if record.is_committed}
-        self._file.write_table(rooms, self.about)
+        self.files.write_table(rooms, self.about)
         self._table_changed = False
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
@@ -210,7 +211,7 @@ class DiskTier:
 
         def work() -> None:
             if record.version != version:
-                raise TierError(f"{key}: version {version} is needed, {self._file.path} holds {record.version}")
+                raise TierError(f"{key}: version {version} is needed, {self.files.path} holds {record.version}")
             found.append(self._load(key, record, record.current, data))
             if into.is_cuda:
                 check()
@@ -220,8 +221,8 @@ class DiskTier:
             header = found[0]
             if header is None or header.version != version or header.checksum != chunk_sum(data):
                 raise DamageError(
-                    f"{key} in {self._file.path} does not have its checksum: the disk did not keep what was written; "
-                    f"{self._file.status()}"
+                    f"{key} in {self.files.path} does not have its checksum: the disk did not keep what was written; "
+                    f"{self.files.status()}"
                 )
 
         waits = (*after, *([record.written] if record.written else []))
@@ -257,25 +258,17 @@ class DiskTier:
         def work() -> None:
             if self._table_changed:
                 self._write_table()
-            entry = self._file.write_spare(tensors) if isinstance(tensors, bytes) else tensors
+            entry = self.files.write_spare(tensors) if isinstance(tensors, bytes) else tensors
             records = {  # others may get room meanwhile
                 key: Written(record.version, record.current)
                 for key, record in list(self._records.items())
                 if record.is_committed and record.current >= 0
             }
-            self._file.commit(Commit(step, dict(state), records, entry))
+            self.files.commit(Commit(step, dict(state), records, entry))
             for key, written in records.items():
                 self._records[key].committed = written.copy
 
         return self._lanes.write.submit(work, len(tensors) if isinstance(tensors, bytes) else 0, after)
-
-    def spare(self) -> Path:
-        """The path for a safetensors file of the next commit; the last commit does not name it."""
-        return self._file.spare()
-
-    def status(self) -> str:
-        """A message's end: what is left to resume from."""
-        return self._file.status()
 
     def recover(self, at_most: int | None = None, check: bool = True) -> Commit:
         """Takes up the last committed step, whatever was being written when the run before was cut off.
@@ -288,36 +281,36 @@ class DiskTier:
         Raises:
             TierError: there is no committed step, or records are damaged.
         """
-        commits = self._file.commits()
+        commits = self.files.commits()
         if not commits:
-            raise TierError(f"{self._file.path.parent}: no step was committed there")
-        rooms, self.about = read_table(self._file.path.parent, self._file.path.stem)
+            raise TierError(f"{self.files.path.parent}: no step was committed there")
+        rooms, self.about = read_table(self.files.path.parent, self.files.path.stem)
         if not self._records or self._shared:
             self._records = {key: _Record(room, True) for key, room in rooms.items()}
             self._pin_largest()
-        self._file.check_size(self.num_bytes)
+        self.files.check_size(self.num_bytes)
         candidates = [commit for commit in commits if at_most is None or commit.step <= at_most]
         if not candidates:
             first = commits[-1].step
-            raise TierError(f"{self._file.path}: step {at_most} is needed, the first that is there is {first}")
+            raise TierError(f"{self.files.path}: step {at_most} is needed, the first that is there is {first}")
         damaged: list[str] = []
         for commit in candidates:
             damaged = [str(key) for key, written in commit.records.items() if not self._restore(key, written, check)]
             try:
                 if check and commit.tensors is not None:
-                    commit.tensors.check(self._file.path.parent)
+                    commit.tensors.check(self.files.path.parent)
             except PipefitError:
                 damaged.append("the state of what stayed on the device")
             if not damaged:
                 return commit
         raise DamageError(
-            f"{damaged[0]} of step {candidates[-1].step} in {self._file.path} does not have its checksum; resume from "
+            f"{damaged[0]} of step {candidates[-1].step} in {self.files.path} does not have its checksum; resume from "
             "a checkpoint"
         )
 
     def resume_from(self, commit: Commit) -> None:
         """Forgets later commits, which `recover` has left out."""
-        self._file.resume_from(commit)
+        self.files.resume_from(commit)
 
     def _restore(self, key: Key, written: Written, check: bool) -> bool:
         """Makes a committed copy of a record the current one; whether it is whole."""
@@ -341,9 +334,9 @@ class DiskTier:
         self._pinned.clear()
         for pool in self._pools.values():
             pool.shutdown()
-        self._file.close()
+        self.files.close()
         if discard:
-            self._file.remove()
+            self.files.remove()
 
     def _load(self, key: Key, record: _Record, copy: int, data: memoryview) -> RecordHeader | None:
         """Reads one copy of a record; its header, None if that is damaged or another record's."""

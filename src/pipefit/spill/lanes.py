@@ -144,6 +144,5 @@ class Lanes:
 
     def close(self) -> None:
         """Ends the threads once what they have been given is done."""
-        self.read.close()
-        self.write.close()
-        self.host.close()
+        for lane in (self.read, self.write, self.host):
+            lane.close()

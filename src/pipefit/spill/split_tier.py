@@ -37,7 +37,7 @@ class SplitTier:
         self.host, self.disk = host, disk
         self._host_bytes, self._commits = host_bytes, commits
         self._home: dict[Key, TierStore] = {}
-        self.spare, self.status = disk.spare, disk.status
+        self.files = disk.files
 
     @property
     def num_bytes(self) -> int:

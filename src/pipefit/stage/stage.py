@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,19 +87,14 @@ class Stage:
             module.update = None if replay else update
         state = self._generator.get_state()
         try:
-            if self.half is None:
-                return self._run_all(payload, ordinal)
             # Inside, so that weights are cast once for each forward, and anew for the next version's.
-            with torch.autocast(self.device.type, self.half):
-                return self._run_all(payload, ordinal)
+            with contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half):
+                for layer in self.layers:
+                    self._generator.manual_seed(layer_seed(self.seed, ordinal, layer.index))
+                    payload = self._run(layer, payload)
+                return payload
         finally:
             self._generator.set_state(state)
-
-    def _run_all(self, payload: Any, ordinal: int) -> Any:
-        for layer in self.layers:
-            self._generator.manual_seed(layer_seed(self.seed, ordinal, layer.index))
-            payload = self._run(layer, payload)
-        return payload
 
     def _run(self, layer: NamedLayer, payload: Any) -> Any:
         try:
