@@ -347,7 +347,7 @@ class DiskTier:
 
     def _move(self, way: str, data: memoryview, start: int) -> None:
         """Reads or writes a header and its payload, in pieces, several of them at once."""
-        move = getattr(self._file, way)
+        move = getattr(self.files, way)
         pieces = [(memoryview(self._head[way]), start)]
         for offset in range(0, len(data), _CHUNK_BYTES):
             pieces.append((data[offset : offset + _CHUNK_BYTES], start + HEADER_BYTES + offset))
