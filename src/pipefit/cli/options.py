@@ -139,7 +139,7 @@ def _notes(hint: Any) -> Iterator[Any]:
 
 def _flag(name: str, notes: Sequence[Any]) -> str:
     """The long name of an option."""
-    named = [note.name[0] for note in notes if isinstance(note, Parameter) and note.name]
+    named = [name for note in notes if isinstance(note, Parameter) for name in note.name or ()]
     return named[0] if named else f"--{name.replace('_', '-')}"
 
 

@@ -79,15 +79,9 @@ class Copies(NamedTuple):
         return both_s > (max(read_s, write_s) + read_s + write_s) / 2
 
 
-def measure_copies(
-    folder: str | Path | None = None,
-    device: str | torch.device = "cpu",
-    *,
-    num_bytes: int = _BYTES,
-    repeats: int = _REPEATS,
-) -> Copies:
-    """The rates of a tier alone; see `measure_tier`, which takes them from here."""
-    return _measured(folder, torch.device(device), num_bytes, repeats)[0]
+def measure_copies(folder: str | Path | None = None, device: str | torch.device = "cpu") -> Copies:
+    """The rates of a tier without its capacity; arguments as in `measure_tier`."""
+    return _measured(folder, torch.device(device), _BYTES, _REPEATS)[0]
 
 
 def _measured(
