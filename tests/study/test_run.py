@@ -164,7 +164,7 @@ def test_a_study_stopped_by_a_signal_goes_on_where_it_stood(number, tmp_path):
     os.killpg(running.pid, number)  # as a terminal and batch systems do: to all processes
     _, said = running.communicate()
     assert running.returncode == 128 + number, said
-    assert "go on with: pipefit study s.toml --resume -o out" in said
+    assert "resume with: pipefit study s.toml --resume -o out" in said
     before = {path.parent.name: path.stat().st_size // 28 for path in state.glob("*/losses")}
     assert before and max(before.values()) >= 20
     again = subprocess.run([*words, "--resume", "--json"], capture_output=True, **options)

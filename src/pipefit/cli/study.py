@@ -21,14 +21,12 @@ from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
     from pipefit.study.board import Board
-    from pipefit.study.results import StudyResult
-    from pipefit.study.trial import StudySpec
 
 __all__ = ["command"]
 
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
 _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}
-"""Which trials are shown where there is no room for all."""
+"""Order of the trials to show where there is no room for all."""
 
 
 @verb()
@@ -46,15 +44,16 @@ def command(
     Example: pipefit study examples/study.toml
 
     The file names a model, its data, and a grid or a list of trials. Free devices take turns of a shard, by default of
-    the trial with the longest remaining time; a trial that fails leaves the others alone. Printed are the makespan, the
-    time that no policy can beat, and the gap; the folder holds the results, the timeline and the best weights.
+    the trial with the longest remaining time; where a trial fails, the others continue. Printed are the makespan, its
+    lower bound, and the gap; the folder holds the results, the timeline and the best weights.
 
     Args:
         workers: Processes, one per device; default: those of the file.
         policy: lrtf, fifo, round-robin or whole-task; default: that of the file.
         output: The study's folder.
-        resume: Go on from what the folder holds.
+        resume: Continue from the study's folder.
     """
+    from pipefit.study.execute.study_run import StudyRun
     from pipefit.study.file import load_study
 
     spec = load_study(file)
@@ -65,10 +64,12 @@ def command(
     if output is not None:
         spec = replace(spec, output=str(output))
     spec = replace(spec, trials=tuple(replace(trial, model=importable(trial.model)) for trial in spec.trials))
-    result, stopped_by = _run(spec, resume, quiet=json)
-    if stopped_by is not None and result.interrupted:
-        code = 128 + stopped_by
-        hint = f"stopped by {signal.Signals(stopped_by).name}; go on with: pipefit study {file} --resume"
+    with _observer(quiet=json) as observer:
+        run = StudyRun(spec, observer=observer, resume=resume, forked=False)
+        result = run.run()
+    if run.stopped_by is not None and result.interrupted:
+        code = 128 + run.stopped_by
+        hint = f"stopped by {signal.Signals(run.stopped_by).name}; resume with: pipefit study {file} --resume"
         hint += f" -o {output}" if output is not None else ""
         print(f"pipefit study: {hint}", file=sys.stderr)
     else:
@@ -76,18 +77,9 @@ def command(
     return Answer(result.as_dict(), lambda: f"\n{result}", code)
 
 
-def _run(spec: StudySpec, resume: bool, quiet: bool) -> tuple[StudyResult, int | None]:
-    from pipefit.study.execute.study_run import StudyRun
-
-    with _shown(spec, quiet) as observer:
-        run = StudyRun(spec, observer=observer, resume=resume, forked=False)
-        result = run.run()
-    return result, run.stopped_by
-
-
 @contextlib.contextmanager
-def _shown(spec: StudySpec, quiet: bool) -> Iterator[Any]:
-    """Who shows the study: a table that moves in a terminal, a line now and then elsewhere, nobody under --json."""
+def _observer(quiet: bool) -> Iterator[Any]:
+    """The observer that shows the study: a live table in a terminal, lines elsewhere; None under --json."""
     if quiet:
         yield None
     elif sys.stdout.isatty():
@@ -100,16 +92,16 @@ def _shown(spec: StudySpec, quiet: bool) -> Iterator[Any]:
 
 
 class _Lines:
-    """Plain lines: when a trial ends, and how all stand after every tenth of the steps."""
+    """Plain lines: each trial's end, and the progress after every tenth of the steps."""
 
     def __init__(self) -> None:
-        self._told: set[int] = set()
+        self._ended: set[int] = set()
         self._tenths = 0
 
     def changed(self, board: Board) -> None:
         for entry in board.entries:
-            if entry.has_ended and entry.number not in self._told:
-                self._told.add(entry.number)
+            if entry.has_ended and entry.number not in self._ended:
+                self._ended.add(entry.number)
                 why = f": {entry.reason}" if entry.reason else ""
                 loss = f", loss {loss_text(entry.losses[-1])}" if entry.losses else ""
                 _say(f"{entry.name} {entry.status} after {len(entry.losses)} steps{loss}{why}")
@@ -122,12 +114,12 @@ class _Lines:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # whoever stops reading does not stop the study
+    with contextlib.suppress(BrokenPipeError):  # a reader that stops does not stop the study
         print(line, flush=True)
 
 
 def _standing(board: Board) -> str:
-    """How a study stands, in a line."""
+    """The progress of a study, in a line."""
     over = sum(entry.has_ended for entry in board.entries)
     parts = [f"{board.done:.0%} of the steps", f"{over} of {len(board.entries)} trials over"]
     leader = min(board.entries, key=lambda entry: (entry.status == "failed", entry.score))
@@ -139,7 +131,7 @@ def _standing(board: Board) -> str:
 
 
 class _Table:
-    """The trials as they stand, drawn again at most four times a second."""
+    """A live table of the trials, drawn at most four times a second."""
 
     def __init__(self, live: Any) -> None:
         self._live, self._last_s, self._predicted = live, 0.0, ""
@@ -153,7 +145,7 @@ class _Table:
         if now - self._last_s < 0.25 and not board.is_over:
             return
         self._last_s = now
-        # What does not fit is cut off by the terminal: of many trials those are shown that something happens to.
+        # The terminal cuts off what does not fit: of many trials only the active ones are shown.
         self._most = max(self._live.console.size.height - 7, 3)
         self._live.update(self._drawn(board))
 
@@ -170,8 +162,8 @@ class _Table:
         more = len(board.entries) - len(shown)
         below = _standing(board) + (f"  ({more} trials more)" if more else "")
         table = Table(box=SIMPLE_HEAD, pad_edge=False, title=self._predicted or None, title_justify="left")
-        judged = any(entry.trial.evaluate for entry in board.entries)
-        for head in ("trial", "", "step", "loss", *(["held-out"] if judged else []), "left", "device"):
+        evaluates = any(entry.trial.evaluate for entry in board.entries)
+        for head in ("trial", "", "step", "loss", *(["held-out"] if evaluates else []), "left", "device"):
             table.add_column(head, justify="left" if head in ("trial", "") else "right")
         for entry in shown:
             left = entry.remaining_s
@@ -180,7 +172,7 @@ class _Table:
                 _MARKS.get(entry.status, entry.status),
                 f"{len(entry.losses)}/{entry.trial.steps}",
                 loss_text(entry.losses[-1]) if entry.losses else "",
-                *([loss_text(entry.score)] if judged else []),
+                *([loss_text(entry.score)] if evaluates else []),
                 "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
                 str(entry.device) if entry.status == "running" else "",
             )

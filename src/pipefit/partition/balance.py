@@ -29,8 +29,7 @@ def uniform(profile: Profile, num_stages: int) -> Partition:
         PlanError: fewer layers than stages.
     """
     _check(profile, num_stages)
-    count, more = divmod(len(profile), num_stages)
-    return Partition.from_counts([count + (stage < more) for stage in range(num_stages)])
+    return Partition.even(len(profile), num_stages)
 
 
 def by_hand(profile: Profile, counts: Sequence[int]) -> Partition:

@@ -86,7 +86,7 @@ def by_hand(
     if stages is not None:
         partition = Partition.from_counts(stages, num_layers)
     else:
-        partition = minmax(profile, count) if profile is not None else _even(num_layers, count)
+        partition = minmax(profile, count) if profile is not None else Partition.even(num_layers, count)
     placement = placement_of(_depth(num_ranks, replicas), num_chunks, find(schedule).layout, tuple(replicas))
     copies = [len(ranks) for ranks in placement]
     alike = copies[0] if len(set(copies)) == 1 else 1
@@ -126,8 +126,3 @@ def _depth(num_ranks: int, replicas: Sequence[int]) -> int:
     if sum(replicas) != num_ranks:
         raise PlanError(f"replicas {list(replicas)} need {sum(replicas)} ranks, there are {num_ranks}")
     return len(replicas)
-
-
-def _even(num_layers: int, count: int) -> Partition:
-    size, more = divmod(num_layers, count)
-    return Partition.from_counts([size + (stage < more) for stage in range(count)])

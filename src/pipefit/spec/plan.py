@@ -52,6 +52,12 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PlanError(f"layers {lost} belong to no stage: every layer from 0 to {max(owner)} needs one")
 
     @classmethod
+    def even(cls, num_layers: int, num_stages: int) -> Partition:
+        """Equal numbers of layers; the first stages have one more where they do not divide evenly."""
+        count, more = divmod(num_layers, num_stages)
+        return cls.from_counts([count + (stage < more) for stage in range(num_stages)])
+
+    @classmethod
     def from_counts(cls, counts: Sequence[int], num_layers: int | None = None) -> Partition:
         """Consecutive layers by their count per stage.
 

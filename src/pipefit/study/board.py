@@ -136,7 +136,7 @@ class Board:
         self.tier_bytes = 0.0
         self._choose = POLICIES[policy]
         self._count = 0
-        self.admits_singly = False  # where the room on the tier is counted, it must be known who has some
+        self.admits_singly = False  # under a limit on the tier, each admission changes the room of the next
         self._sent_back = False  # a trial was, for want of room, and nothing has ended since
         self.on_end: Callable[[TrialProgress], None] = lambda entry: None
 

@@ -116,7 +116,7 @@ class TimedTurn(NamedTuple):
         step: of the trial; −1: its admission.
         turn: within the step.
         start_s: when the device took it.
-        end_s: when its results were kept.
+        end_s: when it was committed.
     """
 
     trial: int
@@ -142,7 +142,7 @@ class StudyTimeline(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound, as a share of it; 0 where there was nothing to do."""
+        """Makespan over the bound, minus one; 0 without turns."""
         return self.makespan_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""A trial's step as a program of one rank, cut into turns: between two of them any device may go on with the trial."""
+"""A trial's step as a program of one rank, split into turns: any device may take the next one."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _is_arrival(i: Instruction) -> bool:
 
 
 def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
-    """Lists that each begin with the fetch of a shard's weights; with one slot nothing is on the device before it."""
+    """Splits a list before each fetch of a shard's weights; with one slot nothing is on the device then."""
     turns: list[list[Instruction]] = []
     waiting: list[Instruction] = []
     for i in instructions:
@@ -124,7 +124,7 @@ def _crossing(program: Program, turns: list[list[Instruction]]) -> list[list[Ins
 
 
 def _needed(program: Program, turn: list[Instruction]) -> list[Value]:
-    """The data that a turn needs and does not make, in the order of need."""
+    """The data that a turn needs and does not make, in order of first use."""
     made: set[Value] = set()
     found: dict[Value, None] = {}
     for i in turn:

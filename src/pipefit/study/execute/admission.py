@@ -1,7 +1,4 @@
-"""From a trial to what trains: its model, loss, optimizer and data; and how the model is cut for a device.
-
-Nothing of it is called before the trial is admitted.
-"""
+"""Builds a trial when it is admitted: its model, loss, optimizer and data, and the shards of the model for a device."""
 
 from __future__ import annotations
 
@@ -45,19 +42,19 @@ class Recipe:
         layers: of the model.
         training: loss, optimizer, schedule, clipping and seed.
         batch_at: the batch of a step, by its number from 0.
-        held_out: gives the batches to judge by.
-        own: the model's way to draw the weights of a layer, if it has one.
+        held_out: gives the held-out batches.
+        initialise: the model's function that draws the weights of a layer, if it has one.
     """
 
     layers: list[NamedLayer]
     training: Training
     batch_at: Callable[[int], Batch]
     held_out: Callable[[], Sequence[Batch]] | None = None
-    own: InitialiseLayer | None = None
+    initialise: InitialiseLayer | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model came without weights: each layer draws its own once there is room for it."""
+        """Whether the model has no weights yet: each layer draws its own once there is room for it."""
         return is_meta(self.layers)
 
     @cached_property
@@ -67,10 +64,10 @@ class Recipe:
 
 
 def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
-    """Builds the model with the trial's seed, on the default device of the moment, and readies its data.
+    """Builds the model with the trial's seed, on the current default device, and prepares its data.
 
     Args:
-        trial: what it is.
+        trial: its definition.
         empty: a model by name whose layers can draw their own weights comes without them.
 
     Raises:
@@ -87,21 +84,17 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
         if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
             model = [model]
     assert callable(loss) and callable(data)
-    training = Training(loss, _optimizer(trial), _scheduler(trial), trial.clip or None, trial.seed)
-    own = getattr(model, "initialise_layer", None)
-    return Recipe(named_layers(model), training, data, held_out, own)
-
-
-def _optimizer(trial: Trial) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    return make_optimizer(trial.optimizer, trial.lr) if isinstance(trial.optimizer, str) else trial.optimizer
-
-
-def _scheduler(trial: Trial) -> Callable[[torch.optim.Optimizer], Any] | None:
-    return warmed_cosine(trial.warmup, trial.steps) if trial.warmup and not trial.scheduler else trial.scheduler
+    optimizer, scheduler = trial.optimizer, trial.scheduler
+    if isinstance(optimizer, str):
+        optimizer = make_optimizer(optimizer, trial.lr)
+    if trial.warmup and not scheduler:
+        scheduler = warmed_cosine(trial.warmup, trial.steps)
+    training = Training(loss, optimizer, scheduler, trial.clip or None, trial.seed)
+    return Recipe(named_layers(model), training, data, held_out, getattr(model, "initialise_layer", None))
 
 
 def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Callable[[], Sequence[Batch]]]:
-    """Batches by step's number, and those to judge by: those that `pipefit train` has with the same seed."""
+    """Batches by number of the step, and held-out batches: as `pipefit train` has them with the same seed."""
     assert not callable(trial.data)
     wanted = trial.data or ((bundle.data,) if bundle.data else ("synthetic",))
     if wanted == ("synthetic",):
@@ -125,8 +118,7 @@ def on_meta(trial: Trial) -> Recipe | None:
         return None
     for layer in recipe.layers:
         for module in layer.module.modules():
-            own = vars(module).values()
-            if any(isinstance(value, Tensor) and value.is_meta for value in own):
+            if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
                 return None  # a tensor that is neither weight nor buffer would stay without values
     return recipe
 
@@ -156,11 +148,11 @@ def build_trial(trial: Trial, capacity_bytes: float) -> Built:
     than the memory of the host. What a layer draws is the same either way.
 
     Args:
-        trial: what it is.
-        capacity_bytes: of the device; 0: no limit, then the model is cut only where the trial says so.
+        trial: its definition.
+        capacity_bytes: of the device; 0: no limit, then the model is split only where the trial says so.
 
     Raises:
-        InfeasibleError: it needs more memory than the device has, however it is cut.
+        InfeasibleError: it needs more memory than the device has, however it is split.
         PipefitError: something in it does not fit.
     """
     recipe = recipe_of(trial, empty=capacity_bytes > 0)
@@ -170,10 +162,10 @@ def build_trial(trial: Trial, capacity_bytes: float) -> Built:
             "module with weights has reset_parameters()"
         )
     batch = pair_of(recipe.batch_at(0))
-    counts, device_bytes = _known_cut(trial, recipe, batch, capacity_bytes)
-    partition = Partition.from_counts(counts, len(recipe.layers))
+    partition, device_bytes = _known_split(trial, recipe, batch, capacity_bytes)
     weights = sum(_record_bytes([recipe.layers[n] for n in shard.layers]) for shard in partition.stages)
     leaves = [leaf for leaf in pytree.tree_leaves(batch[0]) if isinstance(leaf, Tensor)]
+    counts = [len(shard.layers) for shard in partition.stages]
     boundaries = 4 * len(counts) * sum(leaf.nbytes for leaf in leaves)
     needed = int(2 * (1 + recipe.state_per_weight) * weights + boundaries)
     parameters = {id(p): p.numel() for layer in recipe.layers for p in layer.module.parameters()}
@@ -186,61 +178,50 @@ def _record_bytes(layers: Sequence[NamedLayer]) -> int:
     return HEADER_BYTES + Layout(tensors.values()).num_bytes
 
 
-def _known_cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_bytes: float) -> tuple[list[int], float]:
-    """As `_cut`; trials that differ in numbers of the training alone are measured once per process."""
+def _known_split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) -> tuple[Partition, float]:
+    """As `_split`; trials that differ only in numbers of the training are measured once per process."""
     if not isinstance(trial.model, str) or not capacity_bytes:
-        return _cut(trial, recipe, batch, capacity_bytes)
+        return _split(trial, recipe, batch, capacity_bytes)
     shapes = [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     options = sorted((key, repr(value)) for key, value in trial.options.items())
     training = (trial.microbatches, trial.shards, recipe.state_per_weight, capacity_bytes)
     key = repr((trial.model, options, shapes, training))
-    if key not in _CUTS:
-        _CUTS[key] = _cut(trial, recipe, batch, capacity_bytes)
-    return _CUTS[key]
+    if key not in _SPLITS:
+        _SPLITS[key] = _split(trial, recipe, batch, capacity_bytes)
+    return _SPLITS[key]
 
 
-_ANY_DEVICE = Device(flops=1e12)
-"""Only bytes are asked for."""
-_CUTS: dict[str, tuple[list[int], float]] = {}
+_SPLITS: dict[str, tuple[Partition, float]] = {}
 
 
-def _cut_evenly(num_layers: int, num_shards: int) -> list[int]:
-    """Layers of each shard, as nearly alike as can be."""
-    size, more = divmod(num_layers, num_shards)
-    return [size + (shard < more) for shard in range(num_shards)]
-
-
-def _cut(trial: Trial, recipe: Recipe, batch: tuple[Any, Any], capacity_bytes: float) -> tuple[list[int], float]:
-    num_layers, wanted = len(recipe.layers), trial.shards
+def _split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) -> tuple[Partition, float]:
+    """The shards of a model, and the bytes that the largest needs on the device (0: not measured)."""
+    num_layers, wanted, state = len(recipe.layers), trial.shards, recipe.state_per_weight
     if wanted > num_layers:
         raise PipefitError(f"{wanted} shards need as many layers, the model has {num_layers}")
+    partition = Partition.even(num_layers, max(wanted, 1))
     if not capacity_bytes:
-        return _cut_evenly(num_layers, max(wanted, 1)), 0.0
+        return partition, 0.0
     profile = _profile(trial, recipe, batch)
-    if wanted:
-        partition = Partition.from_counts(_cut_evenly(num_layers, wanted), num_layers)
-    else:
-        partition = hydra(profile, capacity_bytes, recipe.state_per_weight)
-    sizes = [
-        shard_bytes(profile, stage.layers[0], stage.layers[-1] + 1, recipe.state_per_weight)
-        for stage in partition.stages
-    ]
+    if not wanted:
+        partition = hydra(profile, capacity_bytes, state)
+    sizes = [shard_bytes(profile, shard.layers[0], shard.layers[-1] + 1, state) for shard in partition.stages]
     if max(sizes) > capacity_bytes:
         raise InfeasibleError(
             f"shard {sizes.index(max(sizes))} of {wanted} needs {int(max(sizes))} bytes on the device, there are "
             f"{int(capacity_bytes)}; ask for more shards, or leave their number to pipefit (shards = 0)"
         )
-    return [len(stage.layers) for stage in partition.stages], max(sizes)
+    return partition, max(sizes)
 
 
 def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
-    """What layers need; boundary tensors count for every micro-batch of a step: a shard sees them all at once."""
+    """Bytes of the layers; boundary tensors count for each micro-batch of a step: a shard has all of them at once."""
     x, y = batch
     size = largest_part(x, trial.microbatches)
     layers = [(layer.prefix, layer.module) for layer in recipe.layers]
     if recipe.is_empty:
         model = nn.Sequential(OrderedDict(layers))
-        profile = analytic_profile(model, x, _ANY_DEVICE, recipe.training.loss, y, microbatch_size=size)
+        profile = analytic_profile(model, x, Device(flops=1e12), recipe.training.loss, y, microbatch_size=size)
     else:
         profile = profile_sizes(
             layers,

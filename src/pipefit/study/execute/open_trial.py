@@ -94,7 +94,7 @@ class OpenTrial:
             self.take_slots()
         for stage, store in stores.items():
             if is_new:
-                fill = partial(draw, layers[stage], training.seed, recipe.own) if stage in drawn else None
+                fill = partial(draw, layers[stage], training.seed, recipe.initialise) if stage in drawn else None
                 store.store_first(stage % slots, fill)
             else:
                 store.attach(self.spilling.arena, self.tier, lanes)
