@@ -9,13 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import _TYPES as DTYPES
 from torch import Tensor
 
 from pipefit.errors import PipefitError
 from pipefit.spec.sealed import FileEntry, write_file
 
 __all__ = ["DTYPES", "header", "payload", "write_tensors"]
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types by their names in a safetensors header."""
 
 _CHUNK_BYTES = 1 << 24
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
