@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -71,7 +70,7 @@ class StudyFolder:
             shutil.rmtree(self.state, ignore_errors=True)
         write_sealed(self._file, {"format": _FORMAT, "state": str(self.state), **spec.as_dict()}, indent=1)
         _make(self.logs)
-        _make_own(self.state)
+        _make(self.state, is_private=True)
 
     @property
     def _file(self) -> Path:
@@ -136,25 +135,17 @@ def _check_cut(before: float, now: float) -> None:
         )
 
 
-def _make(place: Path) -> None:
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
-
-
-def _make_own(place: Path) -> None:
-    """Makes a folder that no other user can write to, or checks that the one that is there is such a folder.
+def _make(place: Path, is_private: bool = False) -> None:
+    """Makes a folder; a private one must be this user's, and no other user can write to it.
 
     Shared memory is one place for all users of a machine, and the folder's name there can be guessed.
     """
     try:
-        with contextlib.suppress(FileExistsError):
-            place.mkdir(mode=0o700, parents=True)
+        place.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
         found = place.lstat()
     except OSError as problem:
         raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if is_private and not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()):
         raise StudyError(f"{place}: is there already, and is not a folder of this user's: give another output")
 
 

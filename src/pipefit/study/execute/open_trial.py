@@ -80,11 +80,11 @@ class OpenTrial:
         layers = {s: [recipe.layers[n] for n in part.layers] for s, part in enumerate(partition.stages)}
         training, slots = recipe.training, 1 if is_limited else len(layers)
         self.program = step_program(len(layers), microbatches, training.clip_norm is not None, slots)
-        drawn = {stage for stage, own in layers.items() if is_meta(own)}
+        drawn = {stage for stage, listed in layers.items() if is_meta(listed)}
         stand_in(recipe.layers, partial(make_stand_in, device=device))
         shared, rules = shared_parameters(layers), state_rules(training.optimizer, device)
         header = self.program.header
-        stores = {s: make_store(s, own, shared, training, header, rules, device) for s, own in layers.items()}
+        stores = {s: make_store(s, listed, shared, training, header, rules, device) for s, listed in layers.items()}
         lanes = Lanes(device, threaded=False)
         self.tier = open_tier(folder, lanes, device)
         self.spilling = Spilling(stores, Arena({}, {}, device), self.tier, lanes, ParkedTensors(self.tier, device))
