@@ -29,7 +29,7 @@ __all__ = [
 
 
 class PipefitError(ValueError):
-    """What a user gave cannot be used as it stands."""
+    """The input of a user cannot be used as it is."""
 
 
 class ProfileError(PipefitError):

@@ -1,4 +1,4 @@
-"""What a verb returns: data for programs, text for people, an exit code. Nothing else reaches standard output."""
+"""The answer of a verb: data for programs, text for people, an exit code. Nothing else reaches standard output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Answer:
     code: int = FINE
 
     def show(self, wants_json: bool) -> str:
-        """What goes to standard output."""
+        """The text for standard output."""
         if wants_json:
             return as_json(self.data)
         return self.text() if callable(self.text) else self.text

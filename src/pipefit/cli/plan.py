@@ -158,7 +158,7 @@ def _check_tokens(tokens: float | None, model: str, profile: str) -> None:
 def _charts(
     profile: Profile, machine: Topology, wishes: dict[str, Any], pareto: Path | None, depths: Path | None
 ) -> dict[Path, str]:
-    """What --pareto and --depths draw, of every candidate whether it won or not."""
+    """The charts of --pareto and --depths, over all candidates."""
     if pareto is None and depths is None:
         return {}
     from pipefit.planner.pictures import depth_svg, explore, pareto_svg
@@ -235,7 +235,7 @@ _SAME = (
     "method", "model", "schedule", "num_microbatches", "microbatch_size", "num_chunks", "data", "sharded_optimizer",
     "spill", "candidates", "plan_seconds",
 )  # fmt: skip
-"""What the JSON object takes from a plan as it stands."""
+"""Fields of a plan that the JSON object has as they are."""
 
 
 def _figures(made: Plan) -> dict[str, Any]:

@@ -19,7 +19,7 @@ __all__ = ["Source", "figures", "read_profile", "read_source", "save_timeline"]
 
 @dataclass(frozen=True)
 class Source:
-    """What a user named: a program, and what is known of its costs.
+    """A program that a user named, with its known costs.
 
     Attributes:
         program: of the file.

@@ -1,4 +1,4 @@
-"""What the verbs run in the processes that they start."""
+"""Functions that verbs run in the processes that they start."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def command(
         microbatches: micro-batches per weight update, m.
         chunks: Stages on each rank, v.
         placement: How chunks lie on ranks: round and round, or down and up again.
-        stage_work: What each stage costs beside the others, like 1,2,1,1.
+        stage_work: Cost of each stage relative to the others, like 1,2,1,1.
         memory: Micro-batches of its layers whose activations a rank may hold: 4, or 4,3,2,1 rank by rank.
         capacity: Memory of each rank, like 8GiB; needs --profile.
         plan: Stages, ranks and micro-batches of this plan; needs --profile.

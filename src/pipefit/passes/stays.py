@@ -1,4 +1,4 @@
-"""Who sits in which slot, from when to when: visits known in advance, and as few loads as can be."""
+"""Stages in slots, from load to eviction: visits are known in advance, and loads are as few as can be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the layers of a model, and an optimizer's states for them, take on a device or a tier."""
+"""Bytes of a model's layers, and of an optimizer's states for them, on a device or a tier."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> 
 
 
 def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int = 1) -> ModelBytes:
-    """What layers take to the byte.
+    """Exact bytes of the layers.
 
     Args:
         layers: of the whole model.
@@ -53,10 +53,10 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
     """
     made = _States(optimizer)
 
-    def taken(parameters: Sequence[nn.Parameter], beside: float = 0.0) -> LayerBytes:
+    def taken(parameters: Sequence[nn.Parameter], staying: float = 0.0) -> LayerBytes:
         weights = laid_out_bytes(parameters) + (_in_buckets(parameters) if copies > 1 else 0)
         states = laid_out_bytes(spec.like for spec in made.of(parameters))
-        return LayerBytes(weights, states, beside, len(parameters))
+        return LayerBytes(weights, states, staying, len(parameters))
 
     found = [
         taken(list(layer.module.parameters()), sum(buffer.nbytes for buffer in layer.module.buffers()))
@@ -67,7 +67,7 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
 
 
 def _in_buckets(parameters: Sequence[nn.Parameter]) -> int:
-    """What buckets take beyond a plain record: rounding, and a mark for each parameter; see `parallel.buckets`."""
+    """Bytes of buckets beyond a plain record: rounding, and a mark for each parameter; see `parallel.buckets`."""
     return sum(16 * parameter.itemsize + parameter.itemsize for parameter in parameters)
 
 

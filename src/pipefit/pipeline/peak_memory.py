@@ -89,6 +89,6 @@ def _kept_bytes(worker: Worker) -> float:
 
 
 def held_memory_bytes(session: Session, own: float | None) -> list[float]:
-    """What every rank has held at most; [] when one does not know. Every rank must ask."""
+    """Peak bytes of tensors of every rank; [] where one does not know. Every rank must call it."""
     held = [row[0] for row in gather_rows(session, [math.nan if own is None else own])]
     return [] if any(map(math.isnan, held)) else held

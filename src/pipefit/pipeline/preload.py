@@ -1,4 +1,4 @@
-"""What the fork server loads before the first rank is forked, so that ranks start at once."""
+"""Modules that the fork server loads before the first rank is forked, so that ranks start at once."""
 
 # ruff: noqa: E402  (Ctrl-C is the launcher's to answer, also while this is loading)
 import signal

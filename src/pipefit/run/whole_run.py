@@ -48,7 +48,7 @@ __all__ = ["Observer", "run"]
 
 
 class Observer(Protocol):
-    """Who watches a run; the command line's shows it to people. Only rank 0 has one that does anything."""
+    """An observer of a run; that of the command line shows it to people. Only rank 0 has one that does anything."""
 
     def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
         """The plan stands; training begins."""

@@ -1,4 +1,4 @@
-"""Who waits for whom, read from the ranks' positions, and the page that says so."""
+"""Waiting ranks: which one waits for which, read from their positions, and the page that shows it."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Updates:
-    """What belongs to weight updates besides the optimizer.
+    """All of a weight update but its optimizer: clipping, schedule of learning rates, seed.
 
     Attributes:
         clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
