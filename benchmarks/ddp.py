@@ -25,8 +25,6 @@ from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 from pipefit.stage.split import named_layers
 
-__all__ = ["MODELS", "DdpRow", "ddp", "ddp_rank"]
-
 _RANKS = 2
 MODELS = (
     ("gpt", "layers=4,hidden=128,heads=4,context=64", 16),

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError
 
-__all__ = ["Devices", "capped", "devices_for", "put"]
-
 # The ranks of a core leave the rest of it to the kernel's network work, and to others.
 _USED = 0.9
 _PERIOD_US = 20_000

@@ -43,8 +43,6 @@ from pipefit.spec.options import Parallelism
 from pipefit.stage.split import named_layers
 from pipefit.units import format_bytes, format_seconds
 
-__all__ = ["CONFIG", "HybridConfig", "HybridRow", "hybrid", "hybrid_rank"]
-
 
 @dataclass(frozen=True)
 class HybridConfig:

@@ -39,8 +39,6 @@ from pipefit.profiling import Copies, measure_copies
 from pipefit.spec.options import Parallelism, Spilled
 from pipefit.units import format_bytes, format_seconds, parse_quantity
 
-__all__ = ["TOKENS", "WAYS", "OffloadConfig", "OffloadRow", "offload", "rates"]
-
 GIB = 2**30
 ROOT = Path(__file__).parents[1]
 TOKENS = (4096, 16384, 65536)

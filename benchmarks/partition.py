@@ -11,8 +11,6 @@ from pipefit.partition import pipedream
 from pipefit.spec import Layer, Level, Profile, Topology
 from pipefit.spec.published import load_profile
 
-__all__ = ["PartitionRow", "partition_times"]
-
 
 class PartitionRow(NamedTuple):
     """One search: of which model, over which levels of devices, under which cost, what it found, and its seconds."""

@@ -36,8 +36,6 @@ from pipefit.spec.topology import Tier
 from pipefit.spill.tiers import Key
 from pipefit.units import format_bytes, parse_quantity
 
-__all__ = ["LargeResult", "SpeedRow", "large", "speed"]
-
 GIB = 2**30
 ROOT = Path(__file__).parents[1]
 _CONTEXT = 128

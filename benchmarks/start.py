@@ -12,8 +12,6 @@ from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 from pipefit.units import format_seconds
 
-__all__ = ["StartRow", "start"]
-
 VERBS = (
     "--help",
     "schedules",

@@ -10,8 +10,6 @@ from typing import NamedTuple
 from pipefit.study.execute.study_run import StudyRun
 from pipefit.study.trial import StudySpec, Trial
 
-__all__ = ["LENGTHS", "StudyRow", "study_policies"]
-
 LENGTHS = (16, 16, 20, 24, 28, 32, 36, 40, 48, 56, 72, 168)
 """Steps of the trials, the longest one last, as it happens when nobody has thought about it."""
 

@@ -13,8 +13,6 @@ from pipefit.partition.conventions import convention_named, stage_s
 from pipefit.schedules import placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec, Topology
 
-__all__ = ["Choice", "best_of_form", "choices", "plan_for", "planned"]
-
 _CONVENTIONS = ("ring", "pipedream-code", "paper")
 
 

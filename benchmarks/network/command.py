@@ -10,8 +10,6 @@ from benchmarks.network.spec import ModelResult, NetworkConfig, NetworkResult, c
 from pipefit.spec.files import write_json
 from pipefit.units import parse_quantity
 
-__all__ = ["main", "tables"]
-
 
 def main(
     *,

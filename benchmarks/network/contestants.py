@@ -29,8 +29,6 @@ from pipefit.simulate import simulate
 from pipefit.spec import Profile, Topology
 from pipefit.spec.options import Parallelism
 
-__all__ = ["Contestant", "Subject", "contestant", "sgd", "turn"]
-
 # Torch's buckets are 25 MB of the 553 MB of VGG-16's weights; here they are as large a part of the model's.
 _BUCKET_PART = 25 / 553
 _LR = 1e-4

@@ -24,8 +24,6 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError
 
-__all__ = ["DEVICE", "PAYLOAD", "Lab", "laboratory", "remove_leftovers", "sent_bytes", "why_not"]
-
 DEVICE = "eth0"
 """The network device of every host."""
 

@@ -33,8 +33,6 @@ from benchmarks.network.spec import (
 )
 from pipefit.runtime.launch import LaunchError
 
-__all__ = ["network"]
-
 ROOT = Path(__file__).parents[2]
 _PORT = 29400
 

@@ -19,25 +19,6 @@ from pipefit.errors import PipefitError
 from pipefit.spec import Profile
 from pipefit.spec.published import load_profile
 
-__all__ = [
-    "SCALED",
-    "ModelResult",
-    "NetworkConfig",
-    "NetworkResult",
-    "NetworkRow",
-    "Planned",
-    "Report",
-    "Scaled",
-    "Task",
-    "bandwidth_for",
-    "check",
-    "compute_s",
-    "paper_ratio",
-    "reduction_ratio",
-    "scaled_speedup",
-    "weight_bytes",
-]  # fmt: skip
-
 PAPER_DEVICES = 16
 PAPER_BANDWIDTH = 0.3125e9
 """Bytes per second of a device: a fourth of the 10 Gbit/s that the GPUs of a server of PipeDream's Cluster-A share."""

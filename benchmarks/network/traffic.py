@@ -8,8 +8,6 @@ from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 
-__all__ = ["program_bytes", "ring_bytes"]
-
 
 def ring_bytes(num_bytes: float, members: int) -> float:
     """Bytes that each member of a ring all-reduce sends: 2(d−1)/d of the data.

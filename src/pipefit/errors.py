@@ -9,24 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = [
-    "CommunicationError",
-    "DamageError",
-    "DataError",
-    "InfeasibleError",
-    "InvalidProgramError",
-    "ModelError",
-    "NonFiniteLossError",
-    "PipefitError",
-    "PlanError",
-    "ProfileError",
-    "ProgramError",
-    "ScheduleError",
-    "TierError",
-    "TopologyError",
-    "nearest",
-]
-
 
 class PipefitError(ValueError):
     """The input of a user cannot be used as it is."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 from pipefit.errors import PipefitError
 
-__all__ = ["columns", "counted", "format_bytes", "format_count", "format_seconds", "parse_quantity"]
-
 _SCALE = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}

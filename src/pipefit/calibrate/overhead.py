@@ -23,8 +23,6 @@ from pipefit.spec import Profile, Topology
 from pipefit.spec.options import Parallelism
 from pipefit.timeline import Timeline, by_kind
 
-__all__ = ["arrival_s", "runtime_costs"]
-
 _WIDTH, _MICROBATCHES, _PASSES = 8, 16, 16
 _ROUNDS, _REPEATS = 7, 9
 _CACHE = 1 << 19

@@ -16,8 +16,6 @@ from pipefit.spec import Plan, Prediction, Profile, Topology
 from pipefit.stage.split import NamedLayer
 from pipefit.timeline import Timeline
 
-__all__ = ["costs_on_ranks", "prediction_of"]
-
 
 def costs_on_ranks(
     plan: Plan,

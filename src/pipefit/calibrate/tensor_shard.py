@@ -36,8 +36,6 @@ from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["added_s", "profile_of_shard"]
-
 _WORK, _REPEATS = 512, 40
 
 Ways = tuple[list[Exchange], list[Exchange]]

@@ -29,8 +29,6 @@ from pipefit.runtime.collectives import agree, attempt
 from pipefit.spec.files import encode, sync_folder
 from pipefit.spec.sealed import FileEntry, seal, write_file
 
-__all__ = ["explained", "make_folder", "save"]
-
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 _log = logging.getLogger("pipefit.checkpoint")
 

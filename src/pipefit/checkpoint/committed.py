@@ -28,8 +28,6 @@ from pipefit.spec.sealed import FileEntry
 from pipefit.spill.rank import Spilling
 from pipefit.spill.tier_file import Commit
 
-__all__ = ["MOST_BYTES", "RankState", "commit_step", "rank_state", "resume_records"]
-
 MOST_BYTES = 64 << 20
 """Most bytes that are copied and written while the next step runs; more is written from where it is before that."""
 

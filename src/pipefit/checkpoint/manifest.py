@@ -12,15 +12,6 @@ from pipefit.errors import PipefitError
 from pipefit.spec.files import decode
 from pipefit.spec.sealed import FileEntry, read_sealed
 
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "Optimization",
-    "candidates",
-    "read_manifest",
-    "step_name",
-]
-
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 

@@ -15,17 +15,6 @@ from pipefit.errors import ModelError, PipefitError
 from pipefit.runtime.worker import Worker
 from pipefit.stage.training import Owned
 
-__all__ = [
-    "OPTIM",
-    "Read",
-    "by_parameter",
-    "optimization_of",
-    "optimizer_tensors",
-    "parameter_and_key",
-    "restore_optimizer",
-    "trained_of",
-]
-
 OPTIM = "optim/"
 """Begins the names of states in a file: "optim/<parameter>/<key>"."""
 

@@ -25,8 +25,6 @@ from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 
-__all__ = ["Checkpoint", "load"]
-
 _log = logging.getLogger("pipefit.checkpoint")
 
 

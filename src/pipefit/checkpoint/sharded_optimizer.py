@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from pipefit.checkpoint.state import Trained
     from pipefit.runtime.worker import Worker
 
-__all__ = ["whole_optimizers"]
-
 Parts = dict[tuple[int, int, str], Tensor]
 
 

@@ -16,8 +16,6 @@ from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
 
-__all__ = ["Trained", "aliases_of", "saved_forms", "saved_stages", "saved_tensors", "weights_of"]
-
 
 class Trained(Protocol):
     """The run that is saved and loaded: a `pipefit.Pipeline`."""

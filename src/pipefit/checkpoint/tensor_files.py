@@ -14,8 +14,6 @@ from torch import Tensor
 from pipefit.errors import PipefitError
 from pipefit.spec.sealed import FileEntry, write_file
 
-__all__ = ["DTYPES", "header", "payload", "write_tensors"]
-
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -18,8 +18,6 @@ from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.spec.files import sync_folder
 
-__all__ = ["export"]
-
 Forms = Sequence[Mapping[str, Tensor]]
 """By stage, tensors of the shapes and types that are saved, by name."""
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FINDING", "FINE", "INTERNAL_ERROR", "USAGE", "Answer", "as_json"]
-
 FINE, FINDING, USAGE, INTERNAL_ERROR = 0, 1, 2, 70
 """Exit codes: all is well; a finding (or a run that failed); bad input; a mistake of pipefit itself."""
 

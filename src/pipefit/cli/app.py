@@ -17,8 +17,6 @@ from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer
 from pipefit.cli.options import exact
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
-__all__ = ["VERBS", "make_app", "run"]
-
 VERBS: Final = (
     "train", "run", "check", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize", "schedules",
     "study", "bench", "report", "links", "doctor",

@@ -11,8 +11,6 @@ from pipefit.cli.options import Count, Counts, Json, verb
 from pipefit.errors import PipefitError, nearest
 from pipefit.units import columns
 
-__all__ = ["command"]
-
 _ABOUT: Final = {
     "lean": "overhead of the executor: µs per micro-batch and stage, next to torch's schedules and a bare loop",
     "prediction": "measured next to predicted for every schedule, each rank on a core of its own",

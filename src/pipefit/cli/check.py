@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pipefit.models import ModelBundle
     from pipefit.testing import CheckResult
 
-__all__ = ["command"]
-
 
 @verb("plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device")
 def command(

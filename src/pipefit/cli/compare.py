@@ -22,8 +22,6 @@ from pipefit.units import columns
 if TYPE_CHECKING:
     from pipefit.compare.comparison import Choice, Comparison, Row
 
-__all__ = ["command", "compare_rank", "table"]
-
 _PATIENCE_S = 30.0
 
 

@@ -12,8 +12,6 @@ from cyclopts.config import Dict
 from pipefit.errors import PipefitError, nearest
 from pipefit.spec.files import parse_toml, read_text
 
-__all__ = ["configuration"]
-
 _WITH_CONFIG = ("train",)
 _FORMAT = "pipefit.run/1"
 

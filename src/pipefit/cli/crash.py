@@ -11,8 +11,6 @@ import traceback
 
 import pipefit
 
-__all__ = ["keep_evidence"]
-
 
 def keep_evidence(problem: BaseException, arguments: list[str]) -> str:
     """Writes versions, the command and the traceback to a new file, and returns its path."""

@@ -9,8 +9,6 @@ from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import PipefitError
 from pipefit.units import columns
 
-__all__ = ["command"]
-
 
 @verb()
 def command(

@@ -21,8 +21,6 @@ import pipefit
 from pipefit.errors import CommunicationError, PipefitError, TopologyError
 from pipefit.units import format_bytes, format_seconds
 
-__all__ = ["Check", "all_checks"]
-
 _OPTIONAL = {"pillow": "plot", "scikit-learn": "data", "optuna": "search"}
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _SHM = Path("/dev/shm")

@@ -26,8 +26,6 @@ from pipefit.errors import PipefitError, ScheduleError, nearest
 if TYPE_CHECKING:
     from pipefit.draw.drawing import Drawing
 
-__all__ = ["command"]
-
 # Beyond this a picture says nothing, and the answer would take minutes.
 _MOST_FORWARDS = 500_000
 

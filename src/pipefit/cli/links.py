@@ -10,8 +10,6 @@ from pipefit.cli.answer import Answer
 from pipefit.cli.options import Count, Json, ending, verb
 from pipefit.errors import PipefitError
 
-__all__ = ["command"]
-
 
 @verb()
 def command(

@@ -11,8 +11,6 @@ from pipefit.cli.options import help_of
 if TYPE_CHECKING:
     from pipefit.models import ModelBundle
 
-__all__ = ["ModelName", "ModelOptions", "batch_of", "importable", "make_model"]
-
 ModelName = Annotated[
     str,
     help_of(

@@ -18,31 +18,6 @@ from cyclopts import CoercionError, Parameter, Token, convert
 from pipefit.errors import PipefitError
 from pipefit.spec.options import flag_of, from_flat, groups_of, key_of
 
-__all__ = [
-    "PICTURES",
-    "Backward",
-    "Copy",
-    "Count",
-    "Counts",
-    "Figures",
-    "Forward",
-    "InputGradient",
-    "Json",
-    "Latency",
-    "Number",
-    "ProfileName",
-    "TopologyName",
-    "WeightGradient",
-    "at_least_0",
-    "count",
-    "ending",
-    "exact",
-    "flag",
-    "help_of",
-    "pairs",
-    "verb",
-]
-
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
 """The endings that `-o` of a picture takes; a test holds them to `pipefit.draw.SUFFIXES`."""
 

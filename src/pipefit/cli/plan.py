@@ -13,8 +13,6 @@ from pipefit.errors import PipefitError
 if TYPE_CHECKING:
     from pipefit.spec import Plan, Profile, Topology
 
-__all__ = ["command"]
-
 Svg = Annotated[Path, ending(".svg")]
 
 

@@ -14,8 +14,6 @@ from pipefit.errors import PipefitError
 if TYPE_CHECKING:
     from pipefit.spec import Device, Layer, Profile
 
-__all__ = ["command"]
-
 
 @verb()
 def command(

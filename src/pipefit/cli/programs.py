@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from pipefit.spec import Plan, Profile, Topology
     from pipefit.timeline import Timeline
 
-__all__ = ["Source", "figures", "read_profile", "read_source", "save_timeline"]
-
 
 @dataclass(frozen=True)
 class Source:

@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from pipefit.run.config import RunConfig
     from pipefit.run.result import RunResult
 
-__all__ = ["run_rank", "train_rank"]
-
 
 def run_rank(script: str, arguments: Sequence[str]) -> None:
     """Runs a script in this rank; leaving it by `sys.exit()` without a failure is an end like any other."""

@@ -8,8 +8,6 @@ from typing import Annotated
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Json, ending, verb
 
-__all__ = ["command"]
-
 
 @verb()
 def command(

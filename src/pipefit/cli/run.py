@@ -12,8 +12,6 @@ from pipefit.cli.answer import Answer
 from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import PipefitError
 
-__all__ = ["command", "prepare"]
-
 _WITH_VALUE = ("-n", "--ranks", "--threads", "--logs")
 
 

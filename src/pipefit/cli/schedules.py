@@ -5,8 +5,6 @@ from __future__ import annotations
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Json
 
-__all__ = ["command"]
-
 
 def command(*, json: Json = False) -> Answer:
     """List the schedules with their options.

@@ -27,8 +27,6 @@ from pipefit.cli.programs import figures, read_source, save_timeline
 if TYPE_CHECKING:
     from pipefit.timeline import Timeline
 
-__all__ = ["command"]
-
 
 @verb()
 def command(

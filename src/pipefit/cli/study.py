@@ -22,8 +22,6 @@ from pipefit.units import format_seconds
 if TYPE_CHECKING:
     from pipefit.study.board import Board
 
-__all__ = ["command"]
-
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
 _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}
 """Order of the trials to show where there is no room for all."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from pipefit.synthesize import Synthesis
     from pipefit.timeline import Timeline
 
-__all__ = ["command"]
-
 
 @verb()
 def command(

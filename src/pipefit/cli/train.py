@@ -17,8 +17,6 @@ from pipefit.errors import PipefitError
 from pipefit.run.config import RunConfig, with_defaults
 from pipefit.spec.options import as_flat
 
-__all__ = ["command"]
-
 
 @verb()
 def command(

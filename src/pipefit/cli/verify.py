@@ -10,8 +10,6 @@ from pipefit.cli.programs import read_source
 from pipefit.errors import PipefitError
 from pipefit.units import parse_quantity
 
-__all__ = ["command"]
-
 
 @verb()
 def command(

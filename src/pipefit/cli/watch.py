@@ -9,8 +9,6 @@ from typing import Any, TextIO
 
 from pipefit.units import columns, format_bytes, format_count, format_seconds
 
-__all__ = ["Quiet", "Watcher", "report"]
-
 
 class Quiet:
     """Shows nothing."""

@@ -17,8 +17,6 @@ from pipefit.compare.settings import CompareConfig
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 
-__all__ = ["CONFIGS", "CONVNET", "CONVNET_LARGE", "GPT", "accuracy", "accuracy_on_ranks", "own_core"]
-
 _SYNCHRONOUS = ("accumulate", "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1")
 _OTHERS = ("pipedream", "pipedream-2bw", "torch-gpipe", "torch-1f1b")
 

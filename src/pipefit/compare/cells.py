@@ -35,8 +35,6 @@ from pipefit.runtime.session import Session
 from pipefit.spec import Partition, Profile
 from pipefit.stage.split import named_layers
 
-__all__ = ["Cell", "Task", "build_cells", "make_task"]
-
 _LEAST_BATCHES, _MOST_BATCHES = 32, 64
 
 

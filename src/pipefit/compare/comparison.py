@@ -14,8 +14,6 @@ from pipefit.draw.raster import save_bitmap
 from pipefit.schedules import find
 from pipefit.spec.files import write_atomically
 
-__all__ = ["Choice", "Comparison", "Refusal", "Row"]
-
 
 @dataclass(frozen=True)
 class Row:

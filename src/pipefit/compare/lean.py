@@ -22,8 +22,6 @@ from pipefit.planner import by_hand
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 
-__all__ = ["LeanRow", "lean", "lean_rank"]
-
 _WIDTH, _SAMPLES = 8, 4
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "breadth-first", "pipedream", "pipedream-2bw")
 TORCH = ("torch gpipe", "torch 1f1b", "torch interleaved")

@@ -13,8 +13,6 @@ from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
 from pipefit.timeline import Timeline
 
-__all__ = ["ScheduledPipeline", "plan_of"]
-
 
 def plan_of(
     subject: Subject, schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int

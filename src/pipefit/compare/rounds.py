@@ -32,8 +32,6 @@ from pipefit.simulate import simulate
 from pipefit.spec import Topology
 from pipefit.units import format_seconds
 
-__all__ = ["compare_on_ranks"]
-
 Say = Callable[[str], None]
 
 _KEPT_LOSSES = 4

@@ -8,8 +8,6 @@ from typing import Literal
 
 from pipefit.spec.options import setting
 
-__all__ = ["CompareConfig"]
-
 
 @dataclass(frozen=True)
 class CompareConfig:

@@ -17,8 +17,6 @@ from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.microbatches import cut, feed_of
 from pipefit.runtime.session import current
 
-__all__ = ["STRATEGIES", "DataParallel", "OneProcess", "Strategy", "Subject", "Trainer"]
-
 Batch = tuple[Any, Any]
 
 

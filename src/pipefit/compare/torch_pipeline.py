@@ -15,8 +15,6 @@ from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.session import current
 from pipefit.spec import Partition
 
-__all__ = ["TorchPipeline"]
-
 _SCHEDULES = {
     "torch-gpipe": "ScheduleGPipe",
     "torch-1f1b": "Schedule1F1B",

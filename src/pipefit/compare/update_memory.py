@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["rise_bytes"]
-
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 

@@ -12,8 +12,6 @@ from pipefit.spec.plan import Plan
 if TYPE_CHECKING:
     from pipefit.cost.model import CostModel
 
-__all__ = ["LayerBytes", "ModelBytes"]
-
 _TENSOR_BYTES = 1024
 """Torch's and the runtime's own objects for each tensor of an activation, gradient or loss: some 0.7 KB with torch
 2.13 on a 64-bit Linux."""

@@ -17,8 +17,6 @@ from pipefit.spec.topology import Tier, Topology
 if TYPE_CHECKING:
     from pipefit.ir.program import Header
 
-__all__ = ["CostModel"]
-
 _PER_STAGE = (
     "forward_s",
     "backward_input_s",

@@ -13,8 +13,6 @@ from pipefit.spec.plan import Partition, Plan
 from pipefit.spec.profile import ARITHMETIC, Layer, Profile
 from pipefit.spec.topology import Topology
 
-__all__ = ["of_plan", "speeds_of", "usual_state"]
-
 
 def usual_state(profile: Profile) -> float:
     """Optimizer bytes per weight byte where nobody says: Adam's, with a master copy for a profile by arithmetic."""

@@ -7,8 +7,6 @@ import msgspec
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Topology
 
-__all__ = ["tensor_shard"]
-
 
 def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
     """Profile of one of t devices that share each layer of a GPT as Megatron-LM shards them.

@@ -9,8 +9,6 @@ from pipefit.errors import PlanError
 from pipefit.ir.program import Header
 from pipefit.spec.topology import Tier
 
-__all__ = ["unit"]
-
 
 def unit(
     header: Header,

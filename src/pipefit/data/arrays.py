@@ -14,8 +14,6 @@ from torch import Tensor
 from pipefit.data.position import Resumable, batch_seed
 from pipefit.errors import DataError
 
-__all__ = ["ArrayBatches", "Digits", "digits"]
-
 
 class Digits(NamedTuple):
     """Images (n, 1, 8, 8) float32 and their labels (n,) int64, for training and for testing."""

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from pipefit.errors import DataError
 
-__all__ = ["Paths", "as_tokens", "split_corpus", "text", "unigram_entropy"]
-
 _RULED_LINE = re.compile(r"^[ |+]*([*=~^_+-])\1{2}[*=~^_+|-]*[ |+]*\n", re.MULTILINE)
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pipefit.errors import DataError
 
-__all__ = ["sample"]
-
 
 @torch.no_grad()
 def sample(

@@ -6,8 +6,6 @@ from typing import Any
 
 from pipefit.errors import DataError
 
-__all__ = ["Resumable", "batch_seed"]
-
 
 class Resumable:
     """Batches by number; the number of the next one is all that a checkpoint keeps."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from pipefit.errors import DataError
 
-__all__ = ["synthetic"]
-
 
 def synthetic(
     example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0, num_batches: int | None = None

@@ -12,8 +12,6 @@ from pipefit.data.corpus import as_tokens
 from pipefit.data.position import Resumable, batch_seed
 from pipefit.errors import DataError
 
-__all__ = ["TextBatches"]
-
 
 class TextBatches(Resumable):
     """Batches (x, y) of windows of a corpus: x (batch, context) int64 and y the same, one byte later.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["label_number", "nice_ticks", "time_scale"]
-
 
 def nice_ticks(low: float, high: float, target: int = 8) -> list[float]:
     """Round numbers from `low` to `high`, about `target` of them.

@@ -7,8 +7,6 @@ from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import Box, Facts, Scene
 from pipefit.units import format_seconds
 
-__all__ = ["TITLES", "counts", "describe", "duration", "measures", "percent", "stages_words", "title_of"]
-
 TITLES = {
     "naive": "Naive model parallelism",
     "data-parallel": "Data parallelism",

@@ -16,8 +16,6 @@ from pipefit.draw.axes import label_number, nice_ticks
 from pipefit.draw.look import INKS
 from pipefit.errors import PipefitError
 
-__all__ = ["HUES", "chart"]
-
 Series = Mapping[str, Sequence[tuple[float | str, float]]]
 
 # Eight hues that the common colour blindnesses keep apart (after Okabe and Ito), for light and for dark paper.

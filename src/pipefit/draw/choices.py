@@ -27,8 +27,6 @@ from pipefit.schedules import Schedule, Shape, find, names
 from pipefit.simulate import simulate
 from pipefit.timeline import Timeline
 
-__all__ = ["How", "Pricing", "Wish", "drawn", "others", "over_ranks", "simulated", "spilled", "updates_of"]
-
 _DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
 _MOST_FORWARDS = 1000  # of all that is drawn anew for the choices of a page: a tenth of a second
 _COPIES_COST = 3  # with copies and replays a drawing takes so much longer

@@ -24,8 +24,6 @@ from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
 from pipefit.timeline import Timeline
 
-__all__ = ["Drawing", "draw", "drawing_of"]
-
 _RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is surely steady
 
 

@@ -13,8 +13,6 @@ from pipefit.draw.slots import stays_of
 from pipefit.ir.op import Op
 from pipefit.units import format_bytes
 
-__all__ = ["COPIED_KINDS", "LETTERS", "Entry", "encode_scene", "to_script", "to_text"]
-
 LETTERS = "FRBIWS"
 COPIED_KINDS = ("weights", "wgrad", "optim", "act", "input", "", "grad")
 """The kinds of values in copies, by their number in the data (`MOVED` in words.js); "": a step on the host."""

@@ -13,8 +13,6 @@ from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import COPIED, Box, Scene, scene_of
 from pipefit.timeline import Timeline
 
-__all__ = ["grid"]
-
 _IDLE, _LINE = "·", "─"
 # Backgrounds and texts of the 256 colours that every terminal knows, by chunk parity.
 _ANSI = {

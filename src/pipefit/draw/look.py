@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FAMILIES", "INKS", "Family", "cell_rules", "chunk_colour", "mix"]
-
 
 class Family(NamedTuple):
     """A kind of instruction: its name, its colours (first chunk, last chunk, only chunk) and its text, by theme."""

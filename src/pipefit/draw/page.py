@@ -15,8 +15,6 @@ from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError
 from pipefit.timeline import Timeline
 
-__all__ = ["html"]
-
 Timelines = Timeline | Mapping[str, Timeline] | Sequence[tuple[str, Timeline]]
 
 

@@ -21,8 +21,6 @@ from pipefit.spec.files import write_atomically
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
 
-__all__ = ["rasterise", "save_bitmap"]
-
 Style = dict[str, str]
 Point = tuple[float, float]
 

@@ -13,8 +13,6 @@ from pipefit.ir.op import Lane
 from pipefit.timeline.path import waited_for
 from pipefit.timeline.timeline import Event, Timeline
 
-__all__ = ["Reason", "Why", "reasons"]
-
 
 class Why(IntEnum):
     """The last thing an item waited for; LANE: another copy was on the lane."""

@@ -15,8 +15,6 @@ from pipefit.ir import text
 from pipefit.spec.files import write_atomically
 from pipefit.timeline import Timeline, save_trace
 
-__all__ = ["SUFFIXES", "save"]
-
 
 def _grid(timeline: Timeline, path: Path, **options: Any) -> Path:
     return write_atomically(path, grid(timeline, **{"width": 160, "color": False, **options}))

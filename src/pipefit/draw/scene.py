@@ -11,8 +11,6 @@ from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Header, WeightRule
 from pipefit.timeline import Timeline
 
-__all__ = ["COPIED", "SPILL_LANES", "Bar", "Box", "Facts", "Scene", "scene_of"]
-
 SPILL_LANES = ("fetch", "evict", "host")
 """The lanes below a rank whose stages are spilled, in the order in which they are drawn; the last one has the
 optimizer's steps on the host."""

@@ -13,20 +13,6 @@ from importlib.resources import files
 
 import msgspec
 
-__all__ = [
-    "CHUNKS",
-    "FILE",
-    "MICROBATCHES",
-    "SLOTS",
-    "SPILLED_FILE",
-    "SPILLED_MICROBATCHES",
-    "SPILLED_STAGES",
-    "STAGES",
-    "Stored",
-    "on_shelf",
-    "shelf",
-]
-
 FILE, SPILLED_FILE = "shelf.jsonl.gz", "shelf-spilled.jsonl.gz"
 STAGES, MICROBATCHES, CHUNKS = (2, 4, 8), (4, 8, 16, 32), (1, 2)
 SPILLED_STAGES, SPILLED_MICROBATCHES, SLOTS = (2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 3)

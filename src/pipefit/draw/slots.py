@@ -7,8 +7,6 @@ from typing import NamedTuple
 from pipefit.draw.scene import Scene
 from pipefit.ir.op import Kind, Op
 
-__all__ = ["Stay", "stays_of"]
-
 _KINDS = (Kind.WEIGHTS.value, Kind.OPTIM.value)  # gradients lie in the twin of their weights' slot
 
 

@@ -14,8 +14,6 @@ from pipefit.draw.svg_layout import BAR_HEIGHT, MARGIN, PEAK_WIDTH, WEIGHTS_OFFS
 from pipefit.timeline import Timeline
 from pipefit.units import format_bytes
 
-__all__ = ["Theme", "style", "svg"]
-
 Theme = Literal["auto", "light", "dark"]
 
 _FONT = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"

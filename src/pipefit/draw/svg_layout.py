@@ -10,8 +10,6 @@ from pipefit.draw.caption import stages_words
 from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import COPIED, SPILL_LANES, Scene
 
-__all__ = ["BAR_HEIGHT", "MARGIN", "PEAK_WIDTH", "WEIGHTS_OFFSET", "Item", "Layout", "layout_of"]
-
 MARGIN = 24
 BAR_HEIGHT = 11
 """Height of a copy in its lane."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 from pipefit.ir.graph import Graph
 from pipefit.ir.op import Op
 
-__all__ = ["Blocking"]
-
 
 class Blocking:
     """A run without times. Messages without partner and missing members are passed by, values never made too.

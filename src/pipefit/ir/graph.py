@@ -14,8 +14,6 @@ from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import WEIGHTS, WGRAD, Value, consumes, makes, needs, tied_stages
 
-__all__ = ["Graph", "collective_members", "dependency_graph"]
-
 
 @dataclass(frozen=True, slots=True)
 class Graph:

@@ -6,8 +6,6 @@ import msgspec
 
 from pipefit.ir.op import OP_SPEC, Op
 
-__all__ = ["Instruction", "bwd", "bwd_input", "bwd_weight", "fwd", "recompute"]
-
 
 class Instruction(msgspec.Struct, frozen=True, gc=False):
     """An operation and its operands; −1 and "" where the operation has none.

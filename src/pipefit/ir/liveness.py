@@ -16,20 +16,6 @@ from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
 from pipefit.ir.values import OPTIM, SAVED, WEIGHTS, WGRAD, Value, consumes, makes, needs
 
-__all__ = [
-    "Lifetime",
-    "arena_bytes",
-    "device_peak_bytes",
-    "is_in_place",
-    "lies_in_slot",
-    "lifetimes",
-    "peak",
-    "peak_at",
-    "peak_inflight",
-    "tier_peak_bytes",
-    "weight_versions",
-]
-
 
 class Lifetime(NamedTuple):
     """A value of a rank, and the indices in the rank's list between which it is held.

@@ -10,23 +10,6 @@ import enum
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-__all__ = [
-    "BACKWARD_OPS",
-    "COMPUTE_OPS",
-    "GRADIENT_OPS",
-    "MESSAGE_OPS",
-    "OP_SPEC",
-    "PIECE_OF",
-    "STEP_OPS",
-    "WEIGHT_GRADIENT_OPS",
-    "WHOLE_OF",
-    "Kind",
-    "Lane",
-    "Op",
-    "OpSpec",
-    "Reduction",
-]
-
 
 class Op(enum.StrEnum):
     """An operation."""

@@ -14,8 +14,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
 
-__all__ = ["Header", "Program", "WeightRule"]
-
 
 class WeightRule(enum.StrEnum):
     """Which version of a stage's weights a micro-batch uses. Micro-batches and updates count from 0.

@@ -14,8 +14,6 @@ from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 from pipefit.ir.spill import SLOTTED
 
-__all__ = ["copy_waits", "kept_fetches"]
-
 _WEIGHTS, _WGRAD = Kind.WEIGHTS.value, Kind.WGRAD.value
 
 

@@ -9,8 +9,6 @@ import msgspec
 from pipefit.errors import ScheduleError
 from pipefit.ir.op import Kind
 
-__all__ = ["GRAIN_BYTES", "SLOTTED", "TIERS", "UNDER_WAY", "Spill"]
-
 GRAIN_BYTES: Final = 4096
 """Records and slots are rounded up to a multiple of this: direct I/O needs it."""
 

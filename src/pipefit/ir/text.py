@@ -12,8 +12,6 @@ from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.spec.files import read_text, write_atomically
 
-__all__ = ["dump", "load", "parse", "parse_instruction", "save"]
-
 _FORMAT = "format pipefit.program/1"
 _KINDS = sorted({*map(str, Kind), *map(str, Reduction)})
 _PREFIX = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}

@@ -16,8 +16,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, PIECE_OF, WHOLE_OF, Kind, Reduction
 from pipefit.ir.program import Header, Program
 
-__all__ = ["Value", "consumes", "makes", "needs", "reduced_stages", "tied_stages"]
-
 INPUT, ACT, GRAD, SAVED, HALF = Kind.INPUT.value, Kind.ACT.value, Kind.GRAD.value, Kind.SAVED.value, Kind.HALF.value
 WGRAD, WEIGHTS, NORM, OPTIM = Kind.WGRAD.value, Kind.WEIGHTS.value, Kind.NORM.value, Kind.OPTIM.value
 SHARDS = Kind.SHARDS.value

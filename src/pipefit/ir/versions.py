@@ -8,8 +8,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op
 from pipefit.ir.program import Header, WeightRule
 
-__all__ = ["required_versions"]
-
 
 def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) -> Mapping[tuple[int, int], int]:
     """The version for each (stage, micro-batch) whose forward is in the program.

@@ -12,8 +12,6 @@ from pipefit.errors import ModelError
 
 Value = TypeVar("Value")
 
-__all__ = ["chain", "choose", "require_multiple", "require_positive", "require_probability"]
-
 
 def chain(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
     """An `nn.Sequential` whose named children are the layers, in order.

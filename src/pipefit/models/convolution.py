@@ -11,8 +11,6 @@ from torch import nn
 from pipefit.errors import ModelError
 from pipefit.models.blocks import chain, require_multiple, require_positive, require_probability
 
-__all__ = ["alexnet", "convnet", "initialise", "vgg16"]
-
 
 def initialise(model: nn.Sequential) -> nn.Sequential:
     """The model, after He initialisation (2015) of every convolution, by fan-out; norms stay as torch makes them."""

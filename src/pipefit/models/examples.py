@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Draw", "Example", "Loss", "classified", "example_of", "mean_cross_entropy", "text", "translation"]
-
 Loss = Callable[[Any, Any], Tensor]
 Example = Callable[[int, int], tuple[Any, Any]]
 Draw = Callable[[Mapping[str, Any], int, torch.Generator], tuple[Any, Any]]

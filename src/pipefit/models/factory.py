@@ -15,8 +15,6 @@ from typing import Any
 
 from pipefit.errors import ModelError, PipefitError, nearest
 
-__all__ = ["call_factory", "find_factory"]
-
 # A script without a main guard may leave through sys.exit while it is imported; Ctrl-C must still pass.
 _RAISED = (Exception, SystemExit)
 

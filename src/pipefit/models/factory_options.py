@@ -11,8 +11,6 @@ from typing import Any
 
 from pipefit.errors import ModelError, nearest
 
-__all__ = ["check_options", "parse_text", "valid_options"]
-
 _WORDS: dict[type, dict[str, object]] = {
     bool: dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False),
     types.NoneType: dict.fromkeys(("none", "auto")),

@@ -24,8 +24,6 @@ from torch.nn import functional as F
 from pipefit.errors import ModelError
 from pipefit.models.blocks import chain, require_positive, require_probability
 
-__all__ = ["AttentionDecoder", "Decoder", "Embedding", "Encoder", "Translation", "gnmt"]
-
 
 class Embedding(nn.Module):
     """Embeds one item of a pair, ids (b, length) -> (b, length, h), and hands the other on."""

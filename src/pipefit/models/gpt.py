@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from pipefit.models.blocks import chain, require_multiple, require_positive, require_probability
 
-__all__ = ["Block", "Embedding", "Head", "gpt"]
-
 
 class Embedding(nn.Module):
     """Token ids (b, s) int64 -> (b, s, h): token plus learned position."""

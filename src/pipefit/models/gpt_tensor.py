@@ -22,8 +22,6 @@ from pipefit.models.gpt import Block, Embedding, Head
 from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import ShardSpec, TensorRule
 
-__all__ = ["SharedBlock", "SharedEmbedding", "SharedHead"]
-
 _COLUMNS, _ROWS = ShardSpec(0), ShardSpec(1)  # of the product; torch keeps weights transposed
 
 

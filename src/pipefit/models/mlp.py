@@ -8,8 +8,6 @@ from torch import nn
 
 from pipefit.models.blocks import chain, choose, require_positive, require_probability
 
-__all__ = ["mlp"]
-
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "identity": nn.Identity,

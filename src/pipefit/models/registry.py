@@ -20,8 +20,6 @@ from pipefit.models.gpt import gpt
 from pipefit.models.mlp import mlp
 from pipefit.models.resnet import resnet50
 
-__all__ = ["BUILT_IN", "BuiltIn", "ModelBundle", "build", "parse_options"]
-
 
 @dataclass(frozen=True)
 class BuiltIn:

@@ -12,8 +12,6 @@ from pipefit.errors import ModelError
 from pipefit.models.blocks import chain, require_positive
 from pipefit.models.convolution import initialise
 
-__all__ = ["Bottleneck", "resnet50"]
-
 _GROUPS = ((64, 3), (128, 4), (256, 6), (512, 3))  # (inner channels, blocks)
 _EXPANSION = 4
 

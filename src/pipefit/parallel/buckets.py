@@ -27,8 +27,6 @@ from torch import Tensor, nn
 
 from pipefit.stage.record_layout import Field, Layout, is_dense, padded
 
-__all__ = ["BUCKET_BYTES", "Bucket", "GradientBuckets", "layout", "record_layout", "view_in"]
-
 BUCKET_BYTES = (1 << 20, 25 << 20)
 """The least and the most that makes a bucket full: half of all gradients in between. Small, so that the first
 reductions start early; large, because each takes Gloo some tenths of a millisecond of the core. (The most is DDP's.)"""

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from pipefit.parallel.region import Region
 
-__all__ = ["cross_entropy", "shared_loss"]
-
 Loss = Callable[[Any, Any], Tensor]
 
 

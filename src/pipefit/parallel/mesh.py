@@ -20,8 +20,6 @@ from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import ShardSpec, TensorRule, rule_of
 from pipefit.parallel.threads import giving_way
 
-__all__ = ["Mesh", "make_mesh", "release", "widths_of"]
-
 
 @dataclass
 class Mesh:

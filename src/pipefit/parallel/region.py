@@ -25,8 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = ["Region"]
-
 Move = Callable[[Tensor], Tensor]
 
 

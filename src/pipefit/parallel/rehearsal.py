@@ -11,8 +11,6 @@ from torch import Tensor
 
 from pipefit.parallel.region import Region
 
-__all__ = ["Exchange", "Rehearsal"]
-
 
 class Exchange(NamedTuple):
     """An exchange of the processes of a rank: the name of a method of `Region`, and shape and type of its input."""

@@ -25,8 +25,6 @@ from pipefit.errors import PlanError
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.stage.weights import WeightStore
 
-__all__ = ["ELEMENTWISE", "Piece", "ShardedStore", "shard"]
-
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that treat every number separately, so that a part of a weight can be stepped."""
 

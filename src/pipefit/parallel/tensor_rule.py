@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ShardSpec", "TensorRule", "rule_of"]
-
 
 @dataclass(frozen=True)
 class ShardSpec:

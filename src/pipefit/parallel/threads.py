@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["giving_way"]
-
 _TASKS = Path("/proc/self/task")
 _CARRIER = "gloo_tcp_loop"
 

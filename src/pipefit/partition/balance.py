@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from pipefit.errors import PlanError
 from pipefit.spec import Partition, Profile
 
-__all__ = ["by_hand", "gpipe", "minmax", "spans", "uniform"]
-
 Array = NDArray[np.float64]
 
 # Costs closer than this, relatively, are a tie: sums in another order differ by as much.

@@ -12,8 +12,6 @@ from pipefit.partition.balance import spans
 from pipefit.spec import Partition, Profile
 from pipefit.units import format_bytes
 
-__all__ = ["hydra", "shard_bytes", "smallest_capacity"]
-
 Array = NDArray[np.float64]
 
 # How many sizes of the double buffer are tried.

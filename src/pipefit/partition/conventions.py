@@ -24,8 +24,6 @@ import numpy as np
 
 from pipefit.errors import PlanError, nearest
 
-__all__ = ["CONVENTIONS", "Convention", "convention_named", "data_parallel_s", "reduce_s", "stage_s"]
-
 
 @dataclass(frozen=True)
 class Convention:

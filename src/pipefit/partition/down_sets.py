@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from pipefit.spec import Profile
 
-__all__ = ["States", "find_states"]
-
 Array = NDArray[np.float64]
 
 

@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 from pipefit.partition.stage_costs import CutProblem
 
-__all__ = ["Run", "all_pairs", "best_time", "runs"]
-
 Array = NDArray[np.float64]
 
 # Times closer than this, relatively, are a tie: sums in another order differ by as much.

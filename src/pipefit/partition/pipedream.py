@@ -21,8 +21,6 @@ from pipefit.partition.stage_costs import CutProblem, Memory
 from pipefit.spec import Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 
-__all__ = ["LevelStage", "PipeDreamResult", "pipedream"]
-
 # Hybrids that promise less than this over plain data parallelism are not worth their trouble. For the released
 # optimizer's convention it is smaller: its answer for VGG-16 on 2 × 8 devices is 4.9 % ahead, and must stand.
 _MARGIN = {"paper": 0.05, "ring": 0.05, "pipedream-code": 0.04}

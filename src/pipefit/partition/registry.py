@@ -21,8 +21,6 @@ from pipefit.partition.capacity import hydra
 from pipefit.partition.pipedream import pipedream
 from pipefit.spec import Partition, Profile, Topology
 
-__all__ = ["partition", "partitioner_names"]
-
 _GROUP = "pipefit.partitioners"
 
 

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from pipefit.partition.conventions import Convention, stage_s
 from pipefit.partition.down_sets import States
 
-__all__ = ["CutProblem", "Memory"]
-
 Array = NDArray[np.float64]
 
 

@@ -14,8 +14,6 @@ from pipefit.passes.scatter_gather import with_scatter_gather
 from pipefit.passes.spilling import with_spilling
 from pipefit.passes.versions import with_drops, with_steps, with_versions
 
-__all__ = ["build"]
-
 
 def build(
     header: Header,

@@ -10,8 +10,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 
-__all__ = ["computes_back", "with_communication"]
-
 
 def with_communication(program: Program, ahead: int = 1) -> Program:
     """Adds the sends and receives.

@@ -6,8 +6,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 
-__all__ = ["with_data"]
-
 
 def with_data(program: Program) -> Program:
     """Adds a load before each forward of stage 0, and before each loss; a loss after each forward of the last stage.

@@ -8,8 +8,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Op
 from pipefit.ir.program import Program
 
-__all__ = ["with_recompute"]
-
 
 def with_recompute(program: Program, stages: Collection[int] | None = None) -> Program:
     """Adds a recompute before each backward of the given stages (None: all).

@@ -12,8 +12,6 @@ from pipefit.ir.op import STEP_OPS, WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import tied_stages
 
-__all__ = ["with_reductions"]
-
 
 def with_reductions(program: Program) -> Program:
     """Adds a reduction as soon as its gradients are complete on the rank, so that it overlaps with what follows.

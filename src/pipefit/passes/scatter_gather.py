@@ -8,8 +8,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, MESSAGE_OPS, PIECE_OF, Kind, Op
 from pipefit.ir.program import Program
 
-__all__ = ["with_scatter_gather"]
-
 
 def with_scatter_gather(program: Program) -> Program:
     """Sends and receives pieces, and adds a gather just before the instruction that needs the whole.

@@ -23,8 +23,6 @@ from pipefit.passes.communication import computes_back
 from pipefit.passes.stays import Stay, stays
 from pipefit.passes.versions import step_of, steps_at_once
 
-__all__ = ["with_spilling"]
-
 _USES = COMPUTE_OPS | {Op.STEP}
 _ON_GRADIENTS = WEIGHT_GRADIENT_OPS | {Op.STEP, Op.REDUCE}
 _AHEAD = 4

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 from pipefit.errors import ScheduleError
 
-__all__ = ["Stay", "stays"]
-
 _NEVER = 1 << 60
 
 

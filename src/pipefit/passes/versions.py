@@ -9,8 +9,6 @@ from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.versions import required_versions
 
-__all__ = ["step_of", "steps_at_once", "with_drops", "with_steps", "with_versions"]
-
 
 def with_versions(program: Program) -> Program:
     """Sets the version operand of every forward, recompute and backward by the program's weight rule."""

@@ -28,8 +28,6 @@ from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import MakeOptimizer, Tie, Training
 
-__all__ = ["assemble", "end_run", "release"]
-
 _SELDOM = 10
 """Steps between two commits where these write more than the steps do."""
 

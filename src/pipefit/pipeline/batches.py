@@ -15,8 +15,6 @@ from pipefit.runtime.executor import Feed
 from pipefit.runtime.microbatches import Weigh, feed_of
 from pipefit.runtime.session import Session
 
-__all__ = ["DataComparison", "stream_feed"]
-
 _KEPT_STEPS = 4
 _MOST_IN_FLIGHT = 256
 _CURE = (

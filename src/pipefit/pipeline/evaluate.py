@@ -17,8 +17,6 @@ from pipefit.runtime.engine import Engine
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.schedules.forward import forward_only
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     engine: Engine,

@@ -13,8 +13,6 @@ from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["forget_others", "full_state", "owner_of"]
-
 
 def owner_of(plan: Plan, layer: int) -> tuple[int, int]:
     """The stage of a layer and the rank whose copy of it counts."""

@@ -10,8 +10,6 @@ from pipefit.runtime.collectives import exchange
 from pipefit.runtime.engine import Engine, PassResult
 from pipefit.timeline import Event, Timeline
 
-__all__ = ["PassHistory"]
-
 _KEPT = 16
 
 

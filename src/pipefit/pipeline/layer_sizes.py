@@ -14,8 +14,6 @@ from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_layers
 from pipefit.stage.training import MakeOptimizer
 
-__all__ = ["sizes_of", "state_per_weight"]
-
 
 class _States:
     """The states that an optimizer keeps for some parameters; for those of the same forms they are found out once."""

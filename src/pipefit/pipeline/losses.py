@@ -12,8 +12,6 @@ from pipefit.errors import NonFiniteLossError
 from pipefit.runtime.collectives import start_sum
 from pipefit.runtime.engine import Engine, PassResult
 
-__all__ = ["PendingLosses", "finite"]
-
 
 class PendingLosses:
     """The losses of a pass on their way to every rank; asking for them waits."""

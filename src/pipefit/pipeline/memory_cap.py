@@ -29,8 +29,6 @@ from pipefit.spec.topology import Device, Tier
 from pipefit.stage.ties import tied_layers
 from pipefit.stage.training import MakeOptimizer
 
-__all__ = ["machine_tier", "measure_host_step", "plan_under_cap"]
-
 
 def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[Plan, Profile, Topology]:
     """The plan for a cap on the device's memory: stages, slots, and what it should cost; see `planner.plan`.

@@ -15,8 +15,6 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spill.lanes import Copy
 
-__all__ = ["HeldMemory", "held_memory_bytes", "peak_memory_bytes"]
-
 _PATIENCE_S = 0.5
 
 

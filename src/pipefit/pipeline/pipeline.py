@@ -43,8 +43,6 @@ from pipefit.stage.training import MakeOptimizer, Training
 from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline:
     """Trains a model over a pipeline of ranks.

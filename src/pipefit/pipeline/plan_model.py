@@ -21,8 +21,6 @@ from pipefit.schedules import program_of
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.stage.split import named_layers
 
-__all__ = ["Planned", "plan"]
-
 
 @dataclass(frozen=True)
 class Planned:

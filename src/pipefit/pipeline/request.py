@@ -28,8 +28,6 @@ from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, Request
 
-__all__ = ["Decision", "decide", "default_device"]
-
 _COUNTS = (2, 4, 8, 16)
 """Micro-batches per update that the schedule "auto" chooses from."""
 

@@ -23,16 +23,6 @@ from pipefit.spill.tier_file import Commit, read_commits, read_table
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer, Training
 
-__all__ = [
-    "agree_on_step",
-    "check_same",
-    "committed_step",
-    "identity",
-    "place_of",
-    "recorded_plan",
-    "resumed_folder",
-]
-
 _MOST_NAMED = 3
 _MISSING = "nothing"
 _OF_A_PLAN = ("prediction", "candidates", "plan_seconds", "method", "model")

@@ -14,8 +14,6 @@ from pipefit.spec import Plan
 from pipefit.timeline import Timeline, by_kind, save_trace
 from pipefit.units import format_bytes, format_seconds
 
-__all__ = ["PipelineReport", "Traffic", "traffic"]
-
 _SHOWN = {op.value for op in (*COMPUTE_OPS, Op.LOSS, Op.STEP, Op.HOST_STEP, Op.FETCH, Op.EVICT)}
 
 

@@ -12,8 +12,6 @@ from pipefit.planner import NOT_FROM_DISK
 from pipefit.schedules.shape import Shape
 from pipefit.spec.options import KEEP, STEP_ON, Spilled
 
-__all__ = ["spill_of", "spilled_shape"]
-
 
 def spilled_shape(shape: Shape, spill: Spilled | None) -> Shape:
     """The shape of a spilled program, from that of the same one without spilling; a plan's own spilling wins."""

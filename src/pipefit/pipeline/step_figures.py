@@ -17,8 +17,6 @@ from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["ModelFlop", "StepFigures", "count_flop", "own_figures"]
-
 
 class StepFigures(NamedTuple):
     """The bubble and memory of the last pass, by rank; by process where each is one.

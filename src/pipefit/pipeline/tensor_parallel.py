@@ -17,8 +17,6 @@ from pipefit.runtime.session import Session
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["TensorParallel"]
-
 
 @dataclass(frozen=True)
 class TensorParallel:

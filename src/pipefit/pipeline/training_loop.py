@@ -18,8 +18,6 @@ from pipefit.runtime.executor import Feed
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.schedules.registry import Schedule
 
-__all__ = ["OnStep", "TrainingLoop", "number_of"]
-
 OnStep = Callable[[int, float], None]
 
 

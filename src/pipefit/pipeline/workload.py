@@ -13,8 +13,6 @@ from pipefit.errors import PlanError
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer
 
-__all__ = ["Workload"]
-
 
 @dataclass(frozen=True)
 class Workload:

@@ -8,8 +8,6 @@ from pipefit.planner.space import Config, Problem, Space
 from pipefit.schedules import placement_of
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, StageSpec, Topology
 
-__all__ = ["plan_pipedream", "replicated"]
-
 
 def plan_pipedream(
     profile: Profile,

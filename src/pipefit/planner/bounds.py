@@ -9,8 +9,6 @@ from pipefit.planner.holdings import holds_all
 from pipefit.planner.space import Config, Problem
 from pipefit.spec import Profile
 
-__all__ = ["quick_bytes", "quick_s"]
-
 
 def quick_s(problem: Problem, config: Config) -> float:
     """Seconds per update if the layers could be cut anywhere: a lower bound, roughly, for ranking."""

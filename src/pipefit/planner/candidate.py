@@ -14,8 +14,6 @@ from pipefit.schedules import generate
 from pipefit.schedules.from_plan import shape_of
 from pipefit.spec import Partition, Plan, SpillSpec, StageSpec
 
-__all__ = ["Estimate", "costs_of", "plan_of", "program_for"]
-
 
 @dataclass(frozen=True)
 class Estimate:

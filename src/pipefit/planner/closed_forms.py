@@ -15,8 +15,6 @@ from pipefit.planner.holdings import replayed
 from pipefit.planner.space import Config, Problem
 from pipefit.spec import Partition
 
-__all__ = ["MicrobatchTimes", "closed_form_s", "estimate_s", "exposed_s", "reduce_s"]
-
 
 @dataclass(frozen=True)
 class MicrobatchTimes:

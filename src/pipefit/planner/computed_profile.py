@@ -11,8 +11,6 @@ from pipefit.errors import ProfileError
 from pipefit.spec import Device, Layer, Profile
 from pipefit.spec.profile import ARITHMETIC
 
-__all__ = ["gpt_profile", "gpt_settings", "is_gpt"]
-
 _DEFAULTS = {"vocab": 51200, "sequence": 2048}
 
 

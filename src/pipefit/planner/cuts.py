@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["Within", "cut", "least_bytes"]
-
 
 class Within(NamedTuple):
     """Of each rank what it holds and its memory; and the micro-batches beyond those counted."""

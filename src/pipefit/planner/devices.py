@@ -7,8 +7,6 @@ from pipefit.planner.space import Config, Problem
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Placement
 
-__all__ = ["limits_of", "placement_for", "positions", "slowness_of"]
-
 
 def placement_for(config: Config) -> Placement:
     """The ranks of each stage as the schedule's own layout numbers them: pipeline by pipeline."""

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["divide", "spans"]
-
 # Costs closer than this, relatively, are a tie: sums in another order differ by as much.
 _TIE = 1e-12
 

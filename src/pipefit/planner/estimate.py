@@ -13,8 +13,6 @@ from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.spec import Partition
 from pipefit.units import format_bytes
 
-__all__ = ["estimate"]
-
 
 def estimate(problem: Problem, config: Config) -> Estimate:
     """Cuts the model for a candidate and counts time and memory."""

@@ -8,8 +8,6 @@ from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
 from pipefit.spec import Plan, Profile, SpillSpec, StageSpec, Topology
 from pipefit.units import counted, format_bytes, format_seconds
 
-__all__ = ["explain", "spill_lines", "training"]
-
 
 def explain(plan: Plan, profile: Profile | None = None) -> str:
     """The plan as text of several lines.

@@ -6,8 +6,6 @@ import msgspec
 
 from pipefit.spec import Device, Level, Topology
 
-__all__ = ["grouped", "groups_fit"]
-
 
 def groups_fit(topology: Topology, tensor: int) -> bool:
     """Whether the levels of a topology can be split into groups of so many neighbours."""

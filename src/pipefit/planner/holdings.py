@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float64]
 
-__all__ = ["Both", "Holding", "filling", "holdings_of", "holds_all", "mixed", "peaks", "replayed", "small_program"]
-
 Key = tuple[str, int]
 
 # Forwards of a program that is counted whole.

@@ -20,8 +20,6 @@ from pipefit.ir.residency import kept_fetches
 from pipefit.ir.values import Value
 from pipefit.spec.topology import Tier
 
-__all__ = ["Limit", "Traffic", "limit_of", "traffic"]
-
 
 @dataclass(frozen=True)
 class Traffic:

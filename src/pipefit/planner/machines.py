@@ -8,8 +8,6 @@ from pathlib import Path
 from pipefit.errors import TopologyError, nearest
 from pipefit.spec import Topology
 
-__all__ = ["load_topology", "topology_names"]
-
 _FOLDER = Path(__file__).resolve().parent / "machines"
 
 

@@ -9,8 +9,6 @@ from pipefit.partition import minmax
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
 
-__all__ = ["by_hand", "ranks_of"]
-
 
 def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
     """Ranks that some processes make when `tensor` of them share each, in `data` copies of a pipeline.

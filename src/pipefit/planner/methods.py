@@ -16,8 +16,6 @@ from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
 from pipefit.spec.profile import ARITHMETIC
 
-__all__ = ["METHODS", "problem_of", "search_by", "sizes_to_try", "space_of"]
-
 METHODS = ("auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform")
 
 # For lectures; what every schedule is with a single stage; and those that split backwards, whose gain depends on what

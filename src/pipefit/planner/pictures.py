@@ -19,8 +19,6 @@ from pipefit.planner.space import Problem, configs
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.units import counted, format_bytes, format_seconds
 
-__all__ = ["Point", "depth_svg", "explore", "pareto", "pareto_svg", "partition_svg"]
-
 _GIB = 2.0**30
 
 

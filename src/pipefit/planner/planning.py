@@ -19,8 +19,6 @@ from pipefit.planner.space import Cap, Config, Problem
 from pipefit.planner.under_cap import problem_under_cap, search_under_cap
 from pipefit.spec import Plan, Prediction, Profile, Topology
 
-__all__ = ["plan"]
-
 
 def plan(
     profile: Profile,

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Gpt", "flops_per_iteration", "mfu", "num_parameters", "training_days"]
-
 _SECONDS_PER_DAY = 86400.0
 
 

@@ -11,8 +11,6 @@ from pipefit.ir.op import Op
 from pipefit.spec import Layer, Plan, Profile
 from pipefit.timeline import Timeline, by_kind
 
-__all__ = ["refit"]
-
 
 def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
     """The profile with its seconds scaled so that each stage takes what it took in the run.

@@ -16,8 +16,6 @@ from pipefit.planner.space import Config, Problem
 from pipefit.spec import Candidate
 from pipefit.units import format_bytes
 
-__all__ = ["Outcome", "SearchResult", "search"]
-
 # Families whose bound is further behind the best estimate than this are not estimated.
 _HOPELESS = 1.3
 # Candidates whose estimate is further behind the best simulated one are not simulated.

@@ -24,8 +24,6 @@ from pipefit.schedules import find, program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Partition, Plan
 
-__all__ = ["Simulated", "simulated", "size_of"]
-
 # Forwards of a program that is still simulated whole, with all its copies.
 _WHOLE = 1500
 

@@ -16,8 +16,6 @@ from pipefit.planner.groups import grouped, groups_fit
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile, Tier, Topology
 
-__all__ = ["NOT_FROM_DISK", "Cap", "Config", "Problem", "Slots", "Space", "configs", "data_parallel_name"]
-
 T = TypeVar("T")
 
 NOT_FROM_DISK = (

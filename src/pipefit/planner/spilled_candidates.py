@@ -23,8 +23,6 @@ from pipefit.simulate import FEW_SENDS
 from pipefit.spec import Partition
 from pipefit.timeline import Timeline
 
-__all__ = ["estimate_spilled", "has_room", "peaks_of", "spilled_configs"]
-
 _SLOTS = (1, 2, 3, 4, 6, 8)
 
 _SHARES = (0.25, 0.5, 0.75)

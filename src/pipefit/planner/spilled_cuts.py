@@ -11,8 +11,6 @@ from pipefit.partition.capacity import hydra
 from pipefit.planner.space import Problem
 from pipefit.spec import Partition
 
-__all__ = ["layers_of", "spilled_cuts"]
-
 _NUM_CUTS = 12
 
 

@@ -30,8 +30,6 @@ from pipefit.spec.options import STEP_ON
 from pipefit.spec.topology import Tier
 from pipefit.units import format_bytes, format_seconds
 
-__all__ = ["problem_under_cap", "search_under_cap"]
-
 _NUM_SIMULATED = 8
 """Candidates that are simulated however long their programs are."""
 _MOST_INSTRUCTIONS = 50_000

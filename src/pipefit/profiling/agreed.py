@@ -22,8 +22,6 @@ from pipefit.spec.files import decode, encode
 from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["agreed_profile", "as_trained", "merged"]
-
 _REPEATS, _LIMIT_S = 9, 5.0
 
 

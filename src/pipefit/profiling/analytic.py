@@ -25,8 +25,6 @@ from pipefit.profiling.untouched import in_train_mode, random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 
-__all__ = ["LayerCost", "analytic_profile", "layer_costs", "tensors_like"]
-
 Loss = Callable[[Any, Any], Tensor]
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
 _ADAM_BYTES = 28

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Clock", "half_interquartile_range", "median_of", "works_alone"]
-
 
 class Clock:
     """Marks moments on a device.

@@ -34,8 +34,6 @@ from pipefit.spec.topology import Device
 from pipefit.stage.materialise import is_meta, materialise
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["with_measured_kinds"]
-
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
 T = TypeVar("T")
 _ROUNDED_TO_BYTES = 1024

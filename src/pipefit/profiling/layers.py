@@ -9,8 +9,6 @@ from torch import nn
 
 from pipefit.errors import ModelError
 
-__all__ = ["Chain", "as_chain", "call_layer"]
-
 Chain = tuple[tuple[str, nn.Module], ...]
 
 

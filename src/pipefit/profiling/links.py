@@ -22,8 +22,6 @@ from pipefit.runtime.collectives import exchange_in_group
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
 
-__all__ = ["SIZES", "LinkSample", "fit_link", "links_of", "measure_links", "per_core", "ping_pong", "topology_of"]
-
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 

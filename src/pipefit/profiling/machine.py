@@ -10,8 +10,6 @@ from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.untouched import random_state_kept, with_threads
 from pipefit.spec.topology import Device
 
-__all__ = ["measure_device"]
-
 _COPIED_BYTES = 64 * 2**20
 
 

@@ -23,8 +23,6 @@ from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 
-__all__ = ["profile_layers", "profile_sizes"]
-
 # Repetitions below which a median says little.
 _FEWEST = 3
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.stage.weights import WeightStore
 
-__all__ = ["Optimizer", "step_seconds"]
-
 Optimizer = Callable[[list[Any]], torch.optim.Optimizer]
 _WARMUP = 2
 

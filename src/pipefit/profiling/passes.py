@@ -22,8 +22,6 @@ from pipefit.profiling.layers import Chain
 from pipefit.profiling.tensors import cut_off, describe, map_tensors, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
 
-__all__ = ["Marked", "Step"]
-
 Loss = Callable[[Any, Any], Tensor]
 
 

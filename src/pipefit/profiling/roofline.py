@@ -19,8 +19,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from pipefit.spec.topology import Device
 
-__all__ = ["Roofline", "pretended"]
-
 _ATEN = torch.ops.aten
 
 

@@ -16,8 +16,6 @@ from pipefit.profiling.tensors import describe, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.profile import Layer
 
-__all__ = ["Weighed", "saved_storages", "storage_key", "survey", "weighed"]
-
 
 class Weighed(NamedTuple):
     """A layer with its bytes and no seconds.

@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
 
-__all__ = ["batch_of", "cut_off", "describe", "map_tensors", "num_bytes", "placed", "take", "tensors_of"]
-
 
 def tensors_of(payload: Any) -> list[Tensor]:
     """The tensors of a payload, in order."""

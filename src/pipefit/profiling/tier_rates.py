@@ -21,8 +21,6 @@ from pipefit.spill.lanes import Lanes
 from pipefit.spill.records import chunk_sum
 from pipefit.spill.tiers import ALIGNMENT, Key, TierStore
 
-__all__ = ["Copies", "measure_copies", "measure_tier"]
-
 _BYTES = 64 << 20
 _REPEATS = 4
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from pipefit.profiling.layers import Chain
 from pipefit.profiling.tensors import placed
 
-__all__ = ["in_train_mode", "random_state_kept", "untouched", "with_threads"]
-
 
 @contextmanager
 def untouched(chain: Chain, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:

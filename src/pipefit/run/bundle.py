@@ -10,8 +10,6 @@ from pipefit.models import ModelBundle, build
 from pipefit.stage.materialise import can_be_drawn, initialise
 from pipefit.stage.split import named_layers
 
-__all__ = ["bundle_of"]
-
 
 def bundle_of(model: str, options: dict[str, Any], seed: int, capped: bool) -> ModelBundle:
     """A model for a run, whose weights are the same with and without a cap.

@@ -10,8 +10,6 @@ from typing import Any, Literal
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Precision, Request, Spilled, Updates, as_flat, setting
 
-__all__ = ["RunConfig", "facts_of", "with_defaults"]
-
 
 @dataclass(frozen=True)
 class RunConfig:

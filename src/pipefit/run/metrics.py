@@ -8,8 +8,6 @@ from pathlib import Path
 from pipefit.errors import PipefitError
 from pipefit.spec.files import write_atomically
 
-__all__ = ["METRICS", "Metrics"]
-
 METRICS = "metrics.jsonl"
 
 

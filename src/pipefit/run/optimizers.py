@@ -11,8 +11,6 @@ from torch import nn
 
 from pipefit.errors import PipefitError, nearest
 
-__all__ = ["STATE_PER_WEIGHT", "make_optimizer", "warmed_cosine"]
-
 STATE_PER_WEIGHT = {"sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 """Bytes of state for each byte of weights."""
 

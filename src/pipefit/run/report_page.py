@@ -15,8 +15,6 @@ from pipefit.spec.files import read_json, write_atomically
 from pipefit.timeline.trace import load_trace
 from pipefit.units import format_bytes, format_seconds
 
-__all__ = ["write_report"]
-
 
 def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
     """Writes the page of a run that `pipefit train -o folder` has left.

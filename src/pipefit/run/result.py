@@ -19,8 +19,6 @@ from pipefit.spec.options import as_flat
 from pipefit.timeline import Timeline, save_trace
 from pipefit.timeline.compare import Row
 
-__all__ = ["RunResult", "checkpoints_of", "write_folder"]
-
 
 @dataclass
 class RunResult:

@@ -15,8 +15,6 @@ from pipefit.data import ArrayBatches, TextBatches, digits, split_corpus, synthe
 from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle
 
-__all__ = ["Source", "example_of", "source_of"]
-
 
 @dataclass(frozen=True)
 class Source:

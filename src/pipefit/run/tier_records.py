@@ -13,8 +13,6 @@ from pipefit.spec.options import Spilled
 from pipefit.spill.rank import tier_name
 from pipefit.spill.tier_file import check_unused
 
-__all__ = ["with_tier"]
-
 _OF_SPILLED = ("commit_every", "activations", "step_on", "keep")
 """Options that mean nothing where no stage is spilled."""
 

@@ -44,8 +44,6 @@ from pipefit.stage.split import named_layers
 from pipefit.timeline import Timeline
 from pipefit.timeline.compare import compare
 
-__all__ = ["Observer", "run"]
-
 
 class Observer(Protocol):
     """An observer of a run; that of the command line shows it to people. Only rank 0 has one that does anything."""

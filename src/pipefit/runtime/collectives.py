@@ -17,18 +17,6 @@ from pipefit import errors
 from pipefit.errors import PipefitError
 from pipefit.runtime.session import Session
 
-__all__ = [
-    "agree",
-    "attempt",
-    "broadcast",
-    "exchange",
-    "exchange_in_group",
-    "from_first",
-    "gather_rows",
-    "start_sum",
-    "sum_table",
-]
-
 
 def exchange(session: Session, data: Any) -> list[Any]:
     """Returns the JSON data of every process, by number."""

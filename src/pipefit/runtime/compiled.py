@@ -12,8 +12,6 @@ from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Program
 from pipefit.ir.values import ACT, GRAD, INPUT, Value
 
-__all__ = ["CompiledRank", "compile_rank"]
-
 
 @dataclass(frozen=True)
 class CompiledRank:

@@ -25,8 +25,6 @@ from pipefit.runtime.transport import Handle, Message
 from pipefit.simulate import FEW_SENDS
 from pipefit.stage.payload import Contract
 
-__all__ = ["DistributedTransport"]
-
 _MAX_LEAVES = 64
 
 

@@ -31,8 +31,6 @@ from pipefit.runtime.worker import Worker
 from pipefit.simulate import most_unposted
 from pipefit.timeline import Event
 
-__all__ = ["Engine", "PassResult"]
-
 
 @dataclass(frozen=True)
 class PassResult:

@@ -17,8 +17,6 @@ from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Handle, Message, Transport
 from pipefit.runtime.worker import Worker
 
-__all__ = ["Execution", "Feed", "Handlers", "Key"]
-
 Key = tuple[str, int, int]
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
 

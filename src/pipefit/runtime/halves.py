@@ -26,8 +26,6 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipefit.errors import ModelError
 
-__all__ = ["Saved", "WeightRun", "input_half", "run_backward", "weight_half"]
-
 _AT_ONCE = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")
 """Nodes that make all their gradients whichever are asked for."""
 

@@ -23,8 +23,6 @@ from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
 
-__all__ = ["HANDLERS"]
-
 
 def _load(run: Execution, i: Instruction) -> None:
     header = run.compiled.program.header

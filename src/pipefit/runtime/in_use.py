@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["in_use"]
-
 
 def in_use(device: torch.device) -> Callable[[], float] | None:
     """Tells, whenever it is called, how many bytes are in use; None where the system does not know.

@@ -23,8 +23,6 @@ from pipefit.ir import text
 from pipefit.runtime.progress import PLACES, Progress
 from pipefit.runtime.signals import ENDING, die_with, die_with_parent
 
-__all__ = ["LaunchError", "launch", "program_file", "run_script"]
-
 _GRACE_S = 2.0
 _TERMINATED = 128 + signal.SIGTERM
 _LEFT = ("rank-*.hang", "rank-*.progress")

@@ -13,8 +13,6 @@ from torch import Tensor
 from pipefit.ir.instruction import Instruction
 from pipefit.runtime.transport import Message
 
-__all__ = ["LocalTransport", "Mailbox"]
-
 Key = tuple[Any, ...]
 
 

@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 from typing import Final
 
-__all__ = ["give_back_freed", "keep_freed"]
-
 # From malloc.h.
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3

@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import DataError
 from pipefit.runtime.executor import Feed
 
-__all__ = ["Weigh", "cut", "feed_of", "largest_part", "pair_of"]
-
 Weigh = Callable[[Any], float]
 """How much a micro-batch counts in the mean of its batch, from its target: by default its number of samples."""
 

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["LOSS", "MEETING", "OUTSIDE", "PLACES", "SAVING", "Position", "Progress"]
-
 _LAYOUT = struct.Struct("qqqqd")
 
 # Where a rank can be that is no instruction of a program.

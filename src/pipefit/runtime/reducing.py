@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pipefit.runtime.executor import Execution
     from pipefit.runtime.worker import Worker
 
-__all__ = ["backward", "counted_parts", "early_reductions", "gather_shards", "make_buckets", "reduce_gradients"]
-
 _SUMMED = (Reduction.REPLICAS.value, Reduction.SCATTER.value)
 
 

@@ -20,8 +20,6 @@ from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, SAVING, Progress
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
-__all__ = ["Session", "current", "join", "leave"]
-
 _TIMEOUT = timedelta(minutes=30)
 
 

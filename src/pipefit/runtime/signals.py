@@ -13,8 +13,6 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-__all__ = ["ENDING", "STACK_SIGNAL", "Stop", "answer_with_stack", "die_with", "die_with_parent", "listen", "stack_file"]
-
 ENDING = "ending"
 """A file in the run's folder: the launcher has given up, so ranks need not be given time."""
 

@@ -21,9 +21,6 @@ from pipefit.spill.rank import Spilling
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tiers import Key
 
-__all__ = ["PARKED", "evict", "fetch", "norm_part", "norms_of", "saving", "step_on_host"]
-
-
 PARKED = "parked "
 """Before the kind of a value of the run that waits on the tier: its flags and structure, without tensors."""
 

@@ -10,8 +10,6 @@ from torch.utils import _pytree as pytree
 
 from pipefit.ir.instruction import Instruction
 
-__all__ = ["Handle", "Message", "Transport"]
-
 
 class Message(NamedTuple):
     """An activation or a gradient on its way.

@@ -11,8 +11,6 @@ from pipefit.ir.program import Program
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, PLACES, Position
 
-__all__ = ["hang_report", "waits_for"]
-
 
 def waits_for(program: Program, rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
     """The ranks that a rank may be waiting for at its position, each with what it should bring.

@@ -23,8 +23,6 @@ from pipefit.runtime.progress import LOSS, MEETING, Position, Progress
 from pipefit.runtime.signals import STACK_SIGNAL, stack_file
 from pipefit.runtime.waits import hang_report
 
-__all__ = ["HANG_EXIT", "Watchdog", "deadline_from_environment", "hang_file"]
-
 HANG_EXIT = 75
 _FLOOR_S = 60.0
 _FIRST_S = 600.0

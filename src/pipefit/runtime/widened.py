@@ -22,8 +22,6 @@ from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.transport import Handle, Message
 from pipefit.stage.payload import Contract
 
-__all__ = ["Pieces", "TensorTransport"]
-
 _IN_PIECES = "pieces"
 """Marks, in an operand that messages leave empty, an instruction whose tensors travel in pieces."""
 _ALL = (-1,)

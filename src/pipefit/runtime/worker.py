@@ -20,8 +20,6 @@ from pipefit.stage.stage import Stage
 from pipefit.stage.training import Owned, Tie, Training
 from pipefit.stage.weights import WeightStore
 
-__all__ = ["Worker"]
-
 
 @dataclass
 class Worker:

@@ -11,8 +11,6 @@ from pipefit.schedules.registry import REGISTRY, Schedule
 from pipefit.schedules.shape import Shape
 from pipefit.schedules.written import SUFFIX, from_file
 
-__all__ = ["HOUSE", "find", "generate", "names"]
-
 HOUSE = (gpipe, one_f_one_b, looped, zero_bubble, spilled)
 """The families of the house, one file each; importing a family registers its schedules."""
 

@@ -10,8 +10,6 @@ from pipefit.ir.instruction import fwd
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.passes import with_communication, with_data, with_scatter_gather, with_spilling, with_versions
 
-__all__ = ["forward_only"]
-
 
 @functools.lru_cache(maxsize=32)
 def forward_only(header: Header, num_microbatches: int) -> Program:

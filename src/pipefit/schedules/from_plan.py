@@ -8,8 +8,6 @@ from pipefit.schedules.catalogue import generate
 from pipefit.schedules.shape import Shape
 from pipefit.spec.plan import Plan
 
-__all__ = ["program_of", "shape_of"]
-
 
 def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...] = (), clip: bool = False) -> Shape:
     """The shape from which a plan's program is generated.

@@ -10,8 +10,6 @@ from pipefit.ir.program import Header, WeightRule
 from pipefit.schedules.registry import Task, schedule
 from pipefit.schedules.shape import Shape
 
-__all__ = ["alternate", "num_warmup"]
-
 
 def alternate(forwards: list[Instruction], backwards: list[Instruction], warmup: int) -> list[Instruction]:
     """Some forwards first, then one forward and one backward alternating, then the backwards that are left."""

@@ -12,8 +12,6 @@ from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.passes import build
 from pipefit.schedules.shape import Shape
 
-__all__ = ["REGISTRY", "Schedule", "Task", "schedule"]
-
 
 @dataclass(frozen=True)
 class Task:

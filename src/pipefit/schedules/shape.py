@@ -10,8 +10,6 @@ from pipefit.errors import ScheduleError
 from pipefit.ir.program import Header, WeightRule
 from pipefit.ir.spill import Spill
 
-__all__ = ["Shape", "placement_of"]
-
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The integers that a schedule is generated for.

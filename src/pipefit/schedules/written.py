@@ -16,8 +16,6 @@ from pipefit.ir.program import Header, WeightRule
 from pipefit.schedules.registry import Schedule, Task
 from pipefit.schedules.shape import Shape, placement_of
 
-__all__ = ["SUFFIX", "from_file", "layout_of", "written"]
-
 SUFFIX = ".pipe"
 
 _ORDERED = frozenset({Op.FWD, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT})

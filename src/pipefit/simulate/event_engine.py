@@ -15,8 +15,6 @@ from typing import Final
 
 from pipefit.simulate.flat_program import FlatProgram
 
-__all__ = ["EventEngine", "Key", "Prices"]
-
 Key = tuple[object, ...]
 
 _end = itemgetter(1)

@@ -11,8 +11,6 @@ from pipefit.ir.program import Program, WeightRule
 from pipefit.simulate.simulate import collector_paused, simulate
 from pipefit.timeline import Timeline
 
-__all__ = ["metrics", "steady_period_s"]
-
 _ROUNDS = 4
 
 

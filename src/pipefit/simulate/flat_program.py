@@ -10,8 +10,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, Lane, Op
 from pipefit.ir.program import Program
 
-__all__ = ["Code", "FlatProgram", "flat_program"]
-
 
 class Code(enum.IntEnum):
     """The action of a rank's clock at an instruction.

@@ -12,8 +12,6 @@ from pipefit.ir.program import Program
 if TYPE_CHECKING:
     from pipefit.simulate.event_engine import EventEngine
 
-__all__ = ["memory_over_time"]
-
 Samples = tuple[tuple[float, float], ...]
 
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pipefit.simulate.event_engine import UNKNOWN, EventEngine
 from pipefit.simulate.flat_program import Code
 
-__all__ = ["Machine", "SharingEngine"]
-
 
 @dataclass(slots=True)
 class Machine:

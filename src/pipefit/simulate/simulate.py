@@ -20,8 +20,6 @@ from pipefit.simulate.occupancy import memory_over_time
 from pipefit.simulate.sharing import Machine, SharingEngine
 from pipefit.timeline import Event, Timeline
 
-__all__ = ["collector_paused", "simulate"]
-
 
 def simulate(
     program: Program,

@@ -9,8 +9,6 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.simulate.simulate import simulate
 
-__all__ = ["FEW_SENDS", "most_unposted"]
-
 FEW_SENDS = 4
 """Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
 

@@ -14,19 +14,6 @@ import msgspec
 
 from pipefit.errors import PipefitError
 
-__all__ = [
-    "check_format",
-    "decode",
-    "encode",
-    "parse_toml",
-    "read_json",
-    "read_text",
-    "said",
-    "sync_folder",
-    "write_atomically",
-    "write_json",
-]
-
 T = TypeVar("T")
 
 

@@ -14,24 +14,6 @@ from typing import Any, Final, Literal, TypeVar, get_type_hints
 from pipefit.errors import PlanError
 from pipefit.units import parse_quantity
 
-__all__ = [
-    "AUTO",
-    "KEEP",
-    "STEP_ON",
-    "Parallelism",
-    "Precision",
-    "Request",
-    "Spilled",
-    "Updates",
-    "as_flat",
-    "flag_of",
-    "from_flat",
-    "groups_of",
-    "in_bytes",
-    "key_of",
-    "setting",
-]
-
 AUTO: Final = "auto"
 """The choice of whoever leaves it to the planner."""
 

@@ -10,8 +10,6 @@ import msgspec
 from pipefit.errors import PlanError
 from pipefit.spec.files import decode, encode, read_json, write_json
 
-__all__ = ["Candidate", "Partition", "Placement", "Plan", "Prediction", "SpillSpec", "StageSpec"]
-
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One stage: its layers (indices of the profile), how often it is replicated, how wide it is split.

@@ -13,8 +13,6 @@ import msgspec
 from pipefit.errors import ProfileError
 from pipefit.spec.files import decode, encode, read_json, write_json
 
-__all__ = ["ARITHMETIC", "Layer", "Profile"]
-
 ARITHMETIC = "GPT arithmetic"
 """How the source of a computed profile begins (`pipefit.planner.computed_profile`)."""
 

@@ -18,8 +18,6 @@ from pipefit.errors import ProfileError, nearest
 from pipefit.spec.files import decode, read_json, said
 from pipefit.spec.profile import Layer, Profile
 
-__all__ = ["from_published", "load_profile", "published_names"]
-
 _FOLDER = Path(__file__).resolve().parent.parent / "profiles_published"
 
 # The file of the translator does not store its batch size; the command in its authors' README uses 64, and

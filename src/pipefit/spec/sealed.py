@@ -23,8 +23,6 @@ import msgspec
 from pipefit.errors import PipefitError
 from pipefit.spec.files import write_atomically
 
-__all__ = ["FileEntry", "read_sealed", "seal", "unseal", "write_file", "write_sealed"]
-
 _FORMAT = re.compile(rb'"format": ?"([^"\n]*)"')
 _CHECKSUM = re.compile(r'(?:,\n +|, )"checksum": "([0-9a-f]{64})"(\n?)}\n\Z')
 

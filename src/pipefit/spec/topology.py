@@ -12,8 +12,6 @@ from pipefit.errors import PipefitError, TopologyError
 from pipefit.spec.files import check_format, parse_toml, read_text, said, write_atomically
 from pipefit.units import parse_quantity
 
-__all__ = ["Device", "Level", "Tier", "Topology"]
-
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One device.

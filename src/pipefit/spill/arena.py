@@ -12,8 +12,6 @@ from pipefit.spill.lanes import Copy
 from pipefit.spill.tiers import ALIGNMENT
 from pipefit.stage.record_layout import padded
 
-__all__ = ["Arena", "Slot", "aligned", "pin", "unpin"]
-
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 

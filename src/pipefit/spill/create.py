@@ -27,8 +27,6 @@ from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stan
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
 
-__all__ = ["RankStages", "create_spilling", "draw", "make_arena", "make_stand_in", "make_store"]
-
 
 @dataclass(frozen=True)
 class RankStages:

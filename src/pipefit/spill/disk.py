@@ -21,8 +21,6 @@ from pipefit.spill.tier_file import Commit, Room, TierFile, Written, read_table
 from pipefit.spill.tiers import ALIGNMENT, Key
 from pipefit.units import format_bytes
 
-__all__ = ["DiskTier"]
-
 _CHUNK_BYTES = 16 << 20
 _THREADS = 2
 

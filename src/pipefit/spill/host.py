@@ -14,8 +14,6 @@ from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.tiers import WEIGHTS, WGRAD, Key
 from pipefit.units import format_bytes
 
-__all__ = ["HostTier"]
-
 
 class HostTier:
     """Records in the host's memory.

@@ -13,8 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-__all__ = ["Copy", "Lane", "Lanes"]
-
 
 class Copy:
     """A copy under way.

@@ -18,16 +18,6 @@ from pipefit.errors import ModelError, TierError
 from pipefit.stage.record_layout import Layout, absent
 from pipefit.stage.training import MakeOptimizer
 
-__all__ = [
-    "MovedStates",
-    "StateRules",
-    "StateSpec",
-    "is_zero_at_first",
-    "numbers_outside",
-    "probe_states",
-    "state_rules",
-]
-
 
 class StateSpec(NamedTuple):
     """One tensor that an optimizer keeps.

@@ -16,8 +16,6 @@ from pipefit.spill.lanes import Copy
 from pipefit.spill.tiers import Key, TierStore
 from pipefit.stage.record_layout import Layout, is_dense
 
-__all__ = ["ParkedTensors"]
-
 
 class _Form(NamedTuple):
     """How some tensors lie in their record: shape, type and strides of each; no strides where it has gaps."""

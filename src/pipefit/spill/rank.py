@@ -22,8 +22,6 @@ from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
 from pipefit.spill.tiers import TierStore
 
-__all__ = ["SpillPlace", "Spilling", "tier_name"]
-
 
 def tier_name(rank: int) -> str:
     """The name of the files of a rank's disk tier, without ending."""

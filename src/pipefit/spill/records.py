@@ -14,8 +14,6 @@ import torch
 
 from pipefit.spill.tiers import ALIGNMENT
 
-__all__ = ["HEADER_BYTES", "RecordHeader", "chunk_sum"]
-
 HEADER_BYTES = ALIGNMENT
 _MAGIC = b"pipefit1"
 _LAYOUT = struct.Struct("<8sqqI96sI")

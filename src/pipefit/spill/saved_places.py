@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["save_places"]
-
 
 class _Place(NamedTuple):
     """A tensor inside a record of weights: where it starts, in bytes, and how it lies from there."""

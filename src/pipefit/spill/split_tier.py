@@ -14,8 +14,6 @@ from pipefit.spill.lanes import Copy
 from pipefit.spill.tier_file import Commit
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key, TierStore
 
-__all__ = ["SplitTier"]
-
 # Weights are read twice in a step, the others once.
 _FIRST = {WEIGHTS: 0, WGRAD: 1, OPTIM: 2}
 

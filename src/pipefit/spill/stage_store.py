@@ -19,8 +19,6 @@ from pipefit.spill.saved_places import save_places
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key, TierStore
 from pipefit.stage.record_layout import Layout, absent
 
-__all__ = ["SpilledStore"]
-
 
 class SpilledStore:
     """Stands where a resident stage has its `WeightStore`.

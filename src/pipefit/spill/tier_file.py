@@ -25,8 +25,6 @@ from pipefit.spec.sealed import FileEntry, read_sealed, write_file, write_sealed
 from pipefit.spill.tiers import WEIGHTS, Key
 from pipefit.units import format_bytes
 
-__all__ = ["Commit", "Room", "TierFile", "Written", "check_unused", "read_commits", "read_table"]
-
 FORMAT = "pipefit.tier/4"
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from pipefit.ir.spill import GRAIN_BYTES
 from pipefit.spill.lanes import Copy
 
-__all__ = ["ALIGNMENT", "OPTIM", "WEIGHTS", "WGRAD", "Key", "TierStore"]
-
 ALIGNMENT = GRAIN_BYTES
 """Bytes to which records, slots and positions in files are aligned."""
 

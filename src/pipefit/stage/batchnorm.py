@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["DeferredBatchNorm", "commit"]
-
 
 class DeferredBatchNorm(_BatchNorm):
     """A batch norm whose running averages move once per update, by the statistics of all its micro-batches together.

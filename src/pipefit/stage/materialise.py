@@ -19,8 +19,6 @@ from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import layer_seed
 
-__all__ = ["InitialiseLayer", "can_be_drawn", "initialise", "is_meta", "materialise", "stand_in"]
-
 InitialiseLayer = Callable[[str, nn.Module], None]
 """A model's own way to draw a layer's weights, its attribute `initialise_layer`: from the layer's name and module."""
 

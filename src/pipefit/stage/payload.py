@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 
-__all__ = ["Contract", "carries_gradient", "flatten", "read_structure", "unflatten"]
-
 _LEAF = pytree.tree_flatten(None)[1]
 
 

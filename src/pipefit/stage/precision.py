@@ -18,8 +18,6 @@ from pipefit.errors import PipefitError, nearest
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 
-__all__ = ["PRECISIONS", "LossScale", "first_scale", "half_of", "in_float32", "narrowed", "scale_versions", "widened"]
-
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of a name; None: that of the model, whatever it is."""
 

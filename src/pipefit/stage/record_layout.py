@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Field", "Layout", "absent", "is_dense", "laid_out_bytes", "padded"]
-
 _GRAIN = 64
 
 

@@ -11,8 +11,6 @@ from torch import nn
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
 
-__all__ = ["NamedLayer", "named_layers", "split"]
-
 
 class NamedLayer(NamedTuple):
     """A layer with the prefix of its parameters in the user's own names, and its place in the model."""

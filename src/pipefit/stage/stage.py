@@ -14,8 +14,6 @@ from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["Stage", "layer_seed"]
-
 
 def layer_seed(seed: int, ordinal: int, layer: int) -> int:
     """The seed of a layer's random numbers for one micro-batch of the whole training.

@@ -12,8 +12,6 @@ from pipefit.spec import Partition
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Tie
 
-__all__ = ["tied_groups", "tied_layers", "tied_parameters"]
-
 
 def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[str, Tie]:
     """Every name of a parameter that several stages train, with the first of its names.

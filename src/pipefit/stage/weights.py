@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WeightStore"]
-
 
 class WeightStore:
     """`at(version)` points the live parameters at the tensors of a version; nothing is copied to read one.

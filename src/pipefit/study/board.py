@@ -21,8 +21,6 @@ from pipefit.study.simulation import (
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule, Verdict
 from pipefit.study.trial import Admitted, Job, Trial, TurnDone
 
-__all__ = ["Board", "TrialProgress"]
-
 _ENDED = ("finished", "stopped", "failed")
 
 _AHEAD_S = 0.25

@@ -16,8 +16,6 @@ from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Rule
 from pipefit.study.trial import StudyError, StudySpec, Trial, file_name
 from pipefit.units import parse_quantity
 
-__all__ = ["grid", "load_study", "rule_of", "spec_of", "study_of"]
-
 _FORMAT = "pipefit.study/1"
 _BYTES = {"device_memory": "device_memory_bytes", "memory": "tier_bytes"}
 _STUDY = (*_BYTES, *(f.name for f in fields(StudySpec) if f.name != "trials" and f.name not in _BYTES.values()))

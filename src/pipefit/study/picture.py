@@ -10,8 +10,6 @@ from pipefit.draw.axes import label_number, nice_ticks
 from pipefit.draw.look import INKS
 from pipefit.study.simulation import StudyTimeline, TimedTurn
 
-__all__ = ["picture", "trace"]
-
 _LEFT, _TOP, _ROW, _GAP, _BAR, _ENTRY = 84, 64, 34, 12, 28, 190
 _MOST_BOXES = 3000
 """Beyond these, consecutive turns of one trial on a device are drawn as one box."""

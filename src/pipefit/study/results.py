@@ -19,18 +19,6 @@ from pipefit.study.simulation import POLICIES
 from pipefit.study.trial import Admitted, StudyError, Trial, plain
 from pipefit.units import columns, counted, format_bytes, format_seconds
 
-__all__ = [
-    "StudyResult",
-    "TrialResult",
-    "loss_text",
-    "read_entry",
-    "result_of",
-    "save_result",
-    "with_figures_of",
-    "write_entry",
-]
-
-
 _RESULT, _ENDED = "pipefit.study-result/1", "pipefit.study-trial/1"
 
 

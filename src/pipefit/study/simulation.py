@@ -9,19 +9,6 @@ from typing import NamedTuple
 
 from pipefit.errors import PipefitError, nearest
 
-__all__ = [
-    "POLICIES",
-    "SLACK",
-    "Policy",
-    "Ready",
-    "StudyTimeline",
-    "TimedTurn",
-    "TrialCost",
-    "coarser",
-    "lower_bound_s",
-    "simulate_study",
-]
-
 # ---- policies ------------------------------------------------------------------------------------------------------
 
 

@@ -9,8 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-__all__ = ["HELD_OUT", "LOSS", "RULES", "Halving", "Median", "Patience", "Rule", "Verdict"]
-
 LOSS, HELD_OUT = "loss", "held-out"
 Losses = Mapping[int, Sequence[float]]
 

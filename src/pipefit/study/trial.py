@@ -13,19 +13,6 @@ from pipefit.errors import PipefitError, nearest
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, LOSS, Rule
 
-__all__ = [
-    "OPTIMIZERS",
-    "Admitted",
-    "Job",
-    "NoRoomError",
-    "StudyError",
-    "StudySpec",
-    "Trial",
-    "TurnDone",
-    "file_name",
-    "plain",
-]
-
 OPTIMIZERS = ("adamw", "adam", "sgd")
 """By name."""
 

@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 from pipefit.study.trial import StudyError
 
-__all__ = ["Listed", "OptunaSearch", "Search"]
-
 Values = Mapping[str, Any]
 
 

@@ -16,8 +16,6 @@ from pipefit.ir.values import Value, makes, needs
 from pipefit.schedules import Shape, find
 from pipefit.verify import verify
 
-__all__ = ["Turn", "step_program", "turns_of"]
-
 _CROSSING = (Kind.ACT, Kind.GRAD, Kind.INPUT)
 """Data that waits on the tier from one turn to a later one; inputs of the model are just loaded again."""
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, OrderProblem
 
-__all__ = ["bound_s"]
-
 
 def bound_s(problem: OrderProblem) -> float:
     """A time that no order of the steps can beat.

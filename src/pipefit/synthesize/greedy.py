@@ -10,8 +10,6 @@ from random import Random
 
 from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, OrderProblem
 
-__all__ = ["Policy", "listed", "nearby", "policies"]
-
 
 @dataclass(frozen=True)
 class Policy:

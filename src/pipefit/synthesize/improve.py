@@ -8,8 +8,6 @@ from random import Random
 from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Order, OrderProblem
 from pipefit.synthesize.order_times import Times, timed
 
-__all__ = ["improved", "with_whole_backwards"]
-
 _MEMORY = 30  # orders ago: what a new one must not be worse than, unless it is no worse than the last
 _TRIES = 20  # moves until one makes sense
 _REACH = 12  # places that a step moves at most

@@ -18,8 +18,6 @@ from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.values import Value
 
-__all__ = ["BACKWARD", "FORWARD", "INPUT", "WEIGHT", "Limit", "Order", "OrderProblem"]
-
 FORWARD, INPUT, WEIGHT, BACKWARD = range(4)
 """The kinds of steps; the first three are in the order in which a micro-batch takes them."""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from pipefit.synthesize.order_problem import WEIGHT, Order, OrderProblem
 
-__all__ = ["Times", "timed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Times:

@@ -22,8 +22,6 @@ from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Limit, Ord
 from pipefit.synthesize.walk import Walk
 from pipefit.verify import verify
 
-__all__ = ["NAME", "Synthesis", "header_of", "synthesize"]
-
 NAME = "synthesized"
 _EQUAL = 1e-9  # of a time: less is no difference
 

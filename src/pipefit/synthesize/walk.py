@@ -13,8 +13,6 @@ from pipefit.synthesize.improve import improved
 from pipefit.synthesize.order_problem import Order, OrderProblem
 from pipefit.synthesize.order_times import timed
 
-__all__ = ["Walk"]
-
 _KEPT = 6  # the best orders, of which the first few are searched around
 _STARTS = 2
 _LISTED = 0.02  # of the candidates: list schedules of policies near the best

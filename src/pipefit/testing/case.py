@@ -15,8 +15,6 @@ from pipefit.planner import ranks_of
 from pipefit.spec.options import Precision, Request, Updates
 from pipefit.stage.precision import first_scale, half_of
 
-__all__ = ["Case", "Outcome", "descend"]
-
 
 def descend(parameters: list[nn.Parameter]) -> Optimizer:
     """SGD with momentum, the optimizer of a check: unlike Adam it hides no wrongly scaled gradient."""

@@ -35,8 +35,6 @@ from pipefit.stage.stage import Stage
 from pipefit.testing.case import Case, Outcome
 from pipefit.testing.reference import aliases, as_sent, for_the_loss, micro_batches, on_device, shares_of
 
-__all__ = ["delayed_reference", "version_rule"]
-
 Rule = Callable[[int, int], int]
 Gradients = list[Tensor | None]
 

@@ -25,8 +25,6 @@ from pipefit.testing.delayed import delayed_reference
 from pipefit.testing.pipelined import run_pipeline
 from pipefit.testing.reference import reference
 
-__all__ = ["CheckResult", "check", "compare", "expected", "layer_counts", "run", "tolerance_of"]
-
 
 @dataclass(frozen=True)
 class CheckResult:

@@ -14,8 +14,6 @@ from pipefit.runtime.worker import Worker
 from pipefit.schedules import find
 from pipefit.testing.case import Case, Outcome
 
-__all__ = ["make_pipeline", "run_pipeline"]
-
 
 def make_pipeline(case: Case) -> Pipeline:
     """The pipeline of a case, over a deep copy of its model."""

@@ -23,8 +23,6 @@ from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
 from pipefit.testing.case import Case, Outcome
 
-__all__ = ["aliases", "as_sent", "for_the_loss", "micro_batches", "on_device", "reference", "shares_of"]
-
 
 def reference(case: Case) -> Outcome:
     """Trains the whole model in this process: forward and backward of each micro-batch, then one optimizer step."""

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from pipefit.timeline.timeline import Timeline
 
-__all__ = ["KindTimes", "Row", "by_kind", "compare"]
-
 
 class KindTimes(NamedTuple):
     """Times of one operation on one stage.

@@ -9,8 +9,6 @@ from pipefit.ir.graph import Graph, dependency_graph
 from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
 from pipefit.timeline.timeline import Event, Timeline
 
-__all__ = ["Wait", "critical_path", "waited_for"]
-
 
 class Wait(NamedTuple):
     """The reason why an event did not start earlier.

@@ -11,8 +11,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, Lane, Op
 from pipefit.ir.program import Program
 
-__all__ = ["Event", "Timeline"]
-
 
 class Event(NamedTuple):
     """One instruction's stay on its lane.

@@ -18,8 +18,6 @@ from pipefit.ir.op import Lane, Op
 from pipefit.spec.files import read_json, write_atomically
 from pipefit.timeline.timeline import Event, Timeline
 
-__all__ = ["from_chrome_trace", "load_trace", "save_trace", "to_chrome_trace"]
-
 _FORMAT = "pipefit.timeline/1"
 _US = 1e6
 _THREADS = {"compute": 0, "comm": 100, "fetch": 200, "evict": 300, "host_step": 400}

@@ -12,8 +12,6 @@ from pipefit.ir.program import Header
 from pipefit.ir.values import reduced_stages, tied_stages
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["collectives"]
-
 Key = tuple[str, int, int]
 _AFTER = (Reduction.NORM.value, Reduction.SHARDS.value)
 Positions = dict[tuple[int, Key], int]

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipefit.ir.op import OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, Kind, Lane, Op
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["complete", "ownership"]
-
 _OWNED = [op for op, spec in OP_SPEC.items() if "mb" in spec.fields and spec.lane is Lane.COMPUTE]
 _TRAVELS = Kind.ACT.value
 _HELD = (Op.STEP, Op.DROP, Op.FETCH, Op.EVICT)

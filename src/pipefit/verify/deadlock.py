@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipefit.ir.blocking import Blocking
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["deadlock"]
-
 
 def deadlock(s: Subject) -> Iterator[Finding]:
     """Every cycle of ranks that wait for each other, as a list."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Op, Reduction
 
-__all__ = ["cell", "excerpt"]
-
 _ABBREVIATED = {
     Reduction.REPLICAS.value: "sum",
     Reduction.SCATTER.value: "sums",

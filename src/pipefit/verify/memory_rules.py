@@ -11,8 +11,6 @@ from pipefit.ir.values import Value
 from pipefit.units import format_bytes
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["capacities", "memory", "tiers"]
-
 
 def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[float]:
     """A capacity for each rank.

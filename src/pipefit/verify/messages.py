@@ -9,8 +9,6 @@ from pipefit.ir.op import MESSAGE_OPS, WHOLE_OF, Kind, Op
 from pipefit.ir.program import Header
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["fifo", "messages"]
-
 Owed = tuple[str, int, int]
 
 

@@ -8,8 +8,6 @@ from pipefit.ir.op import Op
 from pipefit.ir.values import Value, consumes, makes
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["dependencies", "use_after_free"]
-
 
 def dependencies(s: Subject) -> Iterator[Finding]:
     """Needs that nothing on the rank makes in time; and replays that come before what they replay."""

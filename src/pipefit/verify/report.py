@@ -8,8 +8,6 @@ import msgspec
 
 from pipefit.errors import InvalidProgramError
 
-__all__ = ["RULES", "Report", "Violation"]
-
 RULES: Final[dict[str, str]] = {
     "complete": "each micro-batch is loaded and goes forward and backward once at every stage; each update steps once",
     "ownership": "every instruction is on the rank that holds its stage and, by the round-robin rule, its micro-batch",

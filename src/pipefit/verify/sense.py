@@ -13,8 +13,6 @@ from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED, TIERS, Spill
 from pipefit.verify.subject import Finding
 
-__all__ = ["set_aside"]
-
 Check = Callable[[Header, Instruction, int], tuple[str, str] | None]
 
 

@@ -15,8 +15,6 @@ from pipefit.ir.program import Header
 from pipefit.ir.spill import SLOTTED
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["residency"]
-
 _WEIGHTS, _WGRAD, _OPTIM = Kind.WEIGHTS.value, Kind.WGRAD.value, Kind.OPTIM.value
 _NOUN = {_WEIGHTS: "weights", _WGRAD: "gradients", _OPTIM: "optimizer states"}
 

@@ -11,8 +11,6 @@ from pipefit.ir.graph import Graph, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 
-__all__ = ["Finding", "Rule", "Subject"]
-
 Places = defaultdict[tuple[int, int], list[int]]
 
 

@@ -20,8 +20,6 @@ from pipefit.verify.spill_rules import residency
 from pipefit.verify.subject import Finding, Rule, Subject
 from pipefit.verify.version_rules import versions
 
-__all__ = ["verify"]
-
 _PLAIN: tuple[Rule, ...] = (
     complete,
     ownership,

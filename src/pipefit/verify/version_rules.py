@@ -11,8 +11,6 @@ from pipefit.ir.program import WeightRule
 from pipefit.ir.versions import required_versions
 from pipefit.verify.subject import Finding, Subject
 
-__all__ = ["versions"]
-
 _WAITED_FOR = COMPUTE_OPS | {Op.STEP}
 _MOST = {WeightRule.FLUSH: 1, WeightRule.DOUBLE: 2}
 _ASKS = {

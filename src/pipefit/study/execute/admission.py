@@ -29,8 +29,6 @@ from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import Training
 from pipefit.study.trial import Trial
 
-__all__ = ["Built", "Recipe", "build_trial", "on_meta", "recipe_of"]
-
 Batch = tuple[Any, Any]
 
 

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.study.trial import NoRoomError, Trial
 
-__all__ = ["Order", "Settings", "damage_of", "reason_of", "work"]
-
 _KEPT_BYTES = 1 << 30
 """Bytes of trials that a worker keeps on its device between turns where no limit is given."""
 

@@ -17,8 +17,6 @@ from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.study.trial import StudyError, StudySpec, plain
 from pipefit.units import format_bytes
 
-__all__ = ["StudyFolder"]
-
 _FORMAT, _CHOSEN = "pipefit.study/2", "pipefit.study-chosen/1"
 _PATIENCE_S = 2.0
 """Seconds that another run, which was just killed, may take to release the folder."""

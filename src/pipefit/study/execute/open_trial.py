@@ -33,8 +33,6 @@ from pipefit.study.execute.resident import ResidentState, shared_parameters
 from pipefit.study.execute.trial_files import TrialState, commit_mark, open_tier, state_of
 from pipefit.study.turns import Turn, step_program, turns_of
 
-__all__ = ["OpenTrial"]
-
 _RESIDENT = "resident"
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from pipefit.errors import PipefitError
 from pipefit.study.execute.device_worker import Order, Settings, work
 
-__all__ = ["Pool"]
-
 _START_S = 120.0
 _GRACE_S = 10.0
 

@@ -21,8 +21,6 @@ from pipefit.checkpoint.optim import OPTIM, by_parameter, optimization_of, optim
 from pipefit.runtime.worker import Worker
 from pipefit.stage.split import NamedLayer
 
-__all__ = ["ResidentState", "shared_parameters"]
-
 _HEAD = "pipefit"
 _BUFFER, _SUMS, _WEIGHT, _GRADIENT = "buffer/", "sums/", "weight/", "gradient/"
 

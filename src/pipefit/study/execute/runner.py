@@ -40,8 +40,6 @@ from pipefit.study.execute.trial_files import TrialState, has_state, read_state,
 from pipefit.study.trial import Admitted, NoRoomError, Trial, TurnDone
 from pipefit.study.turns import Turn
 
-__all__ = ["TrialRunner"]
-
 
 class TrialRunner:
     """A trial in a worker's process. Everything that must outlive the process is in the trial's folder.

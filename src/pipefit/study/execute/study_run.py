@@ -24,8 +24,6 @@ from pipefit.study.results import StudyResult, read_entry, result_of, save_resul
 from pipefit.study.trial import Job, StudyError, StudySpec, Trial, file_name
 from pipefit.study.trial_search import Search
 
-__all__ = ["StudyObserver", "StudyRun"]
-
 _GRACE_S = 10.0
 _MOST_RESTARTS = 20
 Define = Callable[[Mapping[str, Any]], Trial]

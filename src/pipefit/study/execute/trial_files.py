@@ -25,8 +25,6 @@ from pipefit.spill.disk import DiskTier
 from pipefit.spill.lanes import Lanes
 from pipefit.spill.tier_file import Commit, read_commits
 
-__all__ = ["TrialState", "commit_mark", "has_state", "open_tier", "read_losses", "read_state", "state_of", "write_loss"]
-
 _NAME, _LOSSES = "trial", "losses"
 _ENTRY = struct.Struct("<qddI")
 
