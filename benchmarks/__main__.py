@@ -10,10 +10,12 @@ from pipefit.errors import PipefitError
 MODULES = {
     "ddp": "benchmarks.ddp",
     "hybrid": "benchmarks.hybrid",
+    "lean": "benchmarks.lean",
     "network": "benchmarks.network.command",
     "offload": "benchmarks.offload",
     "partition": "benchmarks.partition",
     "planning-time": "benchmarks.planning_time",
+    "prediction": "benchmarks.prediction",
     "spill": "benchmarks.spill",
     "start": "benchmarks.start",
     "study": "benchmarks.study",

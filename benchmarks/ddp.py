@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipefit.compare.accuracy import own_core
+from benchmarks.devices import own_core
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.strategies import DataParallel, Subject, Trainer
 from pipefit.models import build, parse_options

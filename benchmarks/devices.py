@@ -59,6 +59,13 @@ def devices_for(num_ranks: int, cores: list[int]) -> Devices:
     return Devices(tuple(cores[rank % len(cores)] for rank in range(num_ranks)), share)
 
 
+def own_core(rank: int, num_ranks: int) -> None:
+    """Keeps this process on a core of its own, where the machine has enough of them for all ranks."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    if len(cores) >= num_ranks:
+        os.sched_setaffinity(0, {cores[rank]})
+
+
 def put(process: int, group: str) -> None:
     """Puts a process under the cap of a group that `capped` gave; "" is none.
 

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from cyclopts import Parameter
 
+from benchmarks.devices import own_core
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.calibrate.prediction import costs_on_ranks
-from pipefit.compare.accuracy import own_core
 from pipefit.cost import RuntimeCosts
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline

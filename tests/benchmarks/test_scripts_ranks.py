@@ -6,6 +6,7 @@ import pytest
 from benchmarks.__main__ import MODULES, main
 from benchmarks.ddp import ddp
 from benchmarks.hybrid import HybridConfig, hybrid
+from benchmarks.lean import lean
 
 from benchmarks import spill, study
 
@@ -45,3 +46,9 @@ def test_spilling_is_compared_in_six_ways_and_leaves_no_file(tmp_path):
     assert row.tokens == 32 and row.of_resident == row.resident_s / row.buffered_s
     assert row.limit_s >= row.resident_s and row.host_of_resident == row.resident_s / row.host_s
     assert not list(tmp_path.iterdir())
+
+
+def test_the_overhead_benchmark_gives_a_row_for_each_contestant():
+    rows = lean(4, steps=1, repeats=1, names=("bare loop", "1f1b", "torch 1f1b"))
+    assert [row.name for row in rows] == ["bare loop", "1f1b", "torch 1f1b"]
+    assert all(0 < row.least <= row.microseconds for row in rows)

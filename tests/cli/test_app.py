@@ -185,14 +185,3 @@ for verb in {cli_app.VERBS!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_benchmarks_are_listed_and_what_one_does_not_know_is_refused(capsys):
-    assert main(["bench", "--json"]) == 0
-    assert list(json.loads(capsys.readouterr().out)["benchmarks"]) == ["lean", "prediction"]
-    for words, said in (
-        (["leen"], "did you mean lean"),
-        (["lean", "--repeats", "0"], "--repeats: expected at least 1"),
-    ):
-        assert main(["bench", *words]) == 2
-        assert said in capsys.readouterr().err

@@ -9,7 +9,6 @@ from tests.verbs import refused
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.cli import main
 from pipefit.compare.comparison import Comparison, Row
-from pipefit.compare.lean import lean
 from pipefit.compare.rounds import compare_on_ranks
 from pipefit.compare.settings import CompareConfig
 from pipefit.compare.strategies import STRATEGIES
@@ -117,9 +116,3 @@ def test_costs_of_the_executor_are_measured_once_for_all_ranks():
     first, second = launch(calibrated, 2, threads=1, quiet=True)
     assert first == second
     assert set(first.host_s) == {"load", "fwd", "loss", "bwd", "send", "step", "recompute", "bwd_input", "bwd_weight"}
-
-
-def test_the_overhead_benchmark_gives_a_row_for_each_contestant():
-    rows = lean(4, steps=1, repeats=1, names=("bare loop", "1f1b", "torch 1f1b"))
-    assert [row.name for row in rows] == ["bare loop", "1f1b", "torch 1f1b"]
-    assert all(0 < row.least <= row.microseconds for row in rows)

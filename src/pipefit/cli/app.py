@@ -19,7 +19,7 @@ from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossErr
 
 VERBS: Final = (
     "train", "run", "check", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize", "schedules",
-    "study", "bench", "report", "links", "doctor",
+    "study", "report", "links", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 

@@ -15,11 +15,7 @@ from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.session import current
 from pipefit.spec import Partition
 
-_SCHEDULES = {
-    "torch-gpipe": "ScheduleGPipe",
-    "torch-1f1b": "Schedule1F1B",
-    "torch-interleaved": "ScheduleInterleaved1F1B",
-}
+_SCHEDULES = {"torch-gpipe": "ScheduleGPipe", "torch-1f1b": "Schedule1F1B"}
 
 
 class TorchPipeline:
@@ -29,9 +25,9 @@ class TorchPipeline:
 
     Args:
         subject: the model.
-        partition: one stage per rank; "torch-interleaved" takes several, rank after rank.
+        partition: one stage per rank.
         num_microbatches: per update.
-        schedule: "torch-gpipe", "torch-1f1b" or "torch-interleaved".
+        schedule: "torch-gpipe" or "torch-1f1b".
 
     Raises:
         PlanError: this torch has no pipelining, or it refuses the shape.
@@ -43,24 +39,18 @@ class TorchPipeline:
         except ImportError:
             raise PlanError("this torch has no torch.distributed.pipelining") from None
         num_stages, rank, ranks = len(partition.stages), subject.rank, subject.num_ranks
-        if num_stages != ranks and schedule != "torch-interleaved":
+        if num_stages != ranks:
             raise PlanError(f"needs one stage per rank, got {num_stages} for {ranks}")
         if schedule == "torch-1f1b" and num_microbatches < ranks:
             raise PlanError(f"it refuses fewer micro-batches ({num_microbatches}) than stages ({ranks})")
         self._rank, self._last = rank, ranks - 1
         whole = subject.make()
-        mine = range(rank, num_stages, ranks)
-        self._module = nn.ModuleList(nn.Sequential(*(whole[i] for i in partition.stages[s].layers)) for s in mine)
+        self._module = nn.Sequential(*(whole[index] for index in partition.stages[rank].layers))
         self._tied = _tied(whole, self._module, partition)
         self._optimizer = subject.optimizer([p for p in self._module.parameters() if p.requires_grad])
-        cpu = torch.device("cpu")
-        stages: Any = [pipelining.PipelineStage(m, s, num_stages, cpu) for m, s in zip(self._module, mine, strict=True)]
+        stage = pipelining.PipelineStage(self._module, rank, num_stages, torch.device("cpu"))
         kind: Any = getattr(pipelining, _SCHEDULES[schedule])
-        self._schedule = kind(
-            stages if schedule == "torch-interleaved" else stages[0],
-            n_microbatches=num_microbatches,
-            loss_fn=subject.loss,
-        )
+        self._schedule = kind(stage, n_microbatches=num_microbatches, loss_fn=subject.loss)
 
     def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
         """Trains; the losses are the last rank's, reported to all at the end."""

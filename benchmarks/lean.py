@@ -24,7 +24,7 @@ from pipefit.runtime.session import current
 
 _WIDTH, _SAMPLES = 8, 4
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "breadth-first", "pipedream", "pipedream-2bw")
-TORCH = ("torch gpipe", "torch 1f1b", "torch interleaved")
+TORCH = ("torch gpipe", "torch 1f1b")
 BARE = "bare loop"
 
 Runs = Callable[[int], object]
@@ -146,3 +146,10 @@ def _bare(layer: nn.Module, x: Tensor, y: Tensor, num: int, rank: int) -> Runs:
             optimizer.zero_grad()
 
     return run
+
+
+def main(repeats: int = 15, microbatches: int = 16) -> None:
+    """Prints µs per micro-batch and stage: the median, and the least of all repetitions."""
+    print(f"µs per micro-batch and stage, {microbatches} micro-batches, two ranks; median, and the least of all")
+    for row in lean(microbatches, repeats=repeats):
+        print(f"{row.name:<18} {row.num_stages} stages {row.microseconds:8.0f} {row.least:8.0f}")

@@ -6,11 +6,12 @@ measured in a comparison of its own.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.devices import own_core
+from pipefit.cli.compare import table
 from pipefit.compare.comparison import Comparison
 from pipefit.compare.rounds import compare_on_ranks
 from pipefit.compare.settings import CompareConfig
@@ -58,22 +59,22 @@ CONVNET_LARGE = replace(CONVNET, batch=256, steps=4)
 CONFIGS = (GPT, CONVNET, CONVNET_LARGE)
 
 
-def accuracy(repeats: int | None = None, microbatches: Sequence[int] = ()) -> list[Comparison]:
-    """Measures `CONFIGS` on two ranks of this machine.
+def main(repeats: int | None = None, microbatches: tuple[int, ...] = ()) -> None:
+    """Measures `CONFIGS` on two ranks and prints a table of each.
 
     Args:
-        repeats: of every cell; None: each configuration's own.
-        microbatches: numbers of them per update; (): each configuration's own.
+        repeats: of every cell; default: each configuration's own.
+        microbatches: numbers of them per update; default: each configuration's own.
     """
     configs = tuple(
         replace(one, repeats=repeats or one.repeats, microbatches=tuple(microbatches) or one.microbatches)
         for one in CONFIGS
     )
-    results: list[Comparison] = launch(accuracy_on_ranks, 2, configs, threads=1)[0]
-    return results
+    for result in launch(on_ranks, 2, configs, threads=1)[0]:
+        print(table(result))
 
 
-def accuracy_on_ranks(configs: Sequence[CompareConfig]) -> list[Comparison]:
+def on_ranks(configs: Sequence[CompareConfig]) -> list[Comparison]:
     """Measures on this rank, which stays on one core; rank 0 reports each number of micro-batches on standard error."""
     own_core(current().rank, current().num_ranks)
     return [_every_count(config) for config in configs]
@@ -93,10 +94,3 @@ def _every_count(config: CompareConfig) -> Comparison:
         whole = part
     assert whole is not None
     return whole.with_speedups()
-
-
-def own_core(rank: int, num_ranks: int) -> None:
-    """Keeps this process on a core of its own, where the machine has enough of them for all ranks."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    if len(cores) >= num_ranks:
-        os.sched_setaffinity(0, {cores[rank]})
