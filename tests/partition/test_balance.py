@@ -1,12 +1,15 @@
+import random
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.partition.cases import chain, profiles
 
 from pipefit.errors import PlanError
-from pipefit.partition import by_hand, gpipe, minmax, uniform
+from pipefit.partition import gpipe, minmax, partition, uniform
+from pipefit.partition.balance import divide, spans
 
 counts = st.integers(1, 5)
 
@@ -69,9 +72,9 @@ def test_uniform_gives_the_first_stages_one_more():
 
 
 def test_by_hand_refuses_to_lose_a_layer():
-    assert sizes(by_hand(chain([1] * 7), [1, 6])) == [1, 6]
+    assert sizes(partition(chain([1] * 7), method="by_hand", counts=[1, 6])) == [1, 6]
     with pytest.raises(PlanError, match="7 layers"):
-        by_hand(chain([1] * 7), [1, 5])
+        partition(chain([1] * 7), method="by_hand", counts=[1, 5])
 
 
 @pytest.mark.parametrize("method", [gpipe, minmax, uniform])
@@ -87,3 +90,18 @@ def test_costs_of_another_length_and_no_bandwidth_are_refused():
         gpipe(chain([1, 1]), 2, costs=[1.0])
     with pytest.raises(PlanError, match="bandwidth"):
         minmax(chain([1, 1]), 2, bandwidth_bytes_per_s=0.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_division_equals_trying_every_cut(seed):
+    rng = random.Random(seed)
+    times = [rng.uniform(1, 5) for _ in range(7)]
+    whole = spans(times)
+    # Stage 1 is twice as slow, and stage 0 may hold at most two layers.
+    ends = np.arange(8)
+    costs = [np.where(ends[None, :] - ends[:, None] <= 2, whole, np.inf), 2 * whole, whole]
+    best = min(max(costs[0][0, a], costs[1][a, b], costs[2][b, 7]) for a, b in combinations(range(1, 7), 2))
+    counts = divide(costs)
+    a, b = counts[0], counts[0] + counts[1]
+    assert sum(counts) == 7 and max(costs[0][0, a], costs[1][a, b], costs[2][b, 7]) == pytest.approx(best)
+    assert divide([np.full((8, 8), np.inf)] * 2) is None

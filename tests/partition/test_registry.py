@@ -39,7 +39,7 @@ def test_unknown_methods_and_options_are_refused_with_the_known_ones():
         partition(PROFILE, 2, "gpipe", cost=[1])
     with pytest.raises(PlanError, match="expected num_stages"):
         partition(PROFILE, method="gpipe")
-    with pytest.raises(PlanError, match="at most 1 shards"):
+    with pytest.raises(PlanError, match="at most 1 stages"):
         partition(chain([1, 1], weights=[1, 1]), 1, "hydra", capacity_bytes=4)
 
 

@@ -16,7 +16,6 @@ from pipefit.cost import FREE, of_plan
 from pipefit.errors import PlanError, ProfileError, TopologyError
 from pipefit.planner import gpt_profile, plan
 from pipefit.planner.computed_profile import gpt_settings
-from pipefit.planner.divide import divide, spans
 from pipefit.planner.explain import explain, training
 from pipefit.planner.machines import load_topology, topology_names
 from pipefit.planner.pictures import Point, depth_svg, explore, pareto, pareto_svg, partition_svg
@@ -33,29 +32,6 @@ ROOT = Path(__file__).parents[2]
 def verb(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
     assert main(["plan", *words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-# ------------------------------------------------------------------------------------------------------ division
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_division_equals_trying_every_cut(seed):
-    import itertools
-    import random
-
-    import numpy as np
-
-    rng = random.Random(seed)
-    times = [rng.uniform(1, 5) for _ in range(7)]
-    whole = spans(times)
-    # Stage 1 is twice as slow, and stage 0 may hold at most two layers.
-    ends = np.arange(8)
-    costs = [np.where(ends[None, :] - ends[:, None] <= 2, whole, np.inf), 2 * whole, whole]
-    best = min(max(costs[0][0, a], costs[1][a, b], costs[2][b, 7]) for a, b in itertools.combinations(range(1, 7), 2))
-    counts = divide(costs)
-    a, b = counts[0], counts[0] + counts[1]
-    assert sum(counts) == 7 and max(costs[0][0, a], costs[1][a, b], costs[2][b, 7]) == pytest.approx(best)
-    assert divide([np.full((8, 8), np.inf)] * 2) is None
 
 
 # --------------------------------------------------------------------------------------------------------- words

@@ -1,6 +1,6 @@
 """Partitioners: which layers make a stage."""
 
-from pipefit.partition.balance import by_hand, gpipe, minmax, uniform
+from pipefit.partition.balance import gpipe, minmax, uniform
 from pipefit.partition.capacity import hydra, smallest_capacity
 from pipefit.partition.pipedream import LevelStage, PipeDreamResult, pipedream
 from pipefit.partition.registry import partition, partitioner_names
@@ -8,7 +8,6 @@ from pipefit.partition.registry import partition, partitioner_names
 __all__ = [
     "LevelStage",
     "PipeDreamResult",
-    "by_hand",
     "gpipe",
     "hydra",
     "minmax",

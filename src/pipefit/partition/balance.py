@@ -1,7 +1,7 @@
-"""Partitions of consecutive layers into a given number of stages: GPipe's, the least maximum, equal counts, by hand.
+"""Partitions of consecutive layers into a given number of stages: GPipe's, the least maximum, equal counts.
 
 The layers are taken in the order of the profile. All are exact, and equally good partitions are ordered by their cut
-positions: the earliest first.
+positions: the earliest first. `divide` also serves the planner, where stages differ in speed, links and memory.
 """
 
 from __future__ import annotations
@@ -30,15 +30,6 @@ def uniform(profile: Profile, num_stages: int) -> Partition:
     return Partition.even(len(profile), num_stages)
 
 
-def by_hand(profile: Profile, counts: Sequence[int]) -> Partition:
-    """The given number of layers per stage.
-
-    Raises:
-        PlanError: an empty stage, or counts that do not add up to the layers of the profile.
-    """
-    return Partition.from_counts(counts, len(profile))
-
-
 def gpipe(profile: Profile, num_stages: int, costs: Sequence[float] | None = None) -> Partition:
     """Least variance of the stages' costs (Huang et al., GPipe, NeurIPS 2019, section 2.2).
 
@@ -56,8 +47,8 @@ def gpipe(profile: Profile, num_stages: int, costs: Sequence[float] | None = Non
     """
     _check(profile, num_stages)
     cost = spans(_costs(profile, costs))
-    mean = cost[0, -1] / num_stages
-    return _divide((cost - mean) ** 2, num_stages, np.add, cost[0, -1] ** 2)
+    total = cost[0, -1]
+    return Partition.from_counts(_least_sum([allowed((cost - total / num_stages) ** 2)] * num_stages, total**2))
 
 
 def minmax(
@@ -85,17 +76,15 @@ def minmax(
     if bandwidth_bytes_per_s is not None:
         if not bandwidth_bytes_per_s > 0:
             raise PlanError(f"bandwidth_bytes_per_s: expected more than 0, got {bandwidth_bytes_per_s}")
-        links = [0.0, *(2 * (size / bandwidth_bytes_per_s + latency_s) for size in profile.cut_bytes), 0.0]
-        cost = cost + np.array(links)[:, None] + np.array(links)[None, :]
-    worst = _least(cost, num_stages, np.maximum)[num_stages][0]
-    fast_enough = np.where(cost <= worst * (1 + _TIE), cost**2, np.inf)
-    return _divide(fast_enough, num_stages, np.add, worst**2)
+        cost = cost + message_spans(profile.cut_bytes, bandwidth_bytes_per_s, latency_s)
+    counts = divide([cost] * num_stages)
+    assert counts is not None
+    return Partition.from_counts(counts)
 
 
 def _costs(profile: Profile, costs: Sequence[float] | None) -> Sequence[float]:
     if costs is None:
-        times = [layer.total_s for layer in profile.layers]
-        return [*times[:-1], times[-1] + profile.loss_s]
+        return layer_times(profile)
     if len(costs) != len(profile):
         raise PlanError(f"costs: expected one for each of the {len(profile)} layers, got {len(costs)}")
     return costs
@@ -111,28 +100,64 @@ def _check(profile: Profile, num_stages: int) -> None:
         )
 
 
-def spans(costs: Sequence[float]) -> Array:
-    """Array [a, b]: the cost of layers a…b−1; infinite where a is not before b."""
-    total = np.concatenate(([0.0], np.cumsum(np.asarray(costs, dtype=np.float64))))
-    cost = total[None, :] - total[:, None]
-    return np.where(np.triu(np.ones_like(cost, dtype=bool), 1), np.maximum(cost, 0.0), np.inf)
+# --------------------------------------------------------------------------------------- arrays [a, b]: layers a…b−1
 
 
-def _least(cost: Array, num_stages: int, join: np.ufunc) -> list[Array]:
-    """best[k][a]: the least joined cost of the layers from a on in k stages."""
-    best = [np.append(np.full(len(cost) - 1, np.inf), 0.0)]
-    for _ in range(num_stages):
-        best.append(join(cost, best[-1][None, :]).min(axis=1))
-    return best
+def layer_times(profile: Profile) -> list[float]:
+    """Seconds of each layer, the loss with the last."""
+    times = [layer.total_s for layer in profile.layers]
+    return [*times[:-1], times[-1] + profile.loss_s]
 
 
-def _divide(cost: Array, num_stages: int, join: np.ufunc, scale: float) -> Partition:
-    """The first partition, by cut positions, whose joined cost is least (to a tiny fraction of `scale`)."""
-    best = _least(cost, num_stages, join)
+def spans(figures: Sequence[float]) -> Array:
+    """Array [a, b]: the sum over the items a…b−1; 0 where there are none."""
+    total = np.concatenate(([0.0], np.cumsum(np.asarray(figures, dtype=np.float64))))
+    return np.asarray(np.maximum(total[None, :] - total[:, None], 0.0))
+
+
+def message_spans(cut_bytes: Sequence[float], bandwidth_bytes_per_s: float, latency_s: float) -> Array:
+    """Array [a, b]: seconds of a stage's messages, in and out, both ways, if none overlapped with its work."""
+    links = np.array([0.0, *(2 * (size / bandwidth_bytes_per_s + latency_s) for size in cut_bytes), 0.0])
+    return np.asarray(links[:, None] + links[None, :])
+
+
+def divide(costs: Sequence[Array]) -> list[int] | None:
+    """Layer counts of the stages; None when no division is allowed.
+
+    Least maximum; among those least sum of squares; among those the earliest cuts.
+
+    Args:
+        costs: of each stage k an array [a, b], its cost if it holds the layers a…b−1; infinite: not allowed. One array
+            object may serve many stages.
+    """
+    ready = {id(cost): allowed(cost) for cost in costs}
+    worst = float(_least([ready[id(cost)] for cost in costs], np.maximum)[0][0])
+    if not np.isfinite(worst):
+        return None
+    squares = {key: np.where(cost <= worst * (1 + _TIE), cost**2, np.inf) for key, cost in ready.items()}
+    return _least_sum([squares[id(cost)] for cost in costs], worst**2)
+
+
+def allowed(cost: Array) -> Array:
+    """The costs, infinite where a is not before b."""
+    return np.where(np.triu(np.ones(cost.shape, dtype=bool), 1), cost, np.inf)
+
+
+def _least_sum(costs: list[Array], scale: float) -> list[int]:
+    """Layer counts of the first division whose sum is least (to a tiny fraction of `scale`)."""
+    best = _least(costs, np.add)
     counts, start = [], 0
-    for left in range(num_stages, 0, -1):
-        reached = join(cost[start], best[left - 1])
-        end = int((reached <= best[left][start] + _TIE * scale).argmax())
+    for stage, cost in enumerate(costs):
+        reached = cost[start] + best[stage + 1]
+        end = int((reached <= best[stage][start] + _TIE * scale).argmax())
         counts.append(end - start)
         start = end
-    return Partition.from_counts(counts, len(cost) - 1)
+    return counts
+
+
+def _least(costs: list[Array], join: np.ufunc) -> list[Array]:
+    """best[k][a]: the least joined cost of the layers from a on in the stages from k on."""
+    best = [np.append(np.full(len(costs[0]) - 1, np.inf), 0.0)]
+    for cost in reversed(costs):
+        best.append(join(cost, best[-1][None, :]).min(axis=1))
+    return best[::-1]

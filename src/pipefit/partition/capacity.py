@@ -8,11 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.errors import InfeasibleError, PlanError
-from pipefit.partition.balance import spans
+from pipefit.partition.balance import Array, allowed, spans
 from pipefit.spec import Partition, Profile
 from pipefit.units import format_bytes
-
-Array = NDArray[np.float64]
 
 # How many sizes of the double buffer are tried.
 _NUM_BUFFERS = 64
@@ -61,11 +59,7 @@ def shard_bytes(profile: Profile, first: int, end: int, optimizer_factor: float 
     Weights, as many bytes of gradients, the optimizer's state, what autograd saves, and two boundary activations: what
     enters the shard and what leaves it (or their gradients in its place).
     """
-    layers = profile.layers[first:end]
-    weights = sum(layer.weight_bytes for layer in layers)
-    entering = profile.cut_bytes[first - 1] if first > 0 else 0.0
-    leaving = profile.cut_bytes[end - 1] if end < len(profile) else layers[-1].output_bytes
-    return weights * (2 + optimizer_factor) + sum(layer.saved_bytes for layer in layers) + entering + leaving
+    return float(_needs(profile, optimizer_factor)[0][first, end])
 
 
 def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_buffer: bool = False) -> float:
@@ -83,14 +77,11 @@ def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_bu
 
 def _needs(profile: Profile, optimizer_factor: float) -> tuple[Array, Array]:
     """Arrays [a, b] for the shard of layers a…b−1: bytes that it needs, and those loaded ahead; else infinite."""
-
-    def layers(field: str) -> Array:
-        return spans([getattr(layer, field) for layer in profile.layers])
-
+    weights, saved = (spans([getattr(x, field) for x in profile.layers]) for field in ("weight_bytes", "saved_bytes"))
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
-    weights, entering = layers("weight_bytes"), cuts[:, None]
-    needed = weights * (2 + optimizer_factor) + layers("saved_bytes") + entering + cuts[None, :]
-    return needed, weights * (1 + optimizer_factor) + entering
+    entering = cuts[:, None]
+    needed = weights * (2 + optimizer_factor) + saved + entering + cuts[None, :]
+    return allowed(needed), allowed(weights * (1 + optimizer_factor) + entering)
 
 
 def _reserves(load: Array, double_buffer: bool) -> list[float]:

@@ -31,30 +31,18 @@ class Convention:
 
     Attributes:
         name: as users write it.
-        overlaps: reduction overlaps computation (their maximum counts), else after it (their sum).
         divides: a cut's bytes are shared by the replicas of either side.
-        exact: all workers of a level must be used.
-        below: reduction of a level's first stage is divided by the width of the level below.
-        sends_first: the first stage of a level pays for what it sends.
-        sends_out: the last of several stages of a level pays for what leaves the level.
+        released: whether it is that of the released optimizer, with all that the table and the text say of it.
     """
 
     name: str
-    overlaps: bool
-    divides: bool
-    exact: bool
-    below: bool
-    sends_first: bool
-    sends_out: bool
+    divides: bool = True
+    released: bool = False
 
 
 CONVENTIONS: dict[str, Convention] = {
     rule.name: rule
-    for rule in (
-        Convention("paper", True, False, False, False, True, False),
-        Convention("ring", True, True, False, False, True, False),
-        Convention("pipedream-code", False, True, True, True, False, True),
-    )
+    for rule in (Convention("paper", divides=False), Convention("ring"), Convention("pipedream-code", released=True))
 }
 
 
@@ -67,14 +55,6 @@ def convention_named(name: str) -> Convention:
     if name not in CONVENTIONS:
         raise PlanError(f"unknown cost convention {name!r}; {nearest(name, CONVENTIONS)}")
     return CONVENTIONS[name]
-
-
-def reduce_s(rule: Convention, weight_bytes: Any, replicas: Any, bandwidth: float) -> Any:
-    """Seconds of the reduction of weight gradients over the replicas, as the convention counts it (D, or its like)."""
-    if rule.name == "paper":
-        return 2 * (replicas - 1) * weight_bytes / bandwidth
-    factor = 2 if rule.overlaps else 4
-    return factor * (replicas - 1) * weight_bytes / (bandwidth * replicas)
 
 
 def stage_s(
@@ -91,10 +71,11 @@ def stage_s(
         below: components of the level below (1 for devices).
         first: the stage is the first of its level, or its only one.
     """
-    reduction = reduce_s(rule, weight_bytes, replicas, bandwidth)
-    if rule.overlaps:
+    share = replicas if rule.divides else 1
+    reduction = (4 if rule.released else 2) * (replicas - 1) * weight_bytes / (bandwidth * share)
+    if not rule.released:
         return np.maximum(compute_s, reduction) / replicas
-    return (compute_s + (reduction / below if first and rule.below else reduction)) / replicas
+    return (compute_s + (reduction / below if first else reduction)) / replicas
 
 
 def data_parallel_s(rule: Convention, total_s: float, weight_bytes: float, levels: list[tuple[int, float]]) -> float:

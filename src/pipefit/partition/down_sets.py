@@ -97,7 +97,7 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
     if sum(max_states + 1 if sets is None else len(sets) for sets in listed) > max_states:
         allowance = max(max_states // len(blocks), 8)
         listed = [sets if sets is not None and len(sets) <= allowance else None for sets in listed]
-    for rules in (("given", "branches", "bytes"), ("given",)):
+    for rules in (("given", "branches"), ("given",)):
         masks = {free}
         for (start, end), sets in zip(blocks, listed, strict=True):
             masks.update(_along_orders(profile, start, end, feeds, rules) if sets is None else sets)
@@ -158,29 +158,18 @@ def _down_sets(start: int, end: int, feeds: list[int], limit: int) -> list[int] 
 
 
 def _along_orders(profile: Profile, start: int, end: int, feeds: list[int], rules: tuple[str, ...]) -> list[int]:
-    """The prefixes of linear orders of a block: as given, branch after branch, and least bytes across first."""
+    """The prefixes of linear orders of a block: as given, and branch after branch."""
     users = [0] * len(feeds)
     for tail, head in profile.links:
         users[tail] |= 1 << head
     block = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
-
-    def added_bytes(mask: int, layer: int) -> float:
-        """Bytes by which the boundary's traffic grows when a layer joins the set."""
-        grown = mask | 1 << layer
-        fed = [tail for tail in range(layer) if feeds[layer] >> tail & 1 and not users[tail] & ~grown]
-        added = profile.layers[layer].output_bytes if users[layer] & ~grown else 0.0
-        return added - sum(profile.layers[tail].output_bytes for tail in fed)
-
     result = set()
     for rule in rules:
         mask, latest = start, -1
         for _ in block:
             ready = [i for i in block if not mask >> i & 1 and feeds[i] & ~mask == 0]
             latest_users = [i for i in ready if latest >= 0 and users[latest] >> i & 1]
-            if rule == "bytes":
-                latest = min(ready, key=lambda i: (added_bytes(mask, i), i))
-            else:
-                latest = (latest_users if rule == "branches" and latest_users else ready)[0]
+            latest = (latest_users if rule == "branches" and latest_users else ready)[0]
             mask |= 1 << latest
             result.add(mask)
     return sorted(result)

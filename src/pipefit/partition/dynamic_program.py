@@ -27,10 +27,6 @@ Array = NDArray[np.float64]
 # Times closer than this, relatively, are a tie: sums in another order differ by as much.
 _TIE = 1e-12
 
-# States of `_join` looked at together: few enough to leave most of the others out, enough for numpy.
-_TILE = 16
-_FIRST = 64  # and of these one is looked at before all others
-
 
 @dataclass(frozen=True)
 class Run:
@@ -79,92 +75,38 @@ def base_s(problem: CutProblem, level: int, beyond: Fraction) -> Array:
 # ---------------------------------------------------------------------------------------------- every pair of states
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """A matrix of times, and its least entries by tile: what `_join` looks at first.
-
-    Attributes:
-        time_s: array [a, b].
-        by_rows: least of each tile of rows, array [tile, b].
-        by_tiles: least of each tile of rows and columns.
-    """
-
-    time_s: Array
-    by_rows: Array
-    by_tiles: Array
-
-
-def _sides(time_s: Array) -> _Sides:
-    tiles = range(0, len(time_s), _TILE)
-    by_rows = np.minimum.reduceat(time_s, tiles, axis=0)
-    return _Sides(time_s, by_rows, np.minimum.reduceat(by_rows, tiles, axis=1))
-
-
 def all_pairs(problem: CutProblem, level: int, beyond: Fraction) -> Array:
     """V(t→j) on one component of the level above, for every pair of states: N³/6 steps for each two replica counts."""
     width = problem.levels[level - 1][0]
-    inside = problem.states.inside
-    made: dict[tuple[int, Fraction, bool, bool], _Sides] = {}
-
-    def stage(replicas: int, left: int, first: bool, last: bool) -> _Sides:
-        # Without a memory limit all counts of components left share one context, and so one matrix.
-        child = problem.context(level, beyond, left, replicas)
-        key = (replicas, child, first, last)
-        if key not in made:
-            if problem.memory.is_limited:
-                made.clear()
-            base = base_s(problem, level - 1, child)
-            made[key] = _sides(problem.stage_s(level, base, replicas, slice(None), slice(None), first, last))
-        return made[key]
-
     # Without a memory limit the count of components left does not matter to a stage, so "at most n" can be kept.
-    at_most = not problem.rule.exact and not problem.memory.is_limited
-    rest: dict[int, _Sides] = {}
+    at_most = not problem.rule.released and not problem.memory.is_limited
+    rest: dict[int, Array] = {}
+
+    def look(result: Array, left: int, first: bool) -> None:
+        """Divides what is left among a stage in front and the rest."""
+        for replicas in problem.replica_counts(left):
+            base = base_s(problem, level - 1, problem.context(level, beyond, left, replicas))
+            if replicas == left or (first and at_most):
+                whole = problem.stage_s(level, base, replicas, slice(None), slice(None), first, last=True)
+                np.minimum(result, whole, out=result)
+            if replicas < left:
+                front = problem.stage_s(level, base, replicas, slice(None), slice(None), first, last=False)
+                _join(result, front, rest[left - replicas])
+
     for left in range(1, width):
-        found = rest[left - 1].time_s.copy() if at_most and left > 1 else np.full_like(problem.compute_s, np.inf)
-        # The stage that is not split comes first: a good time found early spares looking at the rest.
-        for replicas in reversed(problem.replica_counts(left)):
-            if replicas == left:
-                np.minimum(found, stage(replicas, left, first=False, last=True).time_s, out=found)
-            else:
-                _join(found, stage(replicas, left, first=False, last=False), rest[left - replicas], inside)
-        rest[left] = _sides(found)
+        rest[left] = rest[left - 1].copy() if at_most and left > 1 else np.full_like(problem.compute_s, np.inf)
+        look(rest[left], left, first=False)
     result = np.full_like(problem.compute_s, np.inf)
     for total in [width] if at_most else problem.totals(level):
-        for replicas in reversed(problem.replica_counts(total)):
-            if replicas == total or at_most:
-                np.minimum(result, stage(replicas, total, first=True, last=True).time_s, out=result)
-            if replicas < total:
-                _join(result, stage(replicas, total, first=True, last=False), rest[total - replicas], inside)
+        look(result, total, first=True)
     return result
 
 
-def _join(best: Array, left: _Sides, right: _Sides, inside: NDArray[np.bool_]) -> None:
-    """best[t, j] = min(best[t, j], min over u of max(left[t, u], right[u, j])) for t < u < j, in place.
-
-    For each pair only a few u lie near the balance of both sides. So a first pass over every so many u brings `best`
-    near its value, and the second looks, tile by tile of t and u, only at the j where neither side is worse than it.
-    """
-    num_states = len(best)
-    small = num_states <= 8 * _TILE
-    for u in range(1, num_states - 1) if small else range(_TILE // 2, num_states - 1, _FIRST):
+def _join(best: Array, left: Array, right: Array) -> None:
+    """best[t, j] = min(best[t, j], min over u of max(left[t, u], right[u, j])) for t < u < j, in place."""
+    for u in range(1, len(best) - 1):
         target = best[:u, u + 1 :]
-        np.minimum(target, np.maximum(left.time_s[:u, u, None], right.time_s[u, u + 1 :]), out=target)
-    if small:
-        return
-    tiles = range(0, num_states, _TILE)
-    worst = np.maximum.reduceat(np.where(inside, best, -1.0), tiles, axis=0)
-    for row, start in enumerate(tiles):
-        useful = np.asarray(np.maximum(left.by_tiles[row][:, None], right.by_rows) <= worst[row], dtype=np.bool_)
-        low, high = _ends(useful)
-        rows = slice(start, start + _TILE)
-        for column in np.flatnonzero(useful.any(axis=1)).tolist():
-            if column < row:
-                continue
-            middles, ends = slice(tiles[column], tiles[column] + _TILE), slice(low[column], high[column])
-            pairs = np.maximum(left.time_s[rows, middles, None], right.time_s[middles, ends])
-            target = best[rows, ends]
-            np.minimum(target, pairs.min(axis=1), out=target)
+        np.minimum(target, np.maximum(left[:u, u, None], right[u, u + 1 :]), out=target)
 
 
 # ------------------------------------------------------------------------------------------------- one pair of states

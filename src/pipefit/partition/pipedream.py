@@ -141,25 +141,31 @@ def pipedream(
     problems = [CutProblem(states, flat if name == "flat" else levels, rule, memory, straight) for name in searches]
     times = [_fastest(problem) for problem in problems]
     best = min(range(len(times)), key=lambda index: times[index])
+    problem, time_s = problems[best], times[best]
     single_s = _total(profile, "total_s") + profile.loss_s
-    plain_s = min(data_parallel_s(rule, single_s, _total(profile, "weight_bytes"), one.levels) for one in problems)
-    # Where plain data parallelism is as fast as anything, the stages of its equals are not searched.
-    plain_fits = _data_parallel_bytes(problems[best]) <= memory.limit_bytes
-    is_plain = plain_fits and not straight and plain_s <= times[best] * (1 + _TIE)
-    found = _result(problems[best], times[best], searches[best], rule, divide=not is_plain)
-    found = replace(
-        found,
+    result = PipeDreamResult(
+        searches[best],
+        rule.name,
+        time_s,
+        search_s=time_s,
         flat_s=dict(zip(searches, times, strict=True)).get("flat"),
         hierarchical_s=dict(zip(searches, times, strict=True)).get("hierarchical"),
         # By levels a straight pipeline has the faster links inside, so the flat one need not be looked at.
-        straight_s=times[best] if straight else _fastest(replace(problems[-1], straight=True, bases={})),
-        data_parallel_s=plain_s,
-        data_parallel_fits=plain_fits,
+        straight_s=time_s if straight else _fastest(replace(problems[-1], straight=True, bases={})),
+        data_parallel_s=min(
+            data_parallel_s(rule, single_s, _total(profile, "weight_bytes"), one.levels) for one in problems
+        ),
+        data_parallel_fits=_data_parallel_bytes(problem) <= memory.limit_bytes,
         exact=states.complete,
     )
-    if straight:
-        return found
-    return _prefer_data_parallel(found, problems[best], _MARGIN[cost] if margin is None else margin)
+    margin = _MARGIN[cost] if margin is None else margin
+    allowed_s = time_s * (1 + margin) * (1 + _TIE)
+    if not straight and result.data_parallel_fits and result.data_parallel_s <= allowed_s:
+        return _data_parallel(result, problem, margin)
+    if not math.isfinite(time_s):
+        return replace(result, why=_why_nothing_fits(problem))
+    stages = _divide(problem, len(problem.levels), Fraction(0), 0, len(states) - 1, time_s)
+    return _with_stages(result, problem, stages, f"fastest of the {result.shape} search")
 
 
 def _searches(search: str | None, rule: Convention, topology: Topology) -> list[str]:
@@ -168,7 +174,7 @@ def _searches(search: str | None, rule: Convention, topology: Topology) -> list[
     if sum(level.width > 1 for level in topology.levels) <= 1:
         return ["flat"] if search == "flat" else ["hierarchical"]
     if search is None:
-        search = "hierarchical" if rule.exact else "both"
+        search = "hierarchical" if rule.released else "both"
     return ["flat", "hierarchical"] if search == "both" else [search]
 
 
@@ -186,17 +192,6 @@ def _fastest(problem: CutProblem) -> float:
 
 def _total(profile: Profile, field: str) -> float:
     return float(sum(getattr(layer, field) for layer in profile.layers))
-
-
-def _result(problem: CutProblem, time_s: float, shape: str, rule: Convention, divide: bool) -> PipeDreamResult:
-    """The result of one search, without the figures of the others."""
-    result = PipeDreamResult(shape, rule.name, time_s, search_s=time_s)
-    if not math.isfinite(time_s):
-        return replace(result, why=_why_nothing_fits(problem))
-    if not divide:
-        return result
-    stages = _divide(problem, len(problem.levels), Fraction(0), 0, len(problem.states) - 1, time_s)
-    return _with_stages(result, problem, stages, f"fastest of the {shape} search")
 
 
 def _divide(
@@ -244,27 +239,21 @@ def _with_stages(
     )  # fmt: skip
 
 
-def _prefer_data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) -> PipeDreamResult:
-    """Plain data parallelism, where it fits and the search promises no more than the margin over it."""
-    if not result.data_parallel_fits or result.data_parallel_s > result.time_s * (1 + margin) * (1 + _TIE):
-        return result
-    everything = tuple(range(len(problem.states.profile)))
+def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) -> PipeDreamResult:
+    """Plain data parallelism, where the search promises no more than the margin over it."""
     levels: tuple[LevelStage, ...] = ()
     for width, _ in problem.levels:
-        levels = (LevelStage(everything, width, levels),)
+        levels = (LevelStage(tuple(range(len(problem.states.profile))), width, levels),)
     why = "plain data parallelism is fastest"
     ahead = result.data_parallel_s / result.time_s - 1 if result.time_s else 0.0
     if ahead > _TIE:
-        why = (
-            f"plain data parallelism: the best hybrid ({result.configuration}) would be {ahead:.1%} faster, "
-            f"within the margin of {margin:.0%}"
-        )
+        why = f"plain data parallelism: the best hybrid would be {ahead:.1%} faster, within the margin of {margin:.0%}"
     return _with_stages(replace(result, time_s=result.data_parallel_s, shape="data parallel"), problem, levels, why)
 
 
 def _data_parallel_bytes(problem: CutProblem) -> float:
     profile = problem.states.profile
-    return problem.memory.needed_bytes(_total(profile, "weight_bytes"), _total(profile, "saved_bytes"), 1)
+    return float(problem.memory.needed_bytes(_total(profile, "weight_bytes"), _total(profile, "saved_bytes"), 1))
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from pipefit.errors import InfeasibleError, PlanError, nearest
-from pipefit.partition.balance import by_hand, gpipe, minmax, uniform
+from pipefit.partition.balance import gpipe, minmax, uniform
 from pipefit.partition.capacity import hydra
 from pipefit.partition.pipedream import pipedream
 from pipefit.spec import Partition, Profile, Topology
@@ -34,28 +34,15 @@ def _pipedream(profile: Profile, num_stages: int | None, topology: Topology | No
     result = pipedream(profile, topology, **options)
     if result.partition is None:
         raise InfeasibleError(f"pipedream: {result.why}")
-    if num_stages is not None and len(result.partition.stages) > num_stages:
-        raise PlanError(
-            f"pipedream: expected at most {num_stages} stages, its best partition has {len(result.partition.stages)}; "
-            "leave num_stages out to take it, or take a smaller topology"
-        )
     return result.partition
 
 
 def _hydra(profile: Profile, num_stages: int | None, capacity_bytes: float, **options: Any) -> Partition:
-    found = hydra(profile, capacity_bytes, **options)
-    if num_stages is not None and len(found.stages) > num_stages:
-        raise PlanError(
-            f"hydra: expected at most {num_stages} shards, this capacity needs {len(found.stages)}; "
-            "leave num_stages out, or raise capacity_bytes"
-        )
-    return found
+    return hydra(profile, capacity_bytes, **options)
 
 
 def _by_hand(profile: Profile, num_stages: int | None, counts: list[int]) -> Partition:
-    if num_stages is not None and len(counts) != num_stages:
-        raise PlanError(f"by_hand: expected {num_stages} layer counts, got {len(counts)}")
-    return by_hand(profile, counts)
+    return Partition.from_counts(counts, len(profile))
 
 
 _BUILT_IN: dict[str, Callable[..., Partition]] = {
@@ -66,7 +53,8 @@ _BUILT_IN: dict[str, Callable[..., Partition]] = {
     "pipedream": _pipedream,
     "uniform": uniform,
 }
-_FREE_COUNT = {"by_hand", "hydra", "pipedream"}
+_AT_MOST = {"hydra", "pipedream"}
+"""For these `num_stages` is an upper bound, which they may do without."""
 
 
 def partitioner_names() -> tuple[str, ...]:
@@ -93,13 +81,19 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
         InfeasibleError: nothing fits the memory.
     """
     found = _BUILT_IN.get(method) or _installed(method)
-    if num_stages is None and method in _BUILT_IN and method not in _FREE_COUNT:
+    if num_stages is None and method in _BUILT_IN and method not in {"by_hand", *_AT_MOST}:
         raise PlanError(f"{method}: expected num_stages, got none")
     try:
         inspect.signature(found).bind(profile, num_stages, **options)
     except TypeError as problem:
-        raise PlanError(f"{method}: {problem}; its options: {', '.join(_options(found)) or 'none'}") from None
-    return found(profile, num_stages, **options)
+        known = [name for name in inspect.signature(found).parameters if name not in ("profile", "num_stages")]
+        raise PlanError(f"{method}: {problem}; its options: {', '.join(known) or 'none'}") from None
+    made = found(profile, num_stages, **options)
+    count = len(made.stages)
+    if num_stages is not None and count != num_stages and (count > num_stages or method not in _AT_MOST):
+        most = "at most " if method in _AT_MOST else ""
+        raise PlanError(f"{method}: expected {most}{num_stages} stages, got {count}; leave num_stages out to take them")
+    return made
 
 
 def _installed(method: str) -> Callable[..., Partition]:
@@ -108,7 +102,3 @@ def _installed(method: str) -> Callable[..., Partition]:
             loaded: Callable[..., Partition] = point.load()
             return loaded
     raise PlanError(f"unknown partitioner {method!r}; {nearest(method, partitioner_names())}")
-
-
-def _options(found: Callable[..., Partition]) -> list[str]:
-    return [name for name in inspect.signature(found).parameters if name not in ("profile", "num_stages")]

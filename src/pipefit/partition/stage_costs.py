@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +44,8 @@ class Memory:
         """Whether there is a limit at all."""
         return math.isfinite(self.limit_bytes)
 
-    def needed_bytes(self, weight_bytes: float, saved_bytes: float, in_flight: int) -> float:
-        """Bytes of a stage with this many mini-batches in flight."""
+    def needed_bytes(self, weight_bytes: Any, saved_bytes: Any, in_flight: Any) -> Any:
+        """Bytes of a stage with this many mini-batches in flight; numbers or arrays."""
         return in_flight * (self.versions * weight_bytes + saved_bytes) + self.state * weight_bytes
 
 
@@ -66,7 +67,7 @@ class CutProblem:
     def totals(self, level: int) -> range:
         """The numbers of components that a partition of a level may use: all by some conventions, else at most all."""
         width = self.levels[level - 1][0]
-        return range(width if self.rule.exact else 1, width + 1)
+        return range(width if self.rule.released else 1, width + 1)
 
     def context(self, level: int, beyond: Fraction, components: int, replicas: int) -> Fraction:
         """Devices behind a stage for each of its copies, when it has `replicas` of the `components` from it on.
@@ -110,8 +111,8 @@ class CutProblem:
         compute = self.compute_s[row, columns]
         if not self.memory.is_limited:
             return compute
-        weights, saved = self.weight_bytes[row, columns], self.saved_bytes[row, columns]
-        needed = (1 + np.ceil(beyond)) * (self.memory.versions * weights + saved) + self.memory.state * weights
+        in_flight = 1 + np.ceil(beyond)
+        needed = self.memory.needed_bytes(self.weight_bytes[row, columns], self.saved_bytes[row, columns], in_flight)
         return np.where(needed <= self.memory.limit_bytes, compute, np.inf)
 
     def stage_s(
@@ -143,7 +144,7 @@ class CutProblem:
         if not first:
             received = link_s[row]
             cost = np.maximum(cost, (received if isinstance(row, int) else received[:, None]) / share)
-        sends = (self.rule.sends_out and not first) if last else (self.rule.sends_first or not first)
-        if sends:
+        # The released optimizer's exceptions: the first stage sends for nothing, the last of several sends out.
+        if (self.rule.released and not first) if last else not (self.rule.released and first):
             cost = np.maximum(cost, link_s[columns] / share)
         return cost

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipefit.planner.closed_forms import MicrobatchTimes, closed_form_s, exposed_s
 from pipefit.planner.holdings import holds_all
 from pipefit.planner.space import Config, Problem
@@ -70,8 +72,6 @@ def _quick_tail_s(problem: Problem, config: Config, backward_s: float) -> float:
 
 def _shares(profile: Profile, num_stages: int) -> list[float]:
     """Weight bytes of equal shares of the time, a layer's spread evenly over its own."""
-    import numpy as np
-
     times = np.cumsum([0.0, *(layer.total_s for layer in profile.layers)])
     weights = np.cumsum([0.0, *(layer.weight_bytes for layer in profile.layers)])
     if not times[-1]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from pipefit.partition import gpipe, uniform
+from pipefit.partition.balance import Array, divide, layer_times, message_spans, spans
 from pipefit.planner.devices import placement_for, positions, slowness_of
-from pipefit.planner.divide import divide, spans
 from pipefit.planner.holdings import Holding, holdings_of
 from pipefit.planner.space import Config, Problem
 from pipefit.spec import Partition, StageSpec
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
 
 
 class Within(NamedTuple):
@@ -76,9 +72,7 @@ def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: li
     profile = problem.at(config.microbatch_size, config.tensor)
 
     def make() -> tuple[Array, Array]:
-        times = [layer.total_s for layer in profile.layers]
-        times[-1] += profile.loss_s
-        return spans(times), spans([layer.forward_s for layer in profile.layers])
+        return spans(layer_times(profile)), spans([layer.forward_s for layer in profile.layers])
 
     whole, forward = problem.once(("spans", config.microbatch_size, config.tensor), make)
     replayed = whole + forward
@@ -95,18 +89,12 @@ def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: li
 
 
 def _link_spans(problem: Problem, config: Config) -> Array:
-    """Seconds of a stage's messages, in and out, both ways, if none overlapped with its work."""
-    import numpy as np
-
-    profile = problem.at(config.microbatch_size, config.tensor)
-    ranks = placement_for(config).ranks
-    topology = problem.ranks(config.tensor)
+    """Seconds of a stage's messages, over the slowest of the links between stages."""
+    topology, ranks = problem.ranks(config.tensor), placement_for(config).ranks
     joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
+    sizes = [size / config.tensor for size in problem.at(config.microbatch_size, config.tensor).cut_bytes]
     bandwidth = min(level.bandwidth_bytes_per_s for level in joints)
-    latency = max(level.latency_s for level in joints)
-    cost = [0.0, *(2 * (size / config.tensor / bandwidth + latency) for size in profile.cut_bytes), 0.0]
-    both: Array = np.array(cost)[:, None] + np.array(cost)[None, :]
-    return both
+    return message_spans(sizes, bandwidth, max(level.latency_s for level in joints))
 
 
 def least_bytes(problem: Problem, config: Config) -> float:
@@ -123,8 +111,6 @@ def least_bytes(problem: Problem, config: Config) -> float:
 
 def _within_memory(problem: Problem, config: Config, times: list[Array], within: Within) -> list[Array]:
     """The times, infinite where a stage would not fit its rank. One stage per rank."""
-    import numpy as np
-
     needs = _needs(problem, config, within.holdings, within.further)
     return [
         np.where(need <= limit, time, np.inf) for need, limit, time in zip(needs, within.limits, times, strict=True)
@@ -133,8 +119,6 @@ def _within_memory(problem: Problem, config: Config, times: list[Array], within:
 
 def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...], further: int) -> list[Array]:
     """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
-    import numpy as np
-
     profile = problem.at(config.microbatch_size, config.tensor)
     names = ("weight_bytes", "saved_bytes", "kept_bytes")
     sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in names}

@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pipefit.cost import CostModel
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
+from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
 from pipefit.schedules import Shape, find, generate
 from pipefit.simulate.simulate import collector_paused
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
 
 Key = tuple[str, int]
 
@@ -54,8 +50,6 @@ class Holding:
             size: of a value of each key.
             further: micro-batches beyond those counted.
         """
-        import numpy as np
-
         if not self.keys:
             return 0.0
         sizes = np.array([size.get(key, 0.0) for key in self.keys])
@@ -146,8 +140,6 @@ def _replays(schedule: str, depth: int, num_microbatches: int, chunks: int) -> t
 
 @lru_cache(maxsize=512)
 def _held(schedule: str, depth: int, counted: int, chunks: int, recompute: bool, grows: bool) -> tuple[Holding, ...]:
-    import numpy as np
-
     program = small_program(schedule, depth, counted, chunks, recompute)
     with collector_paused():
         counts = [_rows(lifetimes(program, rank)) for rank in range(len(program.ranks))]
@@ -223,8 +215,6 @@ def peaks(
 
 def _rows(lives: list[Lifetime]) -> tuple[tuple[Key, ...], Array]:
     """Counts at every moment at which something ends, without those that another covers."""
-    import numpy as np
-
     keys = sorted({(life.value.kind, life.value.stage) for life in lives})
     column = {key: index for index, key in enumerate(keys)}
     if not lives:
@@ -241,8 +231,6 @@ def _rows(lives: list[Lifetime]) -> tuple[tuple[Key, ...], Array]:
 
 def _highest(rows: Array) -> Array:
     """The rows that no other row covers in every count; of very many, the highest count of each in one row."""
-    import numpy as np
-
     if len(rows) > 400:
         return np.asarray(rows.max(axis=0)[None, :])
     covers = (rows[:, None, :] >= rows[None, :, :]).all(axis=2)
