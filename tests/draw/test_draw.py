@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from matplotlib.colors import rgb2hex
 from tests import golden
 from tests.draw.page_data import bars_in, boxes_in, critical_path
 
@@ -21,6 +22,7 @@ import pipefit.draw
 from pipefit.cost import unit
 from pipefit.draw import chart, grid, html, save
 from pipefit.draw.caption import TITLES
+from pipefit.draw.chart import hue
 from pipefit.draw.choices import others
 from pipefit.draw.drawing import draw, drawing_of
 from pipefit.draw.encode import COPIED_KINDS, Entry, encode_scene, to_script, to_text
@@ -359,8 +361,9 @@ def test_a_png_has_the_colours_of_the_svg_where_the_svg_has_them(tmp_path):
         assert wide > 6
 
 
-def test_a_png_without_pillow_is_refused_with_the_cure(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL", None)
+@pytest.mark.parametrize("library", ["matplotlib", "resvg_py"])
+def test_a_png_without_its_libraries_is_refused_with_the_cure(library, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(PipefitError, match=r"pip install 'pipefit\[plot\]'"):
         save(timeline_of("gpipe", Shape(2, 2)), tmp_path / "a.png")
     assert list(tmp_path.iterdir()) == []
@@ -470,7 +473,7 @@ def test_the_page_of_a_spilled_pipeline_offers_other_slots_none_and_other_schedu
 
 def test_a_grid_loads_no_heavy_library():
     code = "import pipefit.draw; pipefit.draw('1f1b', 8, 64).grid(200)\nimport sys\n"
-    code += "print(*sorted({'torch', 'jinja2', 'PIL', 'rich', 'numpy'} & set(sys.modules)))"
+    code += "print(*sorted({'torch', 'jinja2', 'matplotlib', 'rich', 'numpy'} & set(sys.modules)))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=True)
     assert done.stdout.split() == []
@@ -486,51 +489,58 @@ def test_the_choices_of_a_page_are_few_forwards():
 # --------------------------------------------------------------------------------------------------------------- charts
 
 
-def heights(picture: str) -> list[float]:
-    return [float(value) for value in re.findall(r'height="([\d.]+)" rx="1.5"', picture)]
+def paths_of(picture: str, hue: str) -> list[list[tuple[float, float]]]:
+    """The corners of the shapes that are filled or stroked in a colour."""
+    found = re.findall(rf'<path d="([^"]+)"[^>]*(?:fill|stroke): {hue}', picture)
+    return [[tuple(map(float, point)) for point in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)] for path in found]
 
 
 def test_bars_are_as_high_as_their_values():
-    made = heights(chart({"a": [("x", 10.0), ("y", 20.0)]}, kind="bar"))
-    assert made[1] == pytest.approx(2 * made[0], abs=0.11)
+    picture = chart({"a": [("x", 10.0), ("y", 20.0)]}, kind="bar")
+    first, second, _ = ([y for _, y in corners] for corners in paths_of(picture, rgb2hex(hue(0))))  # then the legend's
+    assert max(second) - min(second) == pytest.approx(2 * (max(first) - min(first)))
 
 
 def test_points_of_a_logarithmic_axis_are_evenly_spaced_when_they_double():
-    points = re.findall(r'cx="([\d.]+)"', chart({"a": [(1, 1.0), (2, 2.0), (4, 3.0)]}, log_x=True))
-    first, second, third, _ = map(float, points)  # the last stands beside the name
-    assert third - second == pytest.approx(second - first, abs=0.11)
-
-
-def signs_of_lines(picture: str) -> list[tuple[str, str]]:
-    """The dash of each line and the shape of its mark, as the names at the right show them."""
-    samples = re.findall(
-        r'<path class="line c\d"( stroke-dasharray="[\d ]+")? d="M[\d.]+ [\d.]+H[\d.]+"/>\n(.*)', picture
-    )
-    shapes = []
-    for dash, mark in samples:
-        d = re.search(r' d="M([^"]+)Z"', mark)
-        points = [tuple(map(float, p.split())) for p in d.group(1).split("L")] if d else []
-        middle = [sum(p[axis] for p in points) / len(points) for axis in (0, 1)] if points else []
-        shapes.append((dash, str([(round(x - middle[0], 1), round(y - middle[1], 1)) for x, y in points])))
-    return shapes
+    line = paths_of(chart({"a": [(4, 3.0), (1, 1.0), (2, 2.0)]}, log_x=True), rgb2hex(hue(0)))[0]
+    (first, _), (second, _), (third, _) = line
+    assert third - second == pytest.approx(second - first)
 
 
 @pytest.mark.parametrize("count", [8, 14, 28])
 def test_no_two_lines_of_a_chart_share_both_dash_and_mark_so_that_hues_are_not_needed(count):
-    signs = signs_of_lines(chart({f"line {n}": [(1, 1.0 + n), (2, 2.0)] for n in range(count)}))
+    picture = chart({f"line {n}": [(1, 1.0 + n), (2, 2.0)] for n in range(count)})
+    legend = picture[picture.index('<g id="legend_1">') :]
+    signs = re.findall(
+        r'style="fill: none(; stroke-dasharray: [\d.,]+; stroke-dashoffset: 0|); stroke: .*?<use xlink:href="#(\w+)"',
+        legend,
+        re.S,
+    )
+    marks = {name: re.search(rf'<path id="{name}" d="([^"]+)"', picture).group(1) for _, name in signs}
+    signs = [(dash, marks[name]) for dash, name in signs]
     assert len(signs) == len(set(signs)) == count
 
 
 def test_a_line_of_many_points_is_marked_here_and_there():
-    picture = chart({name: [(float(x), 1.0 + x) for x in range(500)] for name in "ab"})
-    assert 5 <= picture.count("<title>a: ") <= 12
-    assert 5 <= picture.count("<title>b: ") <= 12
+    points = [(float(x), 1.0 + x) for x in range(500)]
+    picture = chart({"a": points, "b": points}).partition('id="legend_1"')[0]
+    places = [
+        set(re.findall(rf'<use xlink:href="#\w+" x="([\d.]+)" [^>]*fill: {rgb2hex(hue(index))}', picture))
+        for index in (0, 1)
+    ]
+    assert all(5 <= len(line) <= 12 for line in places) and not places[0] & places[1]
 
 
-def test_bars_of_a_hue_that_was_there_before_have_gaps():
-    picture = chart({f"bar {n}": [("x", 5.0)] for n in range(9)}, kind="bar")
-    assert 'class="gap"' in picture
-    assert 'class="gap"' not in chart({f"bar {n}": [("x", 5.0)] for n in range(8)}, kind="bar")
+def test_a_chart_has_one_ink_that_follows_the_paper():
+    picture = chart({"a": [(1, 1.0)]}, title="t")
+    assert "fill: currentColor" in picture and "#010203" not in picture
+    assert "@media (prefers-color-scheme:dark)" in picture and "<text " in picture
+
+
+def test_a_chart_without_matplotlib_is_refused_with_the_cure(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(PipefitError, match=r"pip install 'pipefit\[plot\]'"):
+        chart({"a": [(1, 1.0)]})
 
 
 def test_names_in_charts_are_escaped():

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipefit.compare.strategies import STRATEGIES
-from pipefit.draw.chart import chart
-from pipefit.draw.raster import save_bitmap
+from pipefit.draw.chart import can_plot, chart
+from pipefit.draw.save import save_bitmap
 from pipefit.schedules import find
 from pipefit.spec.files import write_atomically
 
@@ -172,7 +171,7 @@ class Comparison:
         )
 
     def save(self, folder: str | Path) -> dict[str, str]:
-        """Writes the figures as JSON and the chart as SVG, and as PNG where Pillow is installed.
+        """Writes the figures as JSON and, where matplotlib is installed, the chart as SVG and as PNG.
 
         Returns:
             The paths, by kind.
@@ -181,8 +180,8 @@ class Comparison:
         place.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.as_dict(), indent=1, default=float, allow_nan=False)
         paths = {"json": write_atomically(place / "compare.json", text + "\n")}
-        if self.rows:
-            paths["chart"] = write_atomically(place / "compare.svg", self.chart())
-            if find_spec("PIL"):
-                paths["picture"] = save_bitmap(place / "compare.png", self.chart())
+        if self.rows and can_plot():
+            picture = self.chart()
+            paths["chart"] = write_atomically(place / "compare.svg", picture)
+            paths["picture"] = save_bitmap(place / "compare.png", picture)
         return {kind: str(path) for kind, path in paths.items()}

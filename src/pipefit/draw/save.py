@@ -8,7 +8,6 @@ from typing import Any
 
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
-from pipefit.draw.raster import save_bitmap
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError
 from pipefit.ir import text
@@ -20,14 +19,36 @@ def _grid(timeline: Timeline, path: Path, **options: Any) -> Path:
     return write_atomically(path, grid(timeline, **{"width": 160, "color": False, **options}))
 
 
-def _bitmap(timeline: Timeline, path: Path, *, dark: bool = False, scale: float = 2.0, **options: Any) -> Path:
-    return save_bitmap(path, svg(timeline, theme="dark" if dark else "light", **options), scale=scale)
+def save_bitmap(path: str | Path, picture: str) -> Path:
+    """Writes a picture, which is SVG text, as PNG with two pixels for each of its own, atomically.
+
+    Raises:
+        PipefitError: a library that this needs is not installed.
+    """
+    try:
+        import matplotlib
+        import resvg_py
+    except ModuleNotFoundError as error:
+        raise PipefitError(
+            f"{path}: a PNG needs {error.name}, which is not installed; pip install 'pipefit[plot]', or save an .svg"
+        ) from None
+    # The fonts that matplotlib brings, so that a picture looks the same on every machine.
+    fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    data = resvg_py.svg_to_bytes(
+        picture,
+        zoom=2,
+        background="white",
+        skip_system_fonts=True,
+        font_dirs=[str(fonts)],
+        sans_serif_family="DejaVu Sans",
+    )
+    return write_atomically(path, data)
 
 
 _WRITERS: dict[str, Callable[..., Path]] = {
     ".svg": lambda timeline, path, **options: write_atomically(path, svg(timeline, **options)),
     ".html": lambda timeline, path, **options: write_atomically(path, html(timeline, **options)),
-    ".png": _bitmap,
+    ".png": lambda timeline, path, **options: save_bitmap(path, svg(timeline, **options)),
     ".trace.json": save_trace,
     ".pipe": lambda timeline, path: text.save(timeline.program, path),
     ".txt": _grid,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
-from pipefit.draw import chart
-from pipefit.draw.chart import HUES
-from pipefit.draw.look import mix
+from pipefit.draw.chart import chart, hue, plotted
 from pipefit.errors import PipefitError
 from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.candidate import Estimate
@@ -18,6 +17,10 @@ from pipefit.planner.methods import problem_of, sizes_to_try, space_of
 from pipefit.planner.space import Problem, configs
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.units import counted, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _GIB = 2.0**30
 
@@ -140,109 +143,74 @@ def depth_svg(points: Sequence[Point], title: str = "") -> str:
 # ----------------------------------------------------------------------------------------- the partition over the model
 
 
-def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None, width: int = 900) -> str:
+def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None) -> str:
     """The layers as a strip in the colours of their stages, each as wide as its time; below, their time and memory.
 
     Args:
         plan: with a prediction, or memory is left out.
         profile: of the model.
         topology: for the memory that devices have.
-        width: of the picture, in pixels.
+
+    Raises:
+        PipefitError: matplotlib is not installed.
     """
     figures = profile.at(plan.microbatch_size) if plan.microbatch_size else profile
-    stages = plan.partition.stages
-    owner = {layer: index for index, stage in enumerate(stages) for layer in stage.layers}
-    row, top = 26, 178
-    height = top + row * len(stages) + 46
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" font-family="system-ui,-apple-system,Segoe UI,Roboto,Arial,sans-serif" font-size="12">',
-        f'<title>{escape(plan.model)}</title><rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(
-            24,
-            32,
-            f"{plan.model}: {plan.schedule}, {counted(len(stages), 'stage')}, "
-            f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}",
-            17,
-        ),
-        _text(24, 54, "layers, each as wide as its forward and backward take; bars: their weights", colour="#5a6675"),
-    ]
-    parts += _strip(figures, owner, width)
-    parts += _stage_rows(plan, figures, topology, width, top, row)
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _strip(figures: Profile, owner: dict[int, int], width: int) -> list[str]:
-    total = sum(layer.total_s for layer in figures.layers) or 1.0
-    heaviest = max(layer.weight_bytes for layer in figures.layers) or 1.0
-    least = min(1.0, 0.35 * (width - 48) / len(figures))
-    room = width - 48 - least * len(figures)
-    x, parts = 24.0, []
-    for index, layer in enumerate(figures.layers):
-        wide = least + room * layer.total_s / total
-        hue = _hue(owner[index])
-        words = (
-            f"{layer.name}: stage {owner[index]}, {format_seconds(layer.total_s)}, {format_bytes(layer.weight_bytes)}"
-        )
-        tall = 40 * layer.weight_bytes / heaviest
-        gap = 0.8 if wide > 3 else 0.0
-        parts.append(
-            f'<rect x="{x:.2f}" y="68" width="{max(wide - gap, 0.4):.2f}" height="34" fill="{hue}">'
-            f"<title>{escape(words)}</title></rect>"
-        )
-        parts.append(
-            f'<rect x="{x:.2f}" y="{106:.2f}" width="{max(wide - gap, 0.4):.2f}" height="{tall:.2f}" fill="{hue}" '
-            'opacity="0.45"/>'
-        )
-        x += wide
-    return parts
-
-
-def _stage_rows(plan: Plan, figures: Profile, topology: Topology | None, width: int, top: int, row: int) -> list[str]:
-    stages = plan.partition.stages
-    peaks = plan.prediction.peak_bytes if plan.prediction else ()
-    seconds = [
-        sum(figures.layers[i].total_s + figures.layers[i].forward_s * s.recompute for i in s.layers)
-        / (s.tensor * s.replicas)
-        for s in stages
-    ]
-    memory = [max(peaks[rank] for rank in ranks) for ranks in plan.placement.ranks] if peaks else [0.0] * len(stages)
+    stages, peaks = plan.partition.stages, plan.prediction.peak_bytes if plan.prediction else ()
     limit = topology.device.memory_bytes if topology else math.inf
-    most = max([*memory, limit if math.isfinite(limit) else 0.0]) or 1.0
-    longest = max(seconds) or 1.0
-    left, half = 250, (width - 250 - 48) / 2 - 70
-    second = left + half + 90
-    parts = [_text(left, top - 12, "time per micro-batch and replica", colour="#5a6675")]
-    parts += [_text(second, top - 12, "peak memory of its rank", colour="#5a6675")] * bool(peaks)
-    for index, stage in enumerate(stages):
-        y = top + index * row
-        copies = len(plan.placement.ranks[index])
-        words = f"stage {index}: {counted(len(stage.layers), 'layer')}" + (f", {copies} replicas" if copies > 1 else "")
-        words += ", recompute" if stage.recompute else ""
-        parts.append(f'<rect x="24" y="{y}" width="12" height="12" rx="2" fill="{_hue(index)}"/>')
-        parts.append(_text(44, y + 11, words))
-        parts += _bar(left, y, half * seconds[index] / longest, _hue(index), format_seconds(seconds[index]))
+
+    def draw(figure: Figure) -> None:
+        places = figure.subplot_mosaic([["layers"] * 2, ["time", "memory"]], height_ratios=[90, 40 + 24 * len(stages)])
+        _strip(places["layers"], figures, {layer: i for i, stage in enumerate(stages) for layer in stage.layers})
+        seconds = [
+            sum(figures.layers[i].total_s + figures.layers[i].forward_s * s.recompute for i in s.layers)
+            / (s.tensor * s.replicas)
+            for s in stages
+        ]
+        _stage_bars(places["time"], "time per micro-batch and replica", seconds, format_seconds)
+        places["time"].set_yticks(range(len(stages)), [_stage_words(plan, index) for index in range(len(stages))])
+        places["memory"].axis("off")
         if peaks:
-            parts += _bar(second, y, half * memory[index] / most, _hue(index), format_bytes(memory[index]))
-    if peaks and math.isfinite(limit):
-        x = second + half * limit / most
-        bottom = top + row * len(stages)
-        parts.append(f'<path d="M{x:.1f} {top - 6}V{bottom}" stroke="#7a2e2e" stroke-dasharray="4 3"/>')
-        label = f'<text x="{x:.1f}" y="{bottom + 16}" fill="#7a2e2e" text-anchor="middle">'
-        parts.append(f"{label}a device has {format_bytes(limit)}</text>")
-    return parts
+            memory = [max(peaks[rank] for rank in ranks) for ranks in plan.placement.ranks]
+            words = f"; dashed: a device has {format_bytes(limit)}" if math.isfinite(limit) else ""
+            _stage_bars(places["memory"], "peak memory of its rank" + words, memory, format_bytes)
+            if words:
+                places["memory"].axvline(limit, linestyle="--", color="#d6336c", zorder=0)
+
+    title = (
+        f"{plan.model}: {plan.schedule}, {counted(len(stages), 'stage')}, "
+        f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}"
+    )
+    return plotted(draw, 900, 210 + 26 * len(stages), title)
 
 
-def _bar(x: float, y: float, long: float, hue: str, words: str) -> list[str]:
-    bar = f'<rect x="{x:.1f}" y="{y}" width="{max(long, 1):.1f}" height="14" rx="2" fill="{hue}"/>'
-    return [bar, _text(x + long + 6, y + 11, words)]
+def _strip(axes: Axes, figures: Profile, owner: dict[int, int]) -> None:
+    """Layers as wide as their time; below them bars as high as their weights."""
+    seconds = [layer.total_s for layer in figures.layers]
+    heaviest = max(layer.weight_bytes for layer in figures.layers) or 1.0
+    starts = list(accumulate(seconds, initial=0.0))[:-1]
+    colours = [hue(owner[index]) for index in range(len(figures))]
+    weights = [-layer.weight_bytes / heaviest for layer in figures.layers]
+    edge: dict[str, Any] = {"align": "edge", "color": colours, "linewidth": 0.5, "edgecolor": "white"}
+    axes.bar(starts, 1.0, seconds, **edge)
+    axes.bar(starts, weights, seconds, -0.1, alpha=0.45, **edge)
+    axes.set_title("layers, each as wide as its forward and backward take; bars: their weights", loc="left")
+    axes.margins(x=0)
+    axes.axis("off")
 
 
-def _text(x: float, y: float, words: str, size: int = 12, colour: str = "#10151d") -> str:
-    weight = ' font-weight="650"' if size > 12 else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}"{weight}>{escape(words)}</text>'
+def _stage_bars(axes: Axes, title: str, values: Sequence[float], words: Callable[[float], str]) -> None:
+    bars = axes.barh(range(len(values)), values, 0.7, color=[hue(index) for index in range(len(values))])
+    axes.bar_label(bars, [words(value) for value in values], padding=4)
+    axes.set_title(title, loc="left")
+    axes.margins(x=0.2)
+    axes.invert_yaxis()
+    axes.tick_params(left=False)
+    axes.xaxis.set_visible(False)
+    axes.spines[:].set_visible(False)
+    axes.grid(visible=False)
 
 
-def _hue(stage: int) -> str:
-    """The eight hues, then the same lighter, and lighter still: neighbours never look alike."""
-    return mix(HUES[stage % len(HUES)][0], "#ffffff", stage // len(HUES) % 3 * 0.28)
+def _stage_words(plan: Plan, index: int) -> str:
+    stage, copies = plan.partition.stages[index], len(plan.placement.ranks[index])
+    words = f"stage {index}: {counted(len(stage.layers), 'layer')}" + (f", {copies} replicas" if copies > 1 else "")
+    return words + (", recompute" if stage.recompute else "")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.draw import chart, svg
+from pipefit.draw.chart import can_plot
 from pipefit.errors import PipefitError
 from pipefit.planner.explain import spill_lines
 from pipefit.spec import Plan
@@ -49,7 +50,7 @@ def _render(place: Path, data: dict[str, Any]) -> str:
         plan=plan,
         spill=spill_lines(plan),
         rows=[row for row in result["rows"] if _is_shown(row)],
-        loss=_loss_chart(place, result),
+        loss=_loss_chart(place, result) if can_plot() else "",
         measured=svg(measured, title="measured", seconds=True),
         predicted=svg(predicted, title="predicted", seconds=True),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pipefit.draw.chart import can_plot
 from pipefit.spec.files import write_atomically
 from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.study.board import Board, TrialProgress
@@ -171,15 +172,17 @@ def _finite(value: float) -> float | None:
 
 
 def save_result(result: StudyResult, board: Board, folder: Path) -> None:
-    """Writes results.json, the timeline as a picture and as a trace, and the losses of each trial."""
-    names = {"results": "results.json", "timeline": "timeline.svg", "trace": "timeline.trace.json"}
+    """Writes results.json, the timeline as a trace and, where matplotlib is installed, as a picture, and the losses."""
+    drawn = {"timeline": "timeline.svg"} if can_plot() else {}
+    names = {"results": "results.json", **drawn, "trace": "timeline.trace.json"}
     result.paths |= {kind: str(folder / name) for kind, name in names.items()}
-    if board.turns or not (folder / "timeline.svg").exists():
+    if board.turns or not (folder / "timeline.trace.json").exists():
         outcome, trials = board.measured(), [entry.name for entry in board.entries]
         title = (
             f"{result.name}: {result.policy} on {result.num_devices} devices, {outcome.gap:.1%} over the lower bound"
         )
-        write_atomically(folder / "timeline.svg", picture(outcome, trials, board.num_devices, title=title))
+        if drawn:
+            write_atomically(folder / "timeline.svg", picture(outcome, trials, board.num_devices, title=title))
         write_atomically(folder / "timeline.trace.json", json.dumps(trace(outcome, trials)) + "\n")
     for row in result.trials:
         held_out, lines = dict(row.held_out), []
