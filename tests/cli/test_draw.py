@@ -159,8 +159,8 @@ def test_a_mistyped_schedule_gets_the_nearest_one(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["1f1b", "-p", "2", "-m", "0"], "--microbatches: expected at least 1, got 0"),
-        (["1f1b", "-p", "0", "-m", "2"], "--stages: expected at least 1, got 0"),
+        (["1f1b", "-p", "2", "-m", "0"], "-m: expected at least 1, got 0"),
+        (["1f1b", "-p", "0", "-m", "2"], "-p: expected at least 1, got 0"),
         (["1f1b", "-p", "2", "-m", "2", "--steps", "0"], "--steps: expected at least 1"),
         (["1f1b", "-p", "2", "-m", "two"], "-m: expected a whole number, got 'two'"),
         (["1f1b", "-p", "2", "-m", "2.5"], "-m: expected a whole number, got '2.5'"),

@@ -14,7 +14,7 @@ from cyclopts.exceptions import CycloptsError
 
 import pipefit
 from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer
-from pipefit.cli.options import exact
+from pipefit.cli.options import exact, shown
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
 VERBS: Final = (
@@ -40,7 +40,7 @@ def make_app(tokens: list[str], config: Any = None) -> App:
         version=pipefit.__version__,
         help_format="plaintext",
         verbose=False,
-        default_parameter=Parameter(converter=exact),
+        default_parameter=Parameter(converter=exact, negative=(), show_default=shown),
         config=config,
         # Ctrl-C is handled below, for all verbs alike.
         suppress_keyboard_interrupt=False,

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
+
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, verb
@@ -29,8 +31,8 @@ _PATIENCE_S = 30.0
 def command(
     *,
     settings: CompareConfig,
-    ranks: Annotated[Count, "-n"] = 2,
-    output: Annotated[Path | None, "-o"] = None,
+    ranks: Annotated[Count, Parameter(alias="-n")] = 2,
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure every strategy side by side on this machine.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from cyclopts import Parameter
+
 from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Count, Json, verb
+from pipefit.cli.options import Count, Json
 from pipefit.errors import PipefitError
 from pipefit.units import columns
 
 
-@verb()
 def command(
     *,
-    ranks: Annotated[int, "-n"] = 2,
+    ranks: Annotated[int, Parameter(alias="-n")] = 2,
     timeout: Count = 60,
     json: Json = False,
 ) -> Answer:

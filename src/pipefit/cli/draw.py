@@ -5,22 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from cyclopts import Parameter
+
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import (
-    PICTURES,
-    Backward,
-    Copy,
-    Count,
-    Counts,
-    Forward,
-    InputGradient,
-    Json,
-    Latency,
-    WeightGradient,
-    ending,
-    pairs,
-    verb,
-)
+from pipefit.cli.options import PICTURES, Count, Counts, Json, UnitCosts, ending, pairs, verb
 from pipefit.errors import PipefitError, ScheduleError, nearest
 
 if TYPE_CHECKING:
@@ -35,14 +23,10 @@ def command(
     schedule: str,
     /,
     *,
-    stages: Annotated[Count, "-p"],
-    microbatches: Annotated[Count, "-m"],
-    chunks: Annotated[Count, "-v"] = 1,
-    forward: Forward = 1,
-    backward: Backward = None,
-    input_gradient: InputGradient = None,
-    weight_gradient: WeightGradient = None,
-    latency: Latency = 0,
+    stages: Annotated[Count, Parameter(alias="-p")],
+    microbatches: Annotated[Count, Parameter(alias="-m")],
+    chunks: Annotated[Count, Parameter(alias="-v")] = 1,
+    costs: UnitCosts,
     steps: Count | None = None,
     replicas: Counts = (),
     recompute: bool = False,
@@ -53,11 +37,10 @@ def command(
     activations: bool = False,
     step_on: Literal["device", "host"] = "device",
     keep: bool = False,
-    copy: Copy = 2,
     option: list[str] | None = None,
     warmup: int | None = None,
     group: int | None = None,
-    output: Annotated[Path | None, "-o", ending(*PICTURES)] = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
     json: Json = False,
 ) -> Answer:
     """Draw a schedule, or print its numbers.
@@ -99,11 +82,11 @@ def command(
         stages,
         microbatches,
         chunks,
-        forward,
-        backward,
-        input_gradient,
-        weight_gradient,
-        latency,
+        costs.forward,
+        costs.backward,
+        costs.input,
+        costs.weight,
+        costs.latency,
         steps,
         replicas=replicas,
         recompute=recompute,
@@ -114,14 +97,13 @@ def command(
         activations=activations,
         step_on=step_on,
         keep=keep,
-        copy=copy,
+        copy=costs.copy,
         **options,
     )
     data = _figures(drawing, microbatches) if json else {}
     if output:
         drawing.save(output)
-        return Answer(data | {"output": str(output)}, f"wrote {output}")
-    return Answer(data, drawing.grid)
+    return Answer(data, "" if output else drawing.grid, output=output)
 
 
 def _figures(drawing: Drawing, num_microbatches: int) -> dict[str, Any]:

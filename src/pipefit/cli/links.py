@@ -6,17 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from cyclopts import Parameter
+
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Count, Json, ending, verb
+from pipefit.cli.options import Count, Json, ending
 from pipefit.errors import PipefitError
 
 
-@verb()
 def command(
     *,
-    ranks: Annotated[Count, "-n"] = 2,
+    ranks: Annotated[Count, Parameter(alias="-n")] = 2,
     repeats: Count = 20,
-    output: Annotated[Path | None, "-o", ending(".toml")] = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), ending(".toml")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure the links and devices of this machine.
@@ -38,14 +39,11 @@ def command(
     measure = partial(measure_links, repeats=repeats, each=device, name=f"this machine, {ranks} ranks")
     topology = launch(measure, ranks, threads=1, quiet=True)[0]
     level = topology.levels[0]
-    data = {"device": device, "levels": topology.levels}
-    lines = [
-        f"{ranks} ranks: {format_bytes(level.bandwidth_bytes_per_s)}/s, latency {format_seconds(level.latency_s)}",
+    text = (
+        f"{ranks} ranks: {format_bytes(level.bandwidth_bytes_per_s)}/s, latency {format_seconds(level.latency_s)}\n"
         f"each: {device.flops / 1e9:.4g} GFLOP/s, {format_bytes(device.memory_bandwidth_bytes_per_s)}/s to memory, "
-        f"{format_bytes(device.memory_bytes)} of memory",
-    ]
+        f"{format_bytes(device.memory_bytes)} of memory"
+    )
     if output:
         topology.save(output)
-        data |= {"output": str(output)}
-        lines.append(f"wrote {output}")
-    return Answer(data, "\n".join(lines))
+    return Answer({"device": device, "levels": topology.levels}, text, output=output)

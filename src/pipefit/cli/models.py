@@ -6,19 +6,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pipefit.cli.options import help_of
+from cyclopts import Parameter
 
 if TYPE_CHECKING:
     from pipefit.models import ModelBundle
 
 ModelName = Annotated[
     str,
-    help_of(
-        "A built-in model (gpt, mlp, convnet, resnet50, …), or your own as package.module:factory or file.py:factory."
+    Parameter(
+        help="A built-in model (gpt, mlp, convnet, resnet50, …), or your own as package.module:factory or "
+        "file.py:factory."
     ),
 ]
 ModelOptions = Annotated[
-    list[str] | None, help_of("Options of the model, like layers=8,hidden=256; may be repeated.", "--option")
+    list[str] | None, Parameter(help="Options of the model, like layers=8,hidden=256; may be repeated.")
 ]
 
 

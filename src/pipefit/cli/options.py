@@ -1,22 +1,25 @@
-"""Options of verbs: those of `pipefit.spec.options`, those that several verbs share, and checks that name them."""
+"""Options of verbs: those of `pipefit.spec.options`, those that verbs share, and types that check what is typed.
+
+Plain arguments of a verb are read by cyclopts as they stand: type, default, and help from the docstring's "Args".
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
 from inspect import Parameter as Argument
-from inspect import isfunction
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from cyclopts import CoercionError, Parameter, Token, convert
 
 from pipefit.errors import PipefitError
-from pipefit.spec.options import flag_of, from_flat, groups_of, key_of
+from pipefit.spec.options import from_flat, groups_of, key_of, setting
+from pipefit.units import parse_quantity
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
 """The endings that `-o` of a picture takes; a test holds them to `pipefit.draw.SUFFIXES`."""
@@ -29,232 +32,80 @@ def exact(kind: Any, tokens: Sequence[Token]) -> Any:
     """Reads what was typed as it stands: the parser alone would silently take 2.5 for the whole number 2.
 
     Raises:
-        ValueError: it is not of its kind; the parser names the option.
+        CoercionError: it is not of its kind; the message names the option.
     """
     kinds = set(get_args(kind) or (kind,)) - {type(None)}
     if not kinds <= {int, float}:
         return convert(kind, tokens)
-    word = tokens[0].value
-    try:
-        return int(word)
-    except ValueError:
-        if float not in kinds:
-            raise CoercionError(msg=f"{_name(tokens)}: expected a whole number, got {word!r}") from None
-    try:
-        return float(word)
-    except ValueError:
-        raise CoercionError(msg=f"{_name(tokens)}: expected a number, got {word!r}") from None
+    for read in (int, float) if float in kinds else (int,):
+        with suppress(ValueError):
+            return read(tokens[0].value)
+    raise _wrong(tokens, f"expected a {'' if float in kinds else 'whole '}number, got {tokens[0].value!r}")
 
 
-def _name(tokens: Sequence[Token]) -> str:
-    return tokens[0].keyword or "argument"
+def shown(value: Any) -> str | None:
+    """A default as the help shows it; None: not at all."""
+    is_plain = isinstance(value, int | float | str) and not isinstance(value, bool) and value != ""
+    return str(value) if is_plain else None
 
 
-def help_of(text: str, *names: str) -> Parameter:
-    """An option's help, and its names where they are not the parameter's own."""
-    return Parameter(name=names or None, help=text, negative=())
+def _wrong(tokens: Sequence[Token], message: str) -> CoercionError:
+    return CoercionError(msg=f"{tokens[0].keyword or 'argument'}: {message}")
 
 
-def flag(text: str, *names: str) -> Parameter:
-    """The same for a flag, which has no opposite."""
-    return Parameter(name=names or None, help=text, negative=(), show_default=False)
-
-
-def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a verb of a function: each argument is an option, and so is each field of an argument that is a dataclass.
-
-    The help of an argument stands under "Args" of the function's docstring, its short name and the functions that
-    check it behind its type, as in `Annotated[int, "-n", count]`. Fields of dataclasses have theirs (see
-    `pipefit.spec.options.setting`), unless the function's docstring has another.
-
-    Args:
-        without: names of fields, or of groups of them, that the verb does not offer.
-    """
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        hints, bare = get_type_hints(command, include_extras=True), get_type_hints(command)
-        helps = _helps(command, "Args:")
-        groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
-        groups.pop("return")  # the verb's answer is a dataclass too
-
-        def called(*places: Any, **given: Any) -> Any:
-            for name, check in checks.items():
-                if given.get(name) is not None:
-                    check(given[name])
-            plain = {name: value for name, value in given.items() if name in hints.keys() - groups.keys()}
-            return command(*places, **plain, **{name: from_flat(group, given) for name, group in groups.items()})
-
-        arguments: list[Argument] = []
-        checks: dict[str, Callable[[Any], Any]] = {}
-        for argument in inspect.signature(command).parameters.values():
-            if argument.name not in groups:
-                notes = list(_notes(hints[argument.name]))
-                arguments.append(_described(argument, bare[argument.name], notes, helps.get(argument.name, "")))
-                for check in filter(isfunction, notes):
-                    checks[argument.name] = partial(check, _flag(argument.name, notes))
-                continue
-            for one, value, kind, text in _visible(groups[argument.name](), without):
-                arguments.append(_argument(one, value, kind, helps.get(key_of(one), text)))
-                if one.metadata.get("least") == 1:
-                    checks[key_of(one)] = partial(count, flag_of(one))
-        called.__doc__, called.__module__, called.__name__ = command.__doc__, command.__module__, command.__name__
-        called.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
-        return called
-
-    return decorate
-
-
-def _notes(hint: Any) -> Iterator[Any]:
-    """All that stands behind a type, or behind a part of it."""
-    if get_origin(hint) is Annotated:
-        yield from hint.__metadata__
-    for part in get_args(hint):
-        yield from _notes(part)
-
-
-def _flag(name: str, notes: Sequence[Any]) -> str:
-    """The long name of an option."""
-    named = [name for note in notes if isinstance(note, Parameter) for name in note.name or ()]
-    return named[0] if named else f"--{name.replace('_', '-')}"
-
-
-def _described(argument: Argument, kind: Any, notes: Sequence[Any], text: str) -> Argument:
-    """An argument of a verb with its help and its names."""
-    parameters = [note for note in notes if isinstance(note, Parameter)]
-    if text:
-        short = [note for note in notes if isinstance(note, str)]
-        names = (_flag(argument.name, ()), *short) if short else ()
-        parameters.append((flag if kind is bool else help_of)(text, *names))
-    return argument.replace(annotation=Annotated[kind, *parameters] if parameters else kind)
-
-
-def _visible(group: Any, without: Collection[str]) -> Iterator[tuple[Any, Any, Any, str]]:
-    """The fields of a group and of those in it that the command line offers: field, default, type, help."""
-    helps, hints, groups = _helps(type(group), "Attributes:"), get_type_hints(type(group)), groups_of(type(group))
-    for one in fields(group):
-        value = getattr(group, one.name)
-        if one.name in without or one.metadata.get("hidden"):
-            continue
-        if one.name in groups:
-            yield from _visible(groups[one.name]() if value is None else value, without)
-        else:
-            yield one, value, one.metadata.get("typed") or hints[one.name], helps[one.name]
-
-
-def _argument(one: Any, value: Any, kind: Any, text: str) -> Argument:
-    """The option of a field with its default and help."""
-    typed, extra = _TYPED.get(kind, (kind, {}))
-    shown = isinstance(value, int | float | str) and not isinstance(value, bool) and value != ""
-    names = one.metadata.get("flags") or None
-    parameter = Parameter(name=names, help=text, negative=(), show_default=shown, **extra)
-    return Argument(key_of(one), Argument.KEYWORD_ONLY, default=value, annotation=Annotated[typed, parameter])
-
-
-def _joined(kind: Any, tokens: Sequence[Token]) -> str:
-    return ",".join(token.value for token in tokens)
-
-
-def _listed(kind: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
-    """The numbers of a list such as "2,1", all at least 1."""
-    name, text = _name(tokens), tokens[0].value
-    try:
-        return tuple(count(name, int(part)) for part in text.split(",") if text)
-    except PipefitError as problem:
-        raise CoercionError(msg=str(problem)) from None
-    except ValueError:
-        expected = "expected whole numbers with commas between them, like 2,1"
-        raise CoercionError(msg=f"{name}: {expected}; got {text!r}") from None
-
-
-def _figures(kind: Any, tokens: Sequence[Token]) -> tuple[float, ...]:
-    """The numbers of a list such as "2,1.5", all finite and more than 0."""
-    name, text = _name(tokens), tokens[0].value
-    try:
-        found = tuple(int(part) if part.strip().isdecimal() else float(part) for part in text.split(",") if text)
-    except ValueError:
-        expected = "expected numbers with commas between them, like 2,1.5"
-        raise CoercionError(msg=f"{name}: {expected}; got {text!r}") from None
-    for number in found:
-        if not (math.isfinite(number) and number > 0):
-            raise CoercionError(msg=f"{name}: expected numbers above 0, got {number}")
-    return found
-
-
-def _paired(kind: Any, tokens: Sequence[Token]) -> dict[str, int]:
-    return pairs(_name(tokens), [token.value for token in tokens])
-
-
-_TYPED: dict[Any, tuple[Any, dict[str, Any]]] = {
-    "words": (list[str], {"converter": _joined}),
-    "numbers": (tuple[int, ...], {"converter": _listed, "n_tokens": 1, "metavar": "N,N"}),
-    "pairs": (list[str], {"converter": _paired}),
-    "texts": (list[str], {"consume_multiple": True}),
-}
-"""Types of options that are typed otherwise than Python's."""
-
-
-def _helps(described: Any, heading: str) -> dict[str, str]:
-    """The entries under a heading of a docstring, by name, with a capital, up to what is for Python."""
-    found = inspect.cleandoc(described.__doc__ or "").partition(heading)[2]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", found, re.MULTILINE)
-    texts = {name: " ".join(words.split()).partition(" In Python ")[0] for name, words in entries}
-    return {name: text[0].upper() + text[1:] for name, text in texts.items()}
-
-
-def count(name: str, value: int) -> int:
-    """A count, which is at least 1.
-
-    Raises:
-        PipefitError: it is not.
-    """
+def _count(kind: Any, tokens: Sequence[Token]) -> int:
+    value: int = exact(int, tokens)
     if value < 1:
-        raise PipefitError(f"{name}: expected at least 1, got {value}")
+        raise _wrong(tokens, f"expected at least 1, got {value}")
     return value
 
 
-def at_least_0(name: str, value: Number) -> None:
-    """Refuses a time that is negative or not finite.
-
-    Raises:
-        PipefitError: it is.
-    """
-    if not (math.isfinite(value) and value >= 0):
-        raise PipefitError(f"{name}: expected a time of 0 or more, got {value}")
+def _time(kind: Any, tokens: Sequence[Token]) -> Number:
+    value: Number = exact(Number, tokens)
+    if not 0 <= value < math.inf:
+        raise _wrong(tokens, f"expected a time of 0 or more, got {value}")
+    return value
 
 
-def ending(*known: str) -> Callable[[str, Path], None]:
-    """A check that refuses a file of a kind that cannot be written, before any work is done.
+def _figure(kind: Any, tokens: Sequence[Token]) -> Number:
+    value: Number = exact(Number, tokens)
+    if not 0 < value < math.inf:
+        raise _wrong(tokens, f"expected numbers above 0, got {value}")
+    return value
 
-    The check raises a PipefitError where the path ends otherwise than the known ones, or is a directory.
-    """
 
-    def check(name: str, path: Path) -> None:
+def _size(kind: Any, tokens: Sequence[Token]) -> float:
+    try:
+        return parse_quantity(tokens[0].value, "bytes")
+    except PipefitError as problem:
+        raise _wrong(tokens, str(problem)) from None
+
+
+def _each(read: Callable[[Any, Sequence[Token]], Number]) -> Parameter:
+    """An option that is a list such as "2,1", whose numbers `read` takes one by one."""
+
+    def listed(kind: Any, tokens: Sequence[Token]) -> tuple[Number, ...]:
+        parts = [part for part in tokens[0].value.split(",") if part]
+        try:
+            return tuple(read(kind, [tokens[0].evolve(value=part)]) for part in parts)
+        except CoercionError as problem:
+            raise CoercionError(msg=f"{problem.msg}; several go with commas between them, like 2,1") from None
+
+    return Parameter(converter=listed, n_tokens=1, metavar="N,N")
+
+
+def ending(*known: str) -> Parameter:
+    """An option that is a file to write; any other ending or a directory is refused, before any work is done."""
+
+    def read(kind: Any, tokens: Sequence[Token]) -> Path:
+        path = Path(tokens[0].value)
         if path.is_dir():
-            raise PipefitError(f"{path}: expected a file to write, got a directory")
+            raise _wrong(tokens, f"{path}: expected a file to write, got a directory")
         if not path.name.endswith(known):
-            raise PipefitError(f"{path}: the ending says what to write: one of {', '.join(known)}")
+            raise _wrong(tokens, f"{path}: the ending says what to write: one of {', '.join(known)}")
+        return path
 
-    return check
-
-
-Count = Annotated[int, count]
-Counts = Annotated[
-    tuple[int, ...], Parameter(converter=_listed, n_tokens=1, metavar="N,N", negative=(), show_default=False)
-]
-Figures = Annotated[
-    tuple[float, ...], Parameter(converter=_figures, n_tokens=1, metavar="X,X", negative=(), show_default=False)
-]
-Json = Annotated[bool, flag("One JSON object on stdout, and nothing else there.", "--json")]
-Forward = Annotated[Number, help_of("Time of a forward, per rank and micro-batch: a chunk costs 1/v."), at_least_0]
-Backward = Annotated[Number | None, help_of("Time of a full backward; default: input + weight, or 2."), at_least_0]
-InputGradient = Annotated[Number | None, help_of("Time of a backward's input-gradient half.", "--input"), at_least_0]
-WeightGradient = Annotated[Number | None, help_of("Time of a backward's weight-gradient half.", "--weight"), at_least_0]
-Latency = Annotated[Number, help_of("Time of a message between ranks."), at_least_0]
-ProfileName = Annotated[str | None, help_of("Profile of the model: seconds, bytes; or gpt:layers=24,….")]
-TopologyName = Annotated[str | None, help_of("Links and devices: a TOML file, local:N, or a name.")]
-Copy = Annotated[
-    Number, help_of("Time of moving all stages of a rank to or from the tier they are spilled to."), at_least_0
-]
+    return Parameter(converter=read)
 
 
 def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:
@@ -272,3 +123,105 @@ def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:
             raise PipefitError(f"{name}: {key} is given twice, as {found[key]} and {value}")
         found[key] = int(value)
     return found
+
+
+def _paired(kind: Any, tokens: Sequence[Token]) -> dict[str, int]:
+    return pairs(tokens[0].keyword or "argument", [token.value for token in tokens])
+
+
+def _joined(kind: Any, tokens: Sequence[Token]) -> str:
+    return ",".join(token.value for token in tokens)
+
+
+Count = Annotated[int, Parameter(converter=_count)]
+Counts = Annotated[tuple[int, ...], _each(_count)]
+Figures = Annotated[tuple[float, ...], _each(_figure)]
+Time = Annotated[Number, Parameter(converter=_time)]
+Size = Annotated[float, Parameter(converter=_size, metavar="BYTES")]
+Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing else there.")]
+ProfileName = Annotated[str | None, Parameter(help="Profile of the model: seconds, bytes; or gpt:layers=24,….")]
+TopologyName = Annotated[str | None, Parameter(help="Links and devices: a TOML file, local:N, or a name.")]
+
+_TYPED: Mapping[str, Any] = {
+    "words": Annotated[list[str], Parameter(converter=_joined)],
+    "numbers": Counts,
+    "pairs": Annotated[list[str], Parameter(converter=_paired)],
+    "texts": Annotated[list[str], Parameter(consume_multiple=True)],
+}
+"""Types of options that are typed otherwise than Python's."""
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Costs of a program whose model is not known.
+
+    Attributes:
+        forward: time of a forward, per rank and micro-batch: a chunk costs 1/v.
+        backward: time of a full backward; default: input + weight, or 2.
+        input: time of a backward's input-gradient half.
+        weight: time of a backward's weight-gradient half.
+        latency: time of a message between ranks.
+        copy: time of moving all stages of a rank to or from the tier they are spilled to.
+    """
+
+    forward: Number = setting(1, typed=Time)
+    backward: Number | None = setting(None, typed=Time)
+    input: Number | None = setting(None, typed=Time)
+    weight: Number | None = setting(None, typed=Time)
+    latency: Number = setting(0, typed=Time)
+    copy: Number = setting(2, typed=Time)
+
+
+def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes options of the fields of each argument of a verb that is a dataclass, and of the dataclasses in it.
+
+    Fields have their help under "Attributes" of the dataclass (see `pipefit.spec.options.setting`), unless the verb's
+    docstring has another.
+
+    Args:
+        without: names of fields, or of groups of them, that the verb does not offer.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        hints, helps = get_type_hints(command, include_extras=True), _helps(command, "Args:")
+        groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and name != "return"}
+        arguments: list[Argument] = []
+        for argument in inspect.signature(command).parameters.values():
+            if argument.name in groups:
+                arguments += _options(hints[argument.name](), without, helps)
+            else:
+                arguments.append(argument.replace(annotation=hints[argument.name]))
+
+        def called(*places: Any, **given: Any) -> Any:
+            plain = {name: value for name, value in given.items() if name in hints.keys() - groups.keys()}
+            return command(*places, **plain, **{name: from_flat(group, given) for name, group in groups.items()})
+
+        called.__doc__ = command.__doc__
+        called.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+def _options(group: Any, without: Collection[str], helps: Mapping[str, str]) -> Iterator[Argument]:
+    """The options of a group and of those in it."""
+    own, hints, groups = _helps(type(group), "Attributes:"), get_type_hints(type(group)), groups_of(type(group))
+    for one in fields(group):
+        value, facts = getattr(group, one.name), one.metadata
+        if one.name in without or facts.get("hidden"):
+            continue
+        if one.name in groups:
+            yield from _options(groups[one.name]() if value is None else value, without, helps)
+            continue
+        kind = Count if facts.get("least") == 1 else facts.get("typed") or hints[one.name]
+        kind = _TYPED[kind] if isinstance(kind, str) else kind
+        parameter = Parameter(name=facts.get("flags") or None, help=helps.get(key_of(one), own[one.name]))
+        yield Argument(key_of(one), Argument.KEYWORD_ONLY, default=value, annotation=Annotated[kind, parameter])
+
+
+def _helps(described: Any, heading: str) -> dict[str, str]:
+    """The entries under a heading of a docstring, by name, with a capital, up to what is for Python."""
+    found = inspect.cleandoc(described.__doc__ or "").partition(heading)[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", found, re.MULTILINE)
+    texts = {name: " ".join(words.split()).partition(" In Python ")[0] for name, words in entries}
+    return {name: text[0].upper() + text[1:] for name, text in texts.items()}

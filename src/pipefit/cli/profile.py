@@ -6,20 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from cyclopts import Parameter
+
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
-from pipefit.cli.options import Count, Counts, Json, ending, verb
+from pipefit.cli.options import Count, Counts, Json, ending
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
     from pipefit.spec import Device, Layer, Profile
 
 
-@verb()
 def command(
     *,
     model: ModelName,
-    microbatch_size: Annotated[Counts, "-b"] = (8,),
+    microbatch_size: Annotated[Counts, Parameter(alias="-b")] = (8,),
     option: ModelOptions = None,
     repeats: Count = 15,
     threads: Count = 1,
@@ -29,7 +30,7 @@ def command(
     seed: int = 0,
     analytic: bool = False,
     topology: str | None = None,
-    output: Annotated[Path | None, "-o", ending(".json")] = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), ending(".json")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure what each layer of a model costs.
@@ -85,11 +86,9 @@ def command(
             threads=threads,
             device=device,
         )
-    data = _figures(profile)
     if output:
         profile.save(output)
-        data |= {"output": str(output)}
-    return Answer(data, lambda: _table(profile, output))
+    return Answer(_figures(profile), lambda: _table(profile), output=output)
 
 
 def _device(topology: str | None) -> Device:
@@ -141,7 +140,7 @@ def _total(profile: Profile) -> Layer:
     return Layer("total", **{name: sum(getattr(layer, name) for layer in profile.layers) for name in _COLUMNS})
 
 
-def _table(profile: Profile, output: Path | None) -> str:
+def _table(profile: Profile) -> str:
     from pipefit.units import columns, format_bytes, format_seconds
 
     rows = [["layer", *_COLUMNS.values()]]
@@ -155,5 +154,4 @@ def _table(profile: Profile, output: Path | None) -> str:
     lines += [f"also at micro-batches of {', '.join(str(o.microbatch_size) for o in profile.others)}"] * bool(
         profile.others
     )
-    lines += [f"wrote {output}"] * (output is not None)
     return "\n".join(lines)

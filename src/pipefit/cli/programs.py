@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PipefitError
+from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
     from pipefit.cost import CostModel
@@ -102,7 +103,6 @@ def read_source(
         PipefitError: with the file and the place in it.
     """
     from pipefit.ir import text
-    from pipefit.planner.machines import load_topology
     from pipefit.schedules.from_plan import program_of
     from pipefit.spec import Plan
 
@@ -110,11 +110,22 @@ def read_source(
     if plan is None and path.is_file() and path.suffix != ".pipe":
         raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
     program = program_of(plan, num_steps=num_steps) if plan else text.load(path)
-    links = load_topology(topology) if topology else None
-    if links and links.num_devices < program.header.num_ranks:
-        raise PipefitError(
-            f"{topology} has {links.num_devices} devices, but {path} needs {program.header.num_ranks} ranks"
-        )
+    return source_of(program, plan, profile, topology, layers)
+
+
+def source_of(
+    program: Program, plan: Plan | None, profile: str | None, topology: str | None, layers: tuple[int, ...]
+) -> Source:
+    """The program with what goes with it, by the names that the user gave.
+
+    Raises:
+        PipefitError: a file that is none, or too few devices.
+    """
+    from pipefit.planner.machines import load_topology
+
+    links, num_ranks = load_topology(topology) if topology else None, program.header.num_ranks
+    if links and links.num_devices < num_ranks:
+        raise PipefitError(f"{topology} has {links.num_devices} devices, but the program needs {num_ranks} ranks")
     size = plan.microbatch_size if plan else 0
     return Source(program, plan, read_profile(profile, links, size or 1) if profile else None, links, layers)
 
@@ -130,15 +141,21 @@ def figures(program: Program, timeline: Timeline, cost: CostModel) -> dict[str, 
     return metrics(program, timeline, forward, backward, cost=cost)
 
 
-def save_timeline(timeline: Timeline, path: Path, *, seconds: bool) -> None:
-    """Writes a timeline as the ending of the path says.
+def save_timeline(timeline: Timeline, path: Path | None, *, seconds: bool) -> None:
+    """Writes a timeline as the ending of the path says, if there is one.
 
     Args:
         timeline: simulated.
-        path: ends in one of the suffixes of `pipefit.draw`.
+        path: ends in one of the suffixes of `pipefit.draw`; None: nothing is written.
         seconds: whether its times are real seconds.
     """
     from pipefit.draw import save
 
-    is_picture = path.suffix in (".svg", ".html", ".png", ".txt")
-    save(timeline, path, **({"seconds": seconds} if is_picture else {}))
+    if path is not None:
+        is_picture = path.suffix in (".svg", ".html", ".png", ".txt")
+        save(timeline, path, **({"seconds": seconds} if is_picture else {}))
+
+
+def time_text(time: float, in_seconds: bool) -> str:
+    """A time for people, in seconds or in the unit of `--forward`."""
+    return format_seconds(time) if in_seconds else f"{time:.6g}"

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+from cyclopts import Parameter
+
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, ending, verb
+from pipefit.cli.options import Json, ending
 
 
-@verb()
 def command(
     folder: Path,
     /,
     *,
-    output: Annotated[Path | None, "-o", ending(".html")] = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), ending(".html")] = None,
     json: Json = False,
 ) -> Answer:
     """One self-contained HTML page of a run: loss, plan, predicted next to measured, timelines.

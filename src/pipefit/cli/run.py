@@ -9,18 +9,17 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Count, Json, verb
+from pipefit.cli.options import Count, Json
 from pipefit.errors import PipefitError
 
 _WITH_VALUE = ("-n", "--ranks", "--threads", "--logs")
 
 
-@verb()
 def command(
     script: Path,
     /,
     *arguments: Annotated[str, Parameter(help="For the script.", allow_leading_hyphen=True)],
-    ranks: Annotated[Count, "-n"] = 2,
+    ranks: Annotated[Count, Parameter(alias="-n")] = 2,
     threads: Count | None = None,
     logs: Path | None = None,
     json: Json = False,

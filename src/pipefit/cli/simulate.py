@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
+
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import (
-    PICTURES,
-    Backward,
-    Copy,
-    Count,
-    Counts,
-    Forward,
-    InputGradient,
-    Json,
-    Latency,
-    ProfileName,
-    TopologyName,
-    WeightGradient,
-    ending,
-    verb,
-)
-from pipefit.cli.programs import figures, read_source, save_timeline
+from pipefit.cli.options import PICTURES, Count, Counts, Json, ProfileName, TopologyName, UnitCosts, ending, verb
+from pipefit.cli.programs import figures, read_source, save_timeline, time_text
+from pipefit.units import columns, format_bytes
 
 if TYPE_CHECKING:
     from pipefit.timeline import Timeline
@@ -36,16 +25,11 @@ def command(
     profile: ProfileName = None,
     topology: TopologyName = None,
     layers: Counts = (),
-    forward: Forward = 1,
-    backward: Backward = None,
-    input_gradient: InputGradient = None,
-    weight_gradient: WeightGradient = None,
-    latency: Latency = 0,
-    copy: Copy = 2,
+    costs: UnitCosts,
     steps: int = 1,
     repeats: Count = 1,
     contention: bool = False,
-    output: Annotated[Path | None, "-o", ending(*PICTURES)] = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
     json: Json = False,
 ) -> Answer:
     """Predict the time and memory of a program or a plan.
@@ -66,50 +50,34 @@ def command(
     from pipefit.simulate import simulate
 
     source = read_source(path, steps, profile, topology, layers)
-    cost = source.cost(forward, backward, input=input_gradient, weight=weight_gradient, latency=latency, copy=copy)
+    cost = source.cost(**asdict(costs))
     # On real links messages take turns, once both sides are ready; the unit costs of the papers know no such thing.
     real = contention or source.profile is not None
     timeline = simulate(source.program, cost, repeats=repeats, contention=real, rendezvous=real)
-    data = figures(source.program, timeline, cost)
-    data |= {
+    ranks = range(len(source.program.ranks))
+    data = figures(source.program, timeline, cost) | {
         "unit": "s" if source.profile else "",
-        "busy": [timeline.busy_s(rank) for rank in range(len(source.program.ranks))],
-        "peak_bytes" if source.profile else "peak_memory": [
-            max((size for _, size in samples), default=0.0) for samples in timeline.memory
-        ],
+        "busy": [timeline.busy_s(rank) for rank in ranks],
+        "peak_bytes" if source.profile else "peak_memory": [timeline.peak_bytes(rank) for rank in ranks],
     }
-    if output:
-        save_timeline(timeline, output, seconds=source.profile is not None)
-        data |= {"output": str(output)}
-    return Answer(data, lambda: _table(data, timeline))
+    save_timeline(timeline, output, seconds=source.profile is not None)
+    return Answer(data, lambda: _table(data, timeline), output=output)
 
 
 def _table(data: dict[str, Any], timeline: Timeline) -> str:
-    from pipefit.units import format_bytes, format_seconds
-
-    in_seconds = data["unit"] == "s"
-
-    def seconds(value: float) -> str:
-        return format_seconds(value) if in_seconds else f"{value:.6g}"
-
-    makespan = timeline.makespan_s
+    makespan, peaks, real = timeline.makespan_s, data.get("peak_bytes"), bool(data["unit"])
     lines = [
         f"{data['schedule']}: {data['num_stages']} stages on {data['num_ranks']} ranks, "
         f"{data['num_microbatches']} micro-batches per update",
-        f"makespan         {seconds(makespan)}",
-        f"period           {seconds(data['period'])}   (steady state, no barrier between steps)",
+        f"makespan         {time_text(makespan, real)}",
+        f"period           {time_text(data['period'], real)}   (steady state, no barrier between steps)",
         f"bubble           {data['bubble_fraction']:.1%} of the makespan, {data['bubble_over_ideal']:.1%} over ideal",
         f"messages         {data['messages']}",
         "",
-        "rank      busy       idle   versions  in flight" + ("  peak memory" if in_seconds else ""),
     ]
+    rows = [["rank", "busy", "idle", "versions", "in flight", *(["peak memory"] if peaks else [])]]
     for rank, busy in enumerate(data["busy"]):
         idle = 1 - busy / makespan if makespan else 0.0
-        line = (
-            f"{rank:>4}  {seconds(busy):>8}  {idle:>8.1%}  {data['weight_versions'][rank]:>9}"
-            f"  {data['peak_inflight'][rank]:>9.3g}"
-        )
-        lines.append(line + (f"  {format_bytes(data['peak_bytes'][rank]):>11}" if in_seconds else ""))
-    if "output" in data:
-        lines += ["", f"wrote {data['output']}"]
-    return "\n".join(lines)
+        row = [str(rank), time_text(busy, real), f"{idle:.1%}", str(data["weight_versions"][rank])]
+        rows.append([*row, f"{data['peak_inflight'][rank]:.3g}", *([format_bytes(peaks[rank])] if peaks else [])])
+    return "\n".join([*lines, *columns(rows, right=True)])

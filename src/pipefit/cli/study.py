@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Count, Json, verb
+from pipefit.cli.options import Count, Json
 from pipefit.study.results import loss_text
 from pipefit.units import format_seconds
 
@@ -27,13 +27,12 @@ _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "wait
 """Order of the trials to show where there is no room for all."""
 
 
-@verb()
 def command(
     file: Annotated[Path, Parameter(help="The study, as TOML.")],
     *,
     workers: Count | None = None,
     policy: str | None = None,
-    output: Annotated[Path | None, "-o"] = None,
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
     resume: bool = False,
     json: Json = False,
 ) -> Answer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import (
@@ -12,19 +14,16 @@ from pipefit.cli.options import (
     Count,
     Counts,
     Figures,
-    Forward,
-    InputGradient,
     Json,
-    Latency,
-    Number,
     ProfileName,
+    Size,
+    Time,
     TopologyName,
-    WeightGradient,
-    at_least_0,
+    UnitCosts,
     ending,
     verb,
 )
-from pipefit.cli.programs import Source, figures, read_profile, save_timeline
+from pipefit.cli.programs import figures, save_timeline, source_of, time_text
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
@@ -35,29 +34,26 @@ if TYPE_CHECKING:
     from pipefit.timeline import Timeline
 
 
-@verb()
+@verb("backward", "copy")
 def command(
     *,
-    ranks: Annotated[Count | None, "-p"] = None,
-    microbatches: Annotated[Count | None, "-m"] = None,
-    chunks: Annotated[Count, "-v"] = 1,
+    ranks: Annotated[Count | None, Parameter(alias="-p")] = None,
+    microbatches: Annotated[Count | None, Parameter(alias="-m")] = None,
+    chunks: Annotated[Count, Parameter(alias="-v")] = 1,
     placement: Literal["loop", "v"] = "loop",
-    forward: Forward = 1,
-    input_gradient: InputGradient = None,
-    weight_gradient: WeightGradient = None,
+    costs: UnitCosts,
     stage_work: Figures = (),
-    latency: Latency = 0,
     memory: Figures = (),
-    capacity: str | None = None,
+    capacity: Size | None = None,
     plan: Path | None = None,
     profile: ProfileName = None,
     layers: Counts = (),
     topology: TopologyName = None,
     whole: bool = False,
-    seconds: Annotated[Number, at_least_0] = 10,
+    seconds: Time = 10,
     candidates: int = 20_000,
     seed: int = 0,
-    output: Annotated[Path | None, "-o", ending(*PICTURES)] = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
     json: Json = False,
 ) -> Answer:
     """Search for the fastest schedule for given costs and memory.
@@ -83,22 +79,22 @@ def command(
         seed: Of the search.
         output: .pipe for the schedule, to run it; .svg, .html or .png for a picture.
     """
-    from pipefit.units import parse_quantity
-
-    if capacity and profile is None:
-        raise PipefitError("unit costs do not say how many bytes values have: --capacity needs --profile")
-    header, made = _shape(plan, ranks, microbatches, chunks, placement)
-    times = {"forward": forward, "input": input_gradient, "weight": weight_gradient, "latency": latency}
-    cost = _cost(header, made, profile, topology, layers, stage_work, times)
-
+    from pipefit.ir import Program
     from pipefit.simulate import simulate
     from pipefit.synthesize import synthesize
 
+    if capacity is not None and profile is None:
+        raise PipefitError("unit costs do not say how many bytes values have: --capacity needs --profile")
+    header, made = _shape(plan, ranks, microbatches, chunks, placement)
+    if made and profile is None:
+        raise PipefitError("a plan does not say what its layers cost: --plan needs --profile")
+    source = source_of(Program(header, ()), made, profile, topology, layers)
+    cost = _weighted(source.cost(**asdict(costs)), stage_work) if stage_work else source.cost(**asdict(costs))
     found = synthesize(
         header,
         cost,
         in_flight=(memory[0] if len(memory) == 1 else memory) or None,
-        capacity_bytes=parse_quantity(capacity, "bytes", "--capacity") if capacity else None,
+        capacity_bytes=capacity,
         split=not whole,
         candidates=candidates,
         seconds=seconds,
@@ -115,10 +111,8 @@ def command(
         "num_candidates": found.num_candidates,
         "cut_short": found.is_cut_short,
     }
-    if output:
-        save_timeline(timeline, output, seconds=profile is not None)
-        data |= {"output": str(output)}
-    return Answer(data, lambda: _verdict(data, found, timeline))
+    save_timeline(timeline, output, seconds=profile is not None)
+    return Answer(data, lambda: _verdict(data, found, None if output else timeline), output=output)
 
 
 def _shape(
@@ -132,8 +126,7 @@ def _shape(
     if path is None:
         if ranks is None or microbatches is None:
             raise PipefitError("expected -p ranks and -m micro-batches, or --plan with --profile")
-        layout = "wave" if placement == "v" else "loop"
-        return header_of(ranks, microbatches, chunks, layout), None
+        return header_of(ranks, microbatches, chunks, "wave" if placement == "v" else "loop"), None
     if ranks is not None or microbatches is not None or chunks != 1:
         raise PipefitError(f"{path} says ranks, micro-batches and chunks; leave out -p, -m and -v")
     plan = Plan.load(path)
@@ -142,62 +135,34 @@ def _shape(
     return shape_of(plan).header("synthesized", "loop", WeightRule.FLUSH), plan
 
 
-def _cost(
-    header: Header,
-    plan: Plan | None,
-    profile: str | None,
-    topology: str | None,
-    layers: tuple[int, ...],
-    work: tuple[float, ...],
-    times: dict[str, Any],
-) -> CostModel:
-    """Costs from a profile, or unit costs of stages that may differ."""
-    from pipefit.ir import Program
-    from pipefit.planner.machines import load_topology
-
-    if plan and profile is None:
-        raise PipefitError("a plan does not say what its layers cost: --plan needs --profile")
-    links = load_topology(topology) if topology else None
-    if links and links.num_devices < header.num_ranks:
-        raise PipefitError(f"{topology} has {links.num_devices} devices, but {header.num_ranks} ranks are asked for")
-    size = plan.microbatch_size if plan else 0
-    loaded = read_profile(profile, links, size or 1) if profile else None
-    cost = Source(Program(header, ()), plan, loaded, links, layers).cost(**times)
-    if not work:
-        return cost
-    if len(work) != header.num_stages:
-        raise PipefitError(f"--stage-work: expected a figure for each of {header.num_stages} stages, got {len(work)}")
-
-    def scaled(each: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(share * seconds for share, seconds in zip(work, each, strict=True))
-
-    forward = scaled(cost.forward_s)
-    halves = scaled(cost.backward_input_s), scaled(cost.backward_weight_s)
-    return replace(
-        cost, forward_s=forward, recompute_s=forward, backward_input_s=halves[0], backward_weight_s=halves[1]
-    )
+def _weighted(cost: CostModel, work: tuple[float, ...]) -> CostModel:
+    """Costs of stages that differ."""
+    if len(work) != len(cost.forward_s):
+        raise PipefitError(f"--stage-work: expected a figure for each of {len(cost.forward_s)} stages, got {len(work)}")
+    names = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
+    each = {name: tuple(a * b for a, b in zip(work, getattr(cost, name), strict=True)) for name in names}
+    return replace(cost, **each)  # type: ignore[arg-type]  # all of these are seconds of the stages
 
 
-def _verdict(data: dict[str, Any], found: Synthesis, timeline: Timeline) -> str:
+def _verdict(data: dict[str, Any], found: Synthesis, timeline: Timeline | None) -> str:
     from pipefit.draw import grid
-    from pipefit.units import format_seconds
 
-    def time(seconds: float) -> str:
-        return format_seconds(seconds) if data["unit"] else f"{seconds:.6g}"
-
+    real = bool(data["unit"])
     held = " ".join(f"{peak:.3g}" for peak in data["peak_inflight"])
-    lines = [f"makespan {time(found.makespan_s)}, bubble {100 * data['bubble_fraction']:.1f} %, peak in flight {held}"]
     beyond = f"{100 * found.gap:.1f} % above it" if found.gap > 1e-6 else "none is faster"
-    lines.append(f"no schedule takes less than {time(found.bound_s)}: {beyond}")
+    lines = [] if timeline is None else [grid(timeline)]
+    lines += [
+        f"makespan {time_text(found.makespan_s, real)}, bubble {100 * data['bubble_fraction']:.1f} %, "
+        f"peak in flight {held}",
+        f"no schedule takes less than {time_text(found.bound_s, real)}: {beyond}",
+    ]
     if found.best_built_in is None:
         lines.append("no built-in schedule of this shape keeps the limit")
     else:
         takes = found.built_in[found.best_built_in]
         slower = takes / found.makespan_s - 1
         rest = f", {100 * slower:.1f} % more" if slower > 1e-6 else ": as fast"
-        lines.append(f"best of the built-in: {found.best_built_in} takes {time(takes)}{rest}")
+        lines.append(f"best of the built-in: {found.best_built_in} takes {time_text(takes, real)}{rest}")
     if found.is_cut_short:
         lines.append(f"the time was over after {found.num_candidates} orders; more --seconds may find better")
-    if "output" in data:
-        return "\n".join([*lines, f"wrote {data['output']}"])
-    return "\n".join([grid(timeline), *lines])
+    return "\n".join(lines)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Count, Counts, Json, verb
+from pipefit.cli.options import Count, Counts, Json, Size
 from pipefit.cli.programs import read_source
 from pipefit.errors import PipefitError
-from pipefit.units import parse_quantity
 
 
-@verb()
 def command(
     path: Path,
     /,
     *,
-    capacity: str | None = None,
-    tier_capacity: str | None = None,
+    capacity: Size | None = None,
+    tier_capacity: Size | None = None,
     profile: str | None = None,
     layers: Counts = (),
     topology: str | None = None,
@@ -46,18 +44,16 @@ def command(
 
     source = read_source(path, steps, profile, topology, layers)
     for option, given in (("--capacity", capacity), ("--tier-capacity", tier_capacity), ("--topology", topology)):
-        if given and source.profile is None:
+        if given is not None and source.profile is None:
             raise PipefitError(f"a program does not say how many bytes its values have: {option} needs --profile")
-    limits: float | list[float] | None = None
-    if capacity:
-        limits = parse_quantity(capacity, "bytes", "--capacity")
-    elif source.topology:
+    limits: float | list[float] | None = capacity
+    if capacity is None and source.topology:
         limits = [source.topology.device_of(rank).memory_bytes for rank in range(source.program.header.num_ranks)]
     report = verify(
         source.program,
         capacity_bytes=limits,
         size=source.cost().size_bytes if source.profile else None,
-        tier_bytes=None if tier_capacity is None else parse_quantity(tier_capacity, "bytes", "--tier-capacity"),
+        tier_bytes=tier_capacity,
         max_versions=max_versions,
     )
     data = {
