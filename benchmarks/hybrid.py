@@ -192,7 +192,7 @@ class _Contest:
         )
         steps = self.config.steps
         predicted_s = simulate(pipe.program, cost, repeats=steps).makespan_s / steps
-        moved = traffic(self.session, pipe.loop.history.moved_bytes)
+        moved = traffic(self.session, pipe.moved_bytes)
         reduced = max(
             (cost.weight_bytes[s] for s, ranks in enumerate(pipe.plan.placement.ranks) if len(ranks) > 1), default=0.0
         )

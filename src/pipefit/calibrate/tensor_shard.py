@@ -73,7 +73,7 @@ def profile_of_shard(
     """
     device = next((p.device for layer in layers for p in layer.module.parameters()), torch.device("cpu"))
     num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
-    mesh = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, device, sequence)
+    mesh = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, sequence)
     region = mesh.region
     assert region is not None
     size = largest_part(example[0], plan.num_microbatches)

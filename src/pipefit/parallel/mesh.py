@@ -7,18 +7,18 @@ rank 1   2    3       rows: tensor parallelism, on the fastest links
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipefit.errors import ModelError, PlanError
 from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import ShardSpec, TensorRule, rule_of
-from pipefit.parallel.threads import giving_way
+from pipefit.parallel.threads import let_carriers_wait
 
 
 @dataclass
@@ -30,14 +30,12 @@ class Mesh:
         index: which of them this is, j.
         region: how they communicate; None without tensor parallelism.
         shards: how each sharded weight is split, by the user's name; tied ones under all their names.
-        devices: torch's mesh of all processes, dimensions "rank" and "tensor".
     """
 
     tensor: int = 1
     index: int = 0
     region: Region | None = None
     shards: Mapping[str, ShardSpec] = field(default_factory=dict)
-    devices: DeviceMesh | None = None
 
     @property
     def is_first(self) -> bool:
@@ -72,13 +70,15 @@ class Mesh:
         return part if spec is None else spec.shape(part, self.tensor)
 
 
-_meshes: dict[tuple[str, int, int], tuple[dist.ProcessGroup, DeviceMesh, dist.ProcessGroup]] = {}
-"""By kind of device, ranks and width: the world it belongs to, the mesh, and the group of this process's rank."""
+@functools.cache
+def _group_of_rank(world: dist.ProcessGroup, tensor: int) -> dist.ProcessGroup:
+    """The processes that share this one's rank. Groups are made once: each costs threads and connections."""
+    group, _ = dist.new_subgroups(tensor, group=world)
+    let_carriers_wait()
+    return group
 
 
-def make_mesh(
-    num_ranks: int, tensor: int, process: int, num_processes: int, device: torch.device, sequence: bool = False
-) -> Mesh:
+def make_mesh(num_ranks: int, tensor: int, process: int, num_processes: int, sequence: bool = False) -> Mesh:
     """The mesh of a run; every process calls it alike.
 
     Raises:
@@ -96,21 +96,8 @@ def make_mesh(
             f"{num_ranks} ranks of {tensor} tensor-parallel processes make {num_ranks * tensor}, but {num_processes} "
             "processes were started"
         )
-    key = device.type, num_ranks, tensor
-    world = dist.group.WORLD
-    found = _meshes.get(key)
-    if found is None or found[0] is not world:
-        # Groups are made once: each costs threads and connections.
-        with giving_way():
-            devices = init_device_mesh(device.type, (num_ranks, tensor), mesh_dim_names=("rank", "tensor"))
-            group = devices.get_group("tensor")
-            if group is world:
-                # Of a single rank it is that of everything else too, whose threads must not give way.
-                group = dist.new_group()
-        found = _meshes[key] = world, devices, group
-    _, devices, group = found
-    region = Region(group, tensor, process % tensor, sequence)
-    return Mesh(tensor, process % tensor, region, devices=devices)
+    region = Region(_group_of_rank(dist.group.WORLD, tensor), tensor, process % tensor, sequence)
+    return Mesh(tensor, process % tensor, region)
 
 
 def shard_layers(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:

@@ -50,8 +50,8 @@ def evaluate(
         for worker in engine.workers:
             worker.train(False)
         with torch.no_grad():
-            result = engine.run(forward_only(header, num), feed, measure)
-        sums = PendingLosses(engine, result, num, 1, result.metric)
+            runs = engine.run(forward_only(header, num), feed, measure)
+        sums = PendingLosses(engine, runs, num, 1, sum(value for run in runs for value in run.metrics))
         loss += sums.wait()[0] * count
         measured += sums.extra[0] * count
         total += count

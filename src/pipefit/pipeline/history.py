@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.collectives import exchange
-from pipefit.runtime.engine import Engine, PassResult
+from pipefit.runtime.engine import Engine
+from pipefit.runtime.executor import Execution
 from pipefit.timeline import Event, Timeline
 
 _KEPT = 16
@@ -18,16 +20,14 @@ class PassHistory:
 
     def __init__(self) -> None:
         self._program: Program | None = None
-        self.moved_bytes = (0.0, 0.0)
         self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT)
 
-    def add(self, program: Program, result: PassResult) -> None:
+    def add(self, program: Program, runs: Sequence[Execution]) -> None:
         """Keeps the times of a pass."""
         if program is not self._program:
             self._program = program
             self._passes.clear()
-        self.moved_bytes = result.moved_bytes
-        self._passes.append({run.compiled.rank: (run.starts, run.ends) for run in result.executions})
+        self._passes.append({run.compiled.rank: (run.starts, run.ends) for run in runs})
 
     def timeline(self, engine: Engine, last: int) -> Timeline:
         """The last passes of all ranks, times in seconds since the first of them began.

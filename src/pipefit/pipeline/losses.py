@@ -6,18 +6,18 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from pipefit.errors import NonFiniteLossError
 from pipefit.runtime.collectives import start_sum
-from pipefit.runtime.engine import Engine, PassResult
+from pipefit.runtime.engine import Engine
+from pipefit.runtime.executor import Execution
 
 
 class PendingLosses:
     """The losses of a pass on their way to every rank; asking for them waits."""
 
     def __init__(
-        self, engine: Engine, result: PassResult, num_microbatches: int, num_steps: int, *extra: float
+        self, engine: Engine, runs: Sequence[Execution], num_microbatches: int, num_steps: int, *extra: float
     ) -> None:
         # The last one counts the ranks that were asked to stop, so that all of them stop after the same step.
         own = extra if engine.mesh.is_first else (0.0,) * len(extra)
@@ -26,9 +26,9 @@ class PendingLosses:
         # losses of the steps are the same to the bit however the micro-batches lie on ranks.
         count = num_steps * num_microbatches
         table = torch.zeros(count + len(extra), dtype=torch.float64)
-        if result.losses and engine.mesh.is_first:
-            losses: list[Tensor] = [loss.reshape(()).double() for loss in result.losses.values()]
-            table[list(result.losses)] = torch.stack(losses).cpu()
+        losses = {mb: loss.reshape(()).double() for run in runs for mb, loss in run.losses}
+        if losses and engine.mesh.is_first:
+            table[list(losses)] = torch.stack(list(losses.values())).cpu()
         table[count:] = torch.tensor(extra, dtype=torch.float64)
         self._table, self._count, self._num_steps, self._session = table, count, num_steps, engine.session
         self._work = start_sum(engine.session, table)

@@ -192,6 +192,11 @@ class Pipeline:
         return self.loop.held_bytes
 
     @property
+    def moved_bytes(self) -> tuple[float, float]:
+        """Bytes that this process sent in the last pass: to other ranks, and to those it shares its rank with."""
+        return self._engine.moved_bytes
+
+    @property
     def stop_requested(self) -> bool:
         """Whether the run was asked to stop (SIGTERM), as all ranks know since the same step: save and leave."""
         return self._session.stop.agreed
@@ -323,7 +328,7 @@ class Pipeline:
 
     def report(self, last: int = 8) -> PipelineReport:
         """Where the time of the last passes went: print it. Every rank of a run must ask together."""
-        moved = traffic(self._session, self.loop.history.moved_bytes)
+        moved = traffic(self._session, self.moved_bytes)
         held = held_memory_bytes(self._session, self.held_bytes)
         return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session), moved, held)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipefit.errors import PipefitError
 from pipefit.ir.op import COMPUTE_OPS
 from pipefit.profiling import analytic_profile, measure_device
-from pipefit.runtime.engine import PassResult
+from pipefit.runtime.executor import Execution
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device
 from pipefit.stage.split import NamedLayer
@@ -36,9 +36,9 @@ class StepFigures(NamedTuple):
         return cls(tuple(figures[:half]), tuple(figures[half:]))
 
 
-def own_figures(session: Session, result: PassResult) -> list[float]:
+def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
     """The part of this process in `StepFigures`, zeros at the places of the others."""
-    bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in result.executions]
+    bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
     if not session.is_distributed:
         return [*bubbles, *([_memory_bytes()] + [0.0] * (len(bubbles) - 1))]
     figures = [0.0] * (2 * session.num_ranks)

@@ -40,7 +40,7 @@ class TensorParallel:
             PipefitError: the processes do not go with the plan, or the model cannot be sharded so.
         """
         num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
-        return cls.on(layers, make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, device, sequence))
+        return cls.on(layers, make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, sequence))
 
     @classmethod
     def on(cls, layers: Sequence[NamedLayer], mesh: Mesh) -> TensorParallel:

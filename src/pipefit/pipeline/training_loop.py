@@ -13,8 +13,8 @@ from pipefit.pipeline.losses import PendingLosses, finite
 from pipefit.pipeline.peak_memory import HeldMemory
 from pipefit.pipeline.step_figures import StepFigures, own_figures
 from pipefit.pipeline.tensor_parallel import TensorParallel
-from pipefit.runtime.engine import Engine, PassResult
-from pipefit.runtime.executor import Feed
+from pipefit.runtime.engine import Engine
+from pipefit.runtime.executor import Execution, Feed
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.schedules.registry import Schedule
 
@@ -65,10 +65,10 @@ class TrainingLoop:
         """Runs one update; its loss is still on its way."""
         self._tensor.check(x)
         feed = feed_of([(x, y)], self._size, self.next_ordinal, "train", self._weigh)
-        result = self._run(self._program_of(1), feed)
+        runs = self._run(self._program_of(1), feed)
         self._count(1)
-        figures = own_figures(self._engine.session, result) if self.shares_figures else ()
-        return PendingLosses(self._engine, result, self._size, 1, *figures)
+        figures = own_figures(self._engine.session, runs) if self.shares_figures else ()
+        return PendingLosses(self._engine, runs, self._size, 1, *figures)
 
     def run_steps(
         self, batches: Iterator[Any], steps: int | None, on_step: OnStep, stops: Callable[[], bool]
@@ -110,23 +110,23 @@ class TrainingLoop:
         """Runs one program over all updates, whose micro-batches overlap; it drains at its end."""
         feed = stream_feed(map(pair_of, batches), steps, self._size, self.next_ordinal, self._weigh)
         first = self.num_updates
-        result = self._run(self._program_of(steps), feed)
+        runs = self._run(self._program_of(steps), feed)
         self._count(steps)
-        losses = list(PendingLosses(self._engine, result, self._size, steps).wait())
+        losses = list(PendingLosses(self._engine, runs, self._size, steps).wait())
         for step, loss in enumerate(losses, 1):
             on_step(step, finite(loss, first + step))
         return losses
 
-    def _run(self, program: Program, feed: Feed) -> PassResult:
+    def _run(self, program: Program, feed: Feed) -> list[Execution]:
         workers = self._engine.workers
         for worker in workers:
             worker.train(True)
         watch = self._memory_watch()
-        result = self._engine.run(program, feed, look=watch.look if watch else None)
+        runs = self._engine.run(program, feed, look=watch.look if watch else None)
         if watch is not None:
             self.held_bytes = watch.held_bytes
-        self.history.add(program, result)
-        return result
+        self.history.add(program, runs)
+        return runs
 
     def _memory_watch(self) -> HeldMemory | None:
         """Looks at the memory in one pass: the second of a synchronous schedule, when the optimizers have states."""

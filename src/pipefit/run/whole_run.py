@@ -246,7 +246,7 @@ def _result(
         measured_period_s=measured.period_s,
         bubble=measured.bubble_fraction,
         utilisation=[measured.utilisation(rank) for rank in range(len(measured.program.ranks))],
-        traffic=traffic(session, pipe.loop.history.moved_bytes),
+        traffic=traffic(session, pipe.moved_bytes),
         peak_memory_bytes=peak_memory_bytes(session),
         held_bytes=held_memory_bytes(session, pipe.held_bytes),
     )

@@ -3,15 +3,21 @@
 Every send and receive is asynchronous. Shapes are agreed on once: the first activation of each shape on a link is
 announced by its contract, from which both ends know what all later ones look like; nothing is negotiated again until
 the shapes of the data change (a ragged last batch, another sequence length).
+
+With tensor parallelism a rank is several processes:
+
+    rank a = processes (a, 0) (a, 1)        a message from a to b goes from (a, j) to (b, j)
+                 │      │                   a piece of a value is the j-th of its t equal parts, laid flat
+    rank b = processes (b, 0) (b, 1)        the t processes of b gather the whole from each other
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
+import math
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +26,19 @@ from torch import Tensor
 
 from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Kind
-from pipefit.runtime.transport import Handle, Message
+from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
+from pipefit.parallel.mesh import Mesh
+from pipefit.runtime.transport import Ending, Message
 from pipefit.simulate import FEW_SENDS
 from pipefit.stage.payload import Contract
 
 _MAX_LEAVES = 64
+_OVER_ALL = (Reduction.NORM, Op.BARRIER.value)
+"""Collectives of every process of the run; others are among the processes of equal j of some ranks."""
 
 
 class DistributedTransport:
-    """This rank's messages and reductions.
+    """This process's messages and reductions.
 
     Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
     later messages to it are under way; under a schedule whose receivers are busy with other stages meanwhile
@@ -40,6 +49,7 @@ class DistributedTransport:
         rank: its number.
         num_stages: of the model.
         device: where it computes.
+        mesh: the processes that share the rank.
         link_groups: whether each direction of a link gets a process group of its own; on a GPU it does anyway.
 
     Attributes:
@@ -47,13 +57,13 @@ class DistributedTransport:
         max_open_sends: messages of one kind to a rank that may be under way before the oldest is waited for.
     """
 
-    def __init__(self, rank: int, num_stages: int, device: torch.device, link_groups: bool = False) -> None:
-        self.rank = rank
-        self._has_link_groups = link_groups or device.type == "cuda"
+    def __init__(self, rank: int, num_stages: int, device: torch.device, mesh: Mesh, link_groups: bool = False) -> None:
         self.device = device
         self.bytes_sent = 0
         self.max_open_sends = FEW_SENDS
-        self._stages = num_stages
+        self._mesh, self._stages = mesh, num_stages
+        self._process = rank * mesh.tensor + mesh.index
+        self._has_link_groups = link_groups or device.type == "cuda"
         self._world: dist.ProcessGroup = dist.group.WORLD
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: dict[tuple[int, object], Contract] = {}
@@ -64,17 +74,13 @@ class DistributedTransport:
         self._signatures: Sequence[object] = ()
         self._open: dict[tuple[int, str], deque[_Sent]] = {}
         self._deferred: dict[int, deque[_Receive]] = {}
-        # Every link of the programs so far, and how this rank reaches the other end of its own.
+        # Every link of the programs so far, and how this process reaches the other end of its own.
         self._known_links: set[tuple[int, int]] = set()
         self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._parity = 0
 
-    def allow_sends(self, unposted: int) -> None:
-        """A program leaves so many messages under way before their receives are posted."""
-        self.max_open_sends = max(self.max_open_sends, FEW_SENDS + unposted)
-
-    def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]]) -> None:
-        """Makes the process groups of a program's reductions and links; every rank must call it with the same ones.
+    def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]], unposted: int) -> None:
+        """Makes the process groups of a program's reductions and links; every process must call it with the same ones.
 
         With NCCL each direction of a pair has a group of its own: NCCL runs what two ranks exchange in one stream, in
         order, where a send waits for its receive, so the directions would block each other. With Gloo they may share
@@ -82,30 +88,27 @@ class DistributedTransport:
 
         Torch names a group by how many the process has made, members or not: a rank that makes one more or less than
         another meets nobody under the names of all later ones, and waits. So what exists is remembered for all ranks.
+
+        Args:
+            member_sets: the ranks of each reduction.
+            links: (sender, receiver).
+            unposted: how many messages the program leaves under way before their receives are posted.
         """
-        for link in sorted(set(links) - self._known_links) if self._has_link_groups else ():
+        self.max_open_sends = max(self.max_open_sends, FEW_SENDS + unposted)
+        t = self._mesh.tensor
+        pairs = {(a * t + j, b * t + j) for a, b in links for j in range(t)} if self._has_link_groups else set()
+        for link in sorted(pairs - self._known_links):
             self._known_links.add(link)
             group = dist.new_group(sorted(link))
-            if self.rank in link:
-                peer = link[0] if link[1] == self.rank else link[1]
+            if self._process in link:
+                peer = link[0] if link[1] == self._process else link[1]
                 self._links[link] = group, dist.get_group_rank(group, peer)
-        for members in sorted(set(member_sets)):
-            if members not in self._groups:
-                whole = len(members) == dist.get_world_size()
-                self._groups[members] = self._world if whole else dist.new_group(list(members))
-
-    def let_work_finish(self) -> None:
-        """Gloo's threads take a core when it is free or offered, and not from a rank that computes (Linux).
-
-        One that takes it while the rank holds the lock of their connection turns in `epoll_wait` for that lock until
-        the scheduler ends its turn, some milliseconds later: 2 to 16 % of the steps of a small convolutional network.
-        """
-        tasks = Path("/proc/self/task")
-        for thread in tasks.iterdir() if tasks.is_dir() and self.device.type == "cpu" else ():
-            # It may have ended, or a sandbox may forbid it.
-            with contextlib.suppress(OSError):
-                if "gloo" in (thread / "comm").read_text():
-                    os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+        for members in sorted(set(member_sets) - self._groups.keys()):
+            for j in range(t) if len(members) > 1 else ():
+                processes = [rank * t + j for rank in members]
+                group = self._world if len(processes) == dist.get_world_size() else dist.new_group(processes)
+                if j == self._mesh.index:
+                    self._groups[members] = group
 
     def begin(self, signatures: Sequence[object]) -> None:
         """A pass begins."""
@@ -113,26 +116,31 @@ class DistributedTransport:
         self._parity ^= 1
         self._unproven.clear()
 
+    # ---- messages --------------------------------------------------------------------------------------------------
+
     def send(self, instruction: Instruction, message: Message) -> None:
-        """Starts to send the leaves of a message."""
+        """Starts to send the leaves of a message, or this process's pieces of them."""
         i = instruction
-        leaves = [leaf.contiguous() for leaf in message.leaves]
-        sent = _Sent(i.stage, i.mb, [], [leaves])
-        if i.kind == Kind.ACT:
-            self._agree(i, message, sent)
-        first = self._tag(i)
-        group, peer = self._links.get((self.rank, i.peer), (self._world, i.peer))
+        kind, to = WHOLE_OF.get(i.kind, i.kind), self._peer(i)
+        sent = _Sent(i.stage, i.mb, [], [])
+        if kind == Kind.ACT:
+            self._agree(i, to, message, sent)
+        leaves = message.leaves if kind == i.kind else [self._piece(leaf) for leaf in message.leaves]
+        first = self._tag(i, kind)
+        group, peer = self._links.get((self._process, to), (self._world, to))
         for offset, leaf in enumerate(leaves):
+            leaf = leaf.contiguous()
+            sent.held.append(leaf)
             sent.works.append(group.send([leaf], peer, first + offset))
             self.bytes_sent += leaf.nbytes
-        queue = self._open.setdefault((i.peer, i.kind), deque())
+        queue = self._open.setdefault((to, kind), deque())
         queue.append(sent)
         # A receiver that has not learnt a contract yet posts later than its program says: until an answer shows that it
         # has, waiting here could mean that both ends wait for each other.
-        while len(queue) > self.max_open_sends and not any(peer == i.peer for peer, _, _ in self._unproven):
+        while len(queue) > self.max_open_sends and not any(peer == to for peer, _, _ in self._unproven):
             queue.popleft().finish()
 
-    def _agree(self, i: Instruction, message: Message, sent: _Sent) -> None:
+    def _agree(self, i: Instruction, to: int, message: Message, sent: _Sent) -> None:
         """Holds an activation to its contract, and announces the contract to a receiver that has not seen it."""
         signature = self._signatures[i.mb]
         contract = Contract.of(message.leaves, message.flags, message.structure)
@@ -147,70 +155,85 @@ class DistributedTransport:
                 f"the output of stage {i.stage} has {len(contract.leaves)} tensors, at most {_MAX_LEAVES} can be sent; "
                 "stack some of them"
             )
-        if (i.peer, i.stage, signature) not in self._told:
-            self._told.add((i.peer, i.stage, signature))
-            self._unproven.add((i.peer, i.stage, signature))
-            self._post_what_can_be()
+        if (to, i.stage, signature) not in self._told:
+            self._told.add((to, i.stage, signature))
+            self._unproven.add((to, i.stage, signature))
+            self._post_known()
             text = torch.frombuffer(bytearray(contract.to_bytes()), dtype=torch.uint8)
             head = torch.tensor([text.numel(), i.mb])
             sent.held.extend((text, head))
             tag = self._announcement_tag(i.stage)
-            sent.works.extend((self._world.send([head], i.peer, tag), self._world.send([text], i.peer, tag + 1)))
+            sent.works.extend((self._world.send([head], to, tag), self._world.send([text], to, tag + 1)))
 
-    def receive(self, instruction: Instruction) -> _Receive:
+    def receive(self, instruction: Instruction, deliver: Callable[[Message], None]) -> Ending:
         """Posts a receive.
 
         One whose shapes are not known yet is posted when it is waited for, and so are those behind it on the same link:
         without tags, receives must be posted in the sender's order.
         """
-        receive = _Receive(self, instruction)
-        waiting = self._deferred.setdefault(instruction.peer, deque())
-        if waiting or not receive.try_to_post():
-            waiting.append(receive)
-        return receive
+        i = instruction
+        receive = _Receive(i, WHOLE_OF.get(i.kind, i.kind), self._peer(i), deliver)
+        self._deferred.setdefault(receive.peer, deque()).append(receive)
+        self._post_known()
+        return partial(self._arrive, receive)
 
-    def post_deferred(self, receive: _Receive) -> None:
-        """Posts the deferred receives of a link up to this one, learning their shapes on the way."""
-        waiting = self._deferred[receive.instruction.peer]
-        while not receive.is_posted:
-            if waiting[0].try_to_post():
-                waiting.popleft()
-            else:
-                self.learn(waiting[0].instruction)
-                self._post_what_can_be()
-
-    def _post_what_can_be(self) -> None:
-        """Shapes have become known: posts the deferred receives of every link, in order, as far as that goes."""
+    def _post_known(self) -> None:
+        """Posts the receives of every link whose shapes are known, in order, as far as that goes."""
         for waiting in self._deferred.values():
-            while waiting and waiting[0].try_to_post():
-                waiting.popleft()
+            while waiting and (contract := self._contract_of(waiting[0])) is not None:
+                self._post(waiting.popleft(), contract)
 
-    def contract_of(self, i: Instruction) -> Contract | None:
+    def _contract_of(self, receive: _Receive) -> Contract | None:
         """The contract of a value that will arrive, if it is known already."""
+        i = receive.instruction
         signature = self._signatures[i.mb]
-        if i.kind == Kind.ACT:
-            return self._announced.get((i.peer, i.stage, signature))
+        if receive.kind == Kind.ACT:
+            return self._announced.get((receive.peer, i.stage, signature))
         return self._made.get((i.stage, signature))
 
-    def learn(self, i: Instruction) -> None:
+    def _post(self, receive: _Receive, contract: Contract) -> None:
+        """Opens buffers for the leaves of a message, or for pieces of them."""
+        i, is_act = receive.instruction, receive.kind == Kind.ACT
+        wanted = contract.leaves if is_act else [leaf for leaf in contract.leaves if leaf[2]]
+        shapes = [shape for shape, _, _ in wanted]
+        taken = shapes if receive.kind == i.kind else [self._piece_shape(shape) for shape in shapes]
+        types = (dtype for _, dtype, _ in wanted)
+        buffers = [torch.empty(s, dtype=d, device=self.device) for s, d in zip(taken, types, strict=True)]
+        flags = [flag for _, _, flag in wanted] if is_act else ()
+        receive.message = Message(buffers, flags, contract.structure if is_act else None, shapes)
+        first = self._tag(i, receive.kind)
+        group, peer = self._links.get((receive.peer, self._process), (self._world, receive.peer))
+        receive.works = [group.recv([buffer], peer, first + k) for k, buffer in enumerate(buffers)]
+
+    def _arrive(self, receive: _Receive) -> bool:
+        """Waits for a message; learns the shapes of those before it on its link, where they are not known."""
+        while receive.message is None:
+            self._learn(self._deferred[receive.peer][0])
+            self._post_known()
+        for work in receive.works:
+            work.wait()
+        # What this answers has arrived, if it was sent from here.
+        i = receive.instruction
+        if receive.kind == Kind.ACT:
+            self._release(Kind.ACT, i.stage - 1, i.mb)
+        else:
+            self._release(Kind.ACT, i.stage, i.mb)
+            self._release(Kind.GRAD, i.stage + 1, i.mb)
+        receive.deliver(receive.message)
+        return True
+
+    def _learn(self, receive: _Receive) -> None:
         """Receives the next announcement of a stage's activations."""
-        tag = self._announcement_tag(i.stage)
+        stage, peer = receive.instruction.stage, receive.peer
+        tag = self._announcement_tag(stage)
         head = torch.zeros(2, dtype=torch.int64)
-        self._world.recv([head], i.peer, tag).wait()
+        self._world.recv([head], peer, tag).wait()
         text = torch.empty(int(head[0]), dtype=torch.uint8)
-        self._world.recv([text], i.peer, tag + 1).wait()
+        self._world.recv([text], peer, tag + 1).wait()
         signature = self._signatures[int(head[1])]
-        self._announced[i.peer, i.stage, signature] = Contract.from_bytes(text.numpy().tobytes())
+        self._announced[peer, stage, signature] = Contract.from_bytes(text.numpy().tobytes())
 
-    def post(self, i: Instruction, contract: Contract) -> tuple[list[Tensor], list[Any]]:
-        """Buffers for the leaves of a message, and their receives under way."""
-        wanted = contract.leaves if i.kind == Kind.ACT else [leaf for leaf in contract.leaves if leaf[2]]
-        buffers = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in wanted]
-        first = self._tag(i)
-        group, peer = self._links.get((i.peer, self.rank), (self._world, i.peer))
-        return buffers, [group.recv([buffer], peer, first + k) for k, buffer in enumerate(buffers)]
-
-    def delivered(self, kind: str, stage: int, mb: int) -> None:
+    def _release(self, kind: str, stage: int, mb: int) -> None:
         """Lets go of a send whose receiver has answered, and of all before it on the same link."""
         if self._unproven and kind == Kind.ACT:
             known = (stage, self._signatures[mb])
@@ -221,47 +244,73 @@ class DistributedTransport:
                     sent.finish()
                 sent.finish()
 
-    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Handle:
-        """Starts to sum tensors over some ranks: a single one where it is, several of one type in one message."""
-        group = self._groups[members]
-        if len(tensors) == 1 and tensors[0].is_contiguous():
-            return InPlace(dist.all_reduce(tensors[0], group=group, async_op=True))
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
-        flats = [torch.cat([tensor.reshape(-1) for tensor in own]) for own in by_type.values()]
-        works = [dist.all_reduce(flat, group=group, async_op=True) for flat in flats]
-        return _Flattened(list(by_type.values()), flats, works)
-
-    def reduce_scatter(
-        self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor
-    ) -> InPlace | _Scattered:
-        """Starts to sum a flat tensor over some ranks, each of which gets its part where it lies in the whole.
-
-        Gloo would sum all of a copy on every rank, so there parts are exchanged and each rank adds up its own.
-        """
-        group = self._groups[members]
-        if whole.device.type == "cuda":
-            return InPlace(dist.reduce_scatter_single(part, whole, group=group, async_op=True))
-        given = torch.empty_like(whole)
-        return _Scattered(dist.all_to_all_single(given, whole, group=group, async_op=True), given, part)
-
-    def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> InPlace:
-        """Starts to join the parts of some ranks."""
-        return InPlace(dist.all_gather_single(whole, part, group=self._groups[members], async_op=True))
-
     def finish(self) -> None:
         """Waits for every send under way."""
         for queue in self._open.values():
             while queue:
                 queue.popleft().finish()
 
-    def _tag(self, i: Instruction) -> int:
+    def _peer(self, i: Instruction) -> int:
+        return i.peer * self._mesh.tensor + self._mesh.index
+
+    def _piece(self, leaf: Tensor) -> Tensor:
+        shape = self._piece_shape(leaf.shape)
+        return leaf if shape == leaf.shape else leaf.reshape(-1, *shape)[self._mesh.index]
+
+    def _piece_shape(self, whole: torch.Size) -> torch.Size:
+        """The shape of a piece; that of a tensor which cannot be divided and travels whole."""
+        size, rest = divmod(math.prod(whole), self._mesh.tensor)
+        return whole if rest or not size else torch.Size([size])
+
+    def _tag(self, i: Instruction, kind: str) -> int:
         message = ((i.mb % 4096) * self._stages + i.stage) * 2 + self._parity
-        return (message * 2 + (i.kind == Kind.GRAD)) * _MAX_LEAVES
+        return (message * 2 + (kind == Kind.GRAD)) * _MAX_LEAVES
 
     def _announcement_tag(self, stage: int) -> int:
         return 4096 * self._stages * 4 * _MAX_LEAVES + 2 * stage
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Ending:
+        """Starts to sum tensors over some ranks: a single one where it is, several of one type in one message."""
+        group = self._world if key[0] in _OVER_ALL else self._groups.get(members)
+        if group is None:
+            return lambda: True  # the sum over one process
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            return _ending(dist.all_reduce(tensors[0], group=group, async_op=True))
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        flats = [torch.cat([tensor.reshape(-1) for tensor in own]) for own in by_type.values()]
+
+        def unpack() -> None:
+            for own, flat in zip(by_type.values(), flats, strict=True):
+                parts = flat.split([tensor.numel() for tensor in own])
+                torch._foreach_copy_(own, [part.view_as(tensor) for part, tensor in zip(parts, own, strict=True)])
+
+        return _ending(*[dist.all_reduce(flat, group=group, async_op=True) for flat in flats], then=unpack)
+
+    def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> Ending:
+        """Starts to sum a flat tensor over some ranks, each of which gets its part where it lies in the whole.
+
+        Gloo would sum all of a copy on every rank, so there parts are exchanged and each rank adds up its own.
+        """
+        group = self._groups[members]
+        if whole.device.type == "cuda":
+            return _ending(dist.reduce_scatter_single(part, whole, group=group, async_op=True))
+        given = torch.empty_like(whole)
+
+        def add() -> None:
+            first, *others = given.view(-1, len(part))
+            part.copy_(first)
+            for other in others:
+                part.add_(other)
+
+        return _ending(dist.all_to_all_single(given, whole, group=group, async_op=True), then=add)
+
+    def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Ending:
+        """Starts to join the parts of some ranks."""
+        return _ending(dist.all_gather_single(whole, part, group=self._groups[members], async_op=True))
 
 
 class _Sent(NamedTuple):
@@ -270,103 +319,38 @@ class _Sent(NamedTuple):
     stage: int
     mb: int
     works: list[Any]
-    held: list[object]
+    held: list[Tensor]
 
     def finish(self) -> None:
         for work in self.works:
             work.wait()
 
 
+@dataclass
 class _Receive:
-    """A receive under way, or one that still waits for its contract."""
+    """A receive: under way once it has a message, whose buffers are being filled.
 
-    def __init__(self, transport: DistributedTransport, instruction: Instruction) -> None:
-        self.instruction = instruction
-        self._transport = transport
-        self._posted: tuple[Contract, list[Tensor], list[Any]] | None = None
+    Attributes:
+        kind: of the whole value, of which the instruction may name a piece.
+        peer: the process that sends.
+    """
 
-    @property
-    def is_posted(self) -> bool:
-        """Whether its buffers are open."""
-        return self._posted is not None
+    instruction: Instruction
+    kind: str
+    peer: int
+    deliver: Callable[[Message], None]
+    message: Message | None = None
+    works: Sequence[Any] = ()
 
-    def try_to_post(self) -> bool:
-        """Posts the buffers if their shapes are known."""
-        contract = self._transport.contract_of(self.instruction)
-        if contract is not None:
-            self._posted = (contract, *self._transport.post(self.instruction, contract))
-        return self.is_posted
 
-    def ready(self) -> bool:
-        """`wait` may block: the process has nothing else to run."""
-        return True
+def _ending(*works: Any, then: Callable[[], None] | None = None) -> Ending:
+    """Waits for some work, and then makes use of its result."""
 
-    def wait(self) -> Message:
-        """The message."""
-        i = self.instruction
-        if self._posted is None:
-            self._transport.post_deferred(self)
-        assert self._posted is not None
-        contract, buffers, works = self._posted
+    def end() -> bool:
         for work in works:
             work.wait()
-        # What this answers has arrived, if it was sent from here.
-        if i.kind != Kind.ACT:
-            self._transport.delivered(Kind.ACT.value, i.stage, i.mb)
-            self._transport.delivered(Kind.GRAD.value, i.stage + 1, i.mb)
-            return Message(buffers, [], None)
-        self._transport.delivered(Kind.ACT.value, i.stage - 1, i.mb)
-        return Message(buffers, [flag for _, _, flag in contract.leaves], contract.structure)
-
-
-class InPlace(NamedTuple):
-    """A collective under way that leaves its result where it belongs."""
-
-    work: Any
-
-    def ready(self) -> bool:
-        """`wait` may block."""
+        if then is not None:
+            then()
         return True
 
-    def wait(self) -> None:
-        """Blocks until the result is there."""
-        self.work.wait()
-
-
-class _Scattered(NamedTuple):
-    """Parts under way to those who add them up."""
-
-    work: Any
-    given: Tensor
-    part: Tensor
-
-    def ready(self) -> bool:
-        """`wait` may block."""
-        return True
-
-    def wait(self) -> None:
-        """Adds up this rank's part."""
-        self.work.wait()
-        first, *others = self.given.view(-1, len(self.part))
-        self.part.copy_(first)
-        for other in others:
-            self.part.add_(other)
-
-
-class _Flattened(NamedTuple):
-    """Sums under way, of tensors that share flat buffers."""
-
-    tensors: list[list[Tensor]]
-    flats: list[Tensor]
-    works: list[Any]
-
-    def ready(self) -> bool:
-        """`wait` may block."""
-        return True
-
-    def wait(self) -> None:
-        """Copies the sums from the flat buffers to the tensors."""
-        for own, flat, work in zip(self.tensors, self.flats, self.works, strict=True):
-            work.wait()
-            parts = flat.split([tensor.numel() for tensor in own])
-            torch._foreach_copy_(own, [part.view_as(tensor) for part, tensor in zip(parts, own, strict=True)])
+    return end

@@ -14,7 +14,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.progress import Progress
-from pipefit.runtime.transport import Handle, Message, Transport
+from pipefit.runtime.transport import Ending, Message, Transport
 from pipefit.runtime.worker import Worker
 
 Key = tuple[str, int, int]
@@ -56,7 +56,7 @@ class Execution:
         flags: which outputs of a stage need gradients, learnt from the first micro-batch of each shape.
         progress: where others can see how far the rank has come.
         values: activations, inputs, gradients and what autograd saved, by (kind, stage, micro-batch).
-        handles: what is under way and will be waited for, by the index of its instruction.
+        endings: what is under way and will be waited for, by the index of its instruction.
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
         metric, metrics: a further number taken of each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
@@ -75,7 +75,7 @@ class Execution:
     progress: Progress
     metric: Callable[[Any, Any], float] | None = None
     values: dict[Key, Any] = field(default_factory=dict)
-    handles: dict[int, Handle] = field(default_factory=dict)
+    endings: dict[int, Ending] = field(default_factory=dict)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
@@ -119,11 +119,10 @@ class Execution:
     def _wait_for(self, awaited: Sequence[int]) -> Generator[Instruction]:
         """Waits until earlier instructions are complete; yields the one that cannot go on meanwhile."""
         for index in awaited:
-            handle = self.handles.pop(index, None)
-            if handle is not None:
-                while not handle.ready():
+            end = self.endings.pop(index, None)
+            if end is not None:
+                while not end():
                     yield self.compiled.instructions[self.index]
-                handle.wait()
                 self.ends[index] = time.perf_counter()
 
     def stage_input(self, instruction: Instruction) -> Message:

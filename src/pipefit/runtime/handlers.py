@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,10 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import PIECE_OF, WHOLE_OF, Kind, Op, Reduction
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
-from pipefit.runtime.executor import Execution, Handlers, Key
+from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
 from pipefit.runtime.spill_handlers import evict, fetch, norm_part, norms_of, saving, step_on_host
-from pipefit.runtime.transport import Handle, Message
+from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
@@ -119,9 +120,7 @@ def _loss(run: Execution, i: Instruction) -> None:
         program = run.compiled.program
         share *= scale.of(program, program.header.update_of(last, i.mb))
     grads = run_backward((loss,), (torch.full_like(loss, share),), tuple(needed)) if needed else ()
-    run.values["grad", last, i.mb] = [
-        torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(needed, grads, strict=True)
-    ]
+    run.values["grad", last, i.mb] = _whole(grads, needed)
 
 
 def _describe(value: object) -> str:
@@ -130,7 +129,7 @@ def _describe(value: object) -> str:
 
 def _backward(run: Execution, i: Instruction) -> None:
     saved: Saved = run.values.pop(("saved", i.stage, i.mb))
-    grads = _gradient(run, i)
+    grads = run.values.pop(("grad", i.stage, i.mb)).leaves
     run.worker.stores[i.stage].at(i.version)
     if saved.edges:
         if i.stage in run.worker.buckets:
@@ -138,27 +137,21 @@ def _backward(run: Execution, i: Instruction) -> None:
         else:
             run_backward(tuple(saved.edges), tuple(grads))
     if i.stage:
-        run.values["grad", i.stage - 1, i.mb] = [_or_zero(leaf.grad, leaf) for leaf in saved.inputs]
+        run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in saved.inputs], saved.inputs)
 
 
-def _gradient(run: Execution, i: Instruction) -> list[Tensor]:
-    grad = run.values.pop(("grad", i.stage, i.mb))
-    return grad.leaves if isinstance(grad, Message) else grad
-
-
-def _or_zero(grad: Tensor | None, leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if grad is None else grad
+def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Message:
+    """Gradients of some leaves, zero where autograd found no way to one."""
+    return Message([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)])
 
 
 def _backward_input(run: Execution, i: Instruction) -> None:
     saved: Saved = run.values["saved", i.stage, i.mb]
-    grads = _gradient(run, i)
+    grads = run.values.pop(("grad", i.stage, i.mb)).leaves
     run.worker.stores[i.stage].at(i.version)
     found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
     if i.stage:
-        run.values["grad", i.stage - 1, i.mb] = [
-            _or_zero(grad, leaf) for grad, leaf in zip(found, saved.inputs, strict=True)
-        ]
+        run.values["grad", i.stage - 1, i.mb] = _whole(found, saved.inputs)
 
 
 def _backward_weight(run: Execution, i: Instruction) -> None:
@@ -173,32 +166,24 @@ def _backward_weight(run: Execution, i: Instruction) -> None:
 
 
 def _send(run: Execution, i: Instruction) -> None:
-    value = run.values[WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb]
-    message = value if isinstance(value, Message) else Message(value, [], None)
-    run.transport.send(i, message)
-
-
-class _Arrival(NamedTuple):
-    """A receive under way; its message becomes a value of the run."""
-
-    receive: Handle
-    values: dict[Key, Any]
-    key: Key
-
-    def ready(self) -> bool:
-        return self.receive.ready()
-
-    def wait(self) -> None:
-        self.values[self.key] = self.receive.wait()
+    run.transport.send(i, run.values[WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb])
 
 
 def _receive(run: Execution, i: Instruction) -> None:
-    run.handles[run.index] = _Arrival(run.transport.receive(i), run.values, (i.kind, i.stage, i.mb))
+    key = (i.kind, i.stage, i.mb)
+    run.endings[run.index] = run.transport.receive(i, partial(run.values.__setitem__, key))
 
 
 def _gather(run: Execution, i: Instruction) -> None:
-    pieces = run.values.pop((PIECE_OF[i.kind], i.stage, i.mb))
-    run.values[i.kind, i.stage, i.mb] = run.transport.gather(pieces)
+    """Joins the pieces that the processes of a rank have; tensors that cannot be divided came whole."""
+    region = run.worker.mesh.region
+    assert region is not None
+    message: Message = run.values.pop((PIECE_OF[i.kind], i.stage, i.mb))
+    leaves = [
+        leaf if leaf.shape == shape else region.gathered(leaf, 0).view(shape)
+        for leaf, shape in zip(message.leaves, message.shapes, strict=True)
+    ]
+    run.values[i.kind, i.stage, i.mb] = message._replace(leaves=leaves, shapes=())
 
 
 def _reduce(run: Execution, i: Instruction) -> None:
@@ -219,7 +204,7 @@ def _reduce(run: Execution, i: Instruction) -> None:
         return reducing.gather_shards(run, i)
     else:
         return reducing.reduce_gradients(run, i)
-    run.handles[run.index] = run.transport.all_reduce(members, (i.kind, i.stage, i.version), tensors)
+    run.endings[run.index] = run.transport.all_reduce(members, (i.kind, i.stage, i.version), tensors)
 
 
 def _local_square(run: Execution, update: int) -> Tensor:
@@ -298,7 +283,7 @@ def _drop(run: Execution, i: Instruction) -> None:
 def _barrier(run: Execution, i: Instruction) -> None:
     members = collective_members(run.compiled.program.header, i)
     token = [torch.zeros(1)]
-    run.handles[run.index] = run.transport.all_reduce(members, ("barrier", run.index), token)
+    run.endings[run.index] = run.transport.all_reduce(members, ("barrier", run.index), token)
 
 
 HANDLERS: Handlers = {

@@ -6,8 +6,7 @@ all of them put the new weights together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.parallel.buckets import GradientBuckets, Launch
 from pipefit.parallel.sharded_weights import ShardedStore
-from pipefit.runtime.transport import Handle
+from pipefit.runtime.transport import Ending, all_of
 from pipefit.spill.stage_store import SpilledStore
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
 def _launcher(run: Execution, reduce: Instruction) -> Launch:
     """Starts the reduction of a bucket and keeps what is under way for the `reduce` instruction."""
     members = collective_members(run.compiled.program.header, reduce)
-    under_way: list[Handle] = []
+    under_way: list[Ending] = []
     run.values["launched", reduce.stage, reduce.version] = under_way
     key = (reduce.kind, reduce.stage, reduce.version)
     store = run.worker.stores[reduce.stage]
@@ -104,14 +103,14 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
     buckets.finish()
     for index in buckets.idle:
         worker.mark_idle(i.stage, buckets.parameters[index], buckets.marks[index])
-    under_way: list[Handle] = run.values.pop(("launched", i.stage, i.version))
+    under_way: list[Ending] = run.values.pop(("launched", i.stage, i.version))
     rest = [sums for norm in worker.stages[i.stage].batchnorms if (sums := norm.gathered(i.version)) is not None]
     if i.kind == Reduction.SCATTER and len(buckets.marks):
         rest.append(buckets.marks)
     if rest:
         members = collective_members(run.compiled.program.header, i)
         under_way.append(run.transport.all_reduce(members, (i.kind, i.stage, i.version), rest))
-    run.handles[run.index] = _All(under_way)
+    run.endings[run.index] = all_of(under_way)
 
 
 def gather_shards(run: Execution, i: Instruction) -> None:
@@ -119,11 +118,11 @@ def gather_shards(run: Execution, i: Instruction) -> None:
     store = run.worker.stores[i.stage]
     assert isinstance(store, ShardedStore)
     members = collective_members(run.compiled.program.header, i)
-    under_way: list[Handle] = [
+    under_way: list[Ending] = [
         run.transport.all_gather(members, (i.kind, i.stage, i.version, number), part, whole)
         for number, (part, whole) in enumerate(store.weight_parts(i.version + 1))
     ]
-    run.handles[run.index] = _All(under_way)
+    run.endings[run.index] = all_of(under_way)
 
 
 def counted_parts(run: Execution) -> list[Tensor]:
@@ -141,17 +140,3 @@ def counted_parts(run: Execution) -> list[Tensor]:
                 tied = {id(own.parameter.grad) for own in owned if own.tie}
                 found += [grad for grad in worker.counted_gradients(stage) if id(grad) in tied]
     return found
-
-
-@dataclass(frozen=True)
-class _All:
-    """Several operations under way."""
-
-    parts: Sequence[Handle]
-
-    def ready(self) -> bool:
-        return all(part.ready() for part in self.parts)
-
-    def wait(self) -> None:
-        for part in self.parts:
-            part.wait()

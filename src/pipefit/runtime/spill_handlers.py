@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,31 +24,21 @@ PARKED = "parked "
 """Before the kind of a value of the run that waits on the tier: its flags and structure, without tensors."""
 
 
-@dataclass(frozen=True)
-class _Arriving:
-    """A copy to the device under way, and what makes use of it once it has ended."""
-
-    copy: Copy
-    arrived: Callable[[], None]
-
-    def ready(self) -> bool:
-        """Always: a copy ends on its own lane, so `wait` may block."""
-        return True
-
-    def wait(self) -> None:
-        self.copy.wait()
-        self.arrived()
-
-
 def fetch(run: Execution, i: Instruction) -> None:
     """Starts to load a stage's weights, states or gradients, or data at a cut; whoever needs them waits."""
     if i.kind not in SLOTTED:
-        arriving = _unparked(run, i)
+        copy, arrived = _unparked(run, i)
     else:
         store = _store(run, i)
-        arriving = _Arriving(store.fetch(i.kind, i.version, i.slot), lambda: store.arrived(i.kind, i.version, i.slot))
-    _time(run, arriving.copy)
-    run.handles[run.index] = arriving
+        copy, arrived = store.fetch(i.kind, i.version, i.slot), partial(store.arrived, i.kind, i.version, i.slot)
+    _time(run, copy)
+
+    def end() -> bool:
+        copy.wait()
+        arrived()
+        return True
+
+    run.endings[run.index] = end
 
 
 def evict(run: Execution, i: Instruction) -> None:
@@ -67,22 +56,20 @@ def evict(run: Execution, i: Instruction) -> None:
 
 def _park(run: Execution, i: Instruction) -> Copy:
     """Starts to write an activation or its gradient, of which the rank keeps only flags and structure."""
-    value = run.values.pop((i.kind, i.stage, i.version))
-    message = value if isinstance(value, Message) else Message(value, [], None)
+    message: Message = run.values.pop((i.kind, i.stage, i.version))
     run.values[PARKED + i.kind, i.stage, i.version] = message._replace(leaves=[])
     return _spilling(run, i).parked.write(Key(i.stage, i.kind, i.version), message.leaves)
 
 
-def _unparked(run: Execution, i: Instruction) -> _Arriving:
-    """An activation or its gradient on its way back; once it is there, it is a value of the run again."""
+def _unparked(run: Execution, i: Instruction) -> tuple[Copy, Callable[[], None]]:
+    """An activation or its gradient on its way back, and what makes it a value of the run again once it is there."""
     copy, tensors = _spilling(run, i).parked.read(Key(i.stage, i.kind, i.version))
-    values = run.values
 
     def arrived() -> None:
-        message = values.pop((PARKED + i.kind, i.stage, i.version))
-        values[i.kind, i.stage, i.version] = message._replace(leaves=tensors())
+        message = run.values.pop((PARKED + i.kind, i.stage, i.version))
+        run.values[i.kind, i.stage, i.version] = message._replace(leaves=tensors())
 
-    return _Arriving(copy, arrived)
+    return copy, arrived
 
 
 def saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[None]:

@@ -25,7 +25,6 @@ from pipefit.pipeline.evaluate import evaluate
 from pipefit.pipeline.losses import PendingLosses
 from pipefit.pipeline.tensor_parallel import TensorParallel
 from pipefit.runtime.compiled import CompiledRank
-from pipefit.runtime.engine import PassResult
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.microbatches import cut, feed_of, pair_of
@@ -187,8 +186,7 @@ class TrialRunner:
         """
         state = opened.state
         if run.losses:
-            result = PassResult(dict(run.losses), [run])
-            state.loss = PendingLosses(opened.engine, result, self.trial.microbatches, 1).wait()[0]
+            state.loss = PendingLosses(opened.engine, [run], self.trial.microbatches, 1).wait()[0]
             if not math.isfinite(state.loss):
                 what = f"the loss of step {opened.step + 1} is {state.loss}"
                 raise NonFiniteLossError(f"{what}: lower the learning rate or clip the gradients")
