@@ -352,7 +352,7 @@ def test_an_extrapolated_time_is_that_of_the_whole_program():
         found = simulated(problem, estimated)
         timing, _ = costs_of(problem, estimated.config, estimated.partition)
         whole = simulate(program_of(plan_of(problem, estimated.config, estimated.partition)), timing, memory=False)
-        assert not found.whole
+        assert 0 < found.size < 1600 * 4 * chunks
         assert found.step_s == pytest.approx(whole.makespan_s, rel=0.005)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import PipeDreamResult, pipedream
 from pipefit.planner.space import Config, Problem, Space
@@ -93,41 +95,21 @@ def replicated(problem: Problem, space: Space) -> list[Config]:
     if "1f1b" not in space.schedules or problem.topology.num_devices < 3:
         return []
     result = []
-    for size in space.microbatch_sizes if space.num_microbatches is None else (None,):
-        batch = problem.global_batch
-        count = space.num_microbatches or 0
-        if size is not None:
-            if batch % size:
-                continue
-            count = batch // size
-        profile = problem.at(-(-batch // count), 1)
+    for size, count in space.batches(problem.global_batch):
         try:
             found = pipedream(
-                profile, problem.topology, weight_versions=False, state_factor=1 + problem.state, margin=0.0
+                problem.at(size, 1),
+                problem.topology,
+                weight_versions=False,
+                state_factor=1 + problem.state,
+                margin=0.0,
             )
         except PlanError:
             continue
-        if found.partition is None:
-            continue
-        stages = found.partition.stages
+        stages = found.partition.stages if found.partition else ()
         counts = tuple(stage.replicas for stage in stages)
-        if len(set(counts)) == 1 or sum(counts) != problem.topology.num_devices or count < max(counts):
-            continue
-        layers = tuple(stage.layers for stage in stages)
-        for recompute in space.recompute:
-            if recompute != "some":
-                result.append(
-                    Config(
-                        "1f1b",
-                        1,
-                        len(stages),
-                        1,
-                        1,
-                        profile.microbatch_size,
-                        count,
-                        recompute,
-                        replicas=counts,
-                        layers=layers,
-                    )
-                )
+        if len(set(counts)) > 1 and sum(counts) == problem.topology.num_devices and count >= max(counts):
+            layers = tuple(stage.layers for stage in stages)
+            made = Config("1f1b", 1, len(stages), 1, 1, size, count, replicas=counts, layers=layers)
+            result += [replace(made, recompute=mode) for mode in space.recompute if mode != "some"]
     return result

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from pipefit.cost import FREE, CostModel, of_plan
 from pipefit.ir.program import Program
-from pipefit.planner.devices import placement_for
 from pipefit.planner.lane_limits import Limit
-from pipefit.planner.space import Config, Problem
+from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.schedules import generate
 from pipefit.schedules.from_plan import shape_of
 from pipefit.spec import Partition, Plan, SpillSpec, StageSpec
@@ -17,34 +16,36 @@ from pipefit.spec import Partition, Plan, SpillSpec, StageSpec
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate after a closer look.
+    """A candidate after a closer look: estimated, or simulated.
 
     Attributes:
         config: the candidate.
         partition: its stages; None: it has no meaning, see `why`.
-        peak_bytes: of each rank of one pipeline (of all ranks where stages are replicated unevenly).
-        limit_bytes: of the same ranks.
-        step_s: estimated seconds per weight update.
-        fits: whether every rank has the memory.
-        why: why it does not.
+        peak_bytes: of each rank of one pipeline, or of all ranks.
+        overflow: the worst of needed over available bytes.
+        period_s: seconds from weight update to weight update.
+        step_s: seconds of one in isolation.
+        why: it does not fit, in words.
         keeps: spilled stages that keep what a forward saved for its backward.
-        limit: of a candidate that spills, the lane that binds; then no simulated time is below `step_s`.
+        limit: of a candidate that spills, the lane that binds; then no simulated time is below the estimate.
+        size: forwards that were simulated (under a cap instructions); 0: its times are estimated.
     """
 
     config: Config
     partition: Partition | None
-    peak_bytes: tuple[float, ...]
-    limit_bytes: tuple[float, ...]
-    step_s: float
-    fits: bool
+    peak_bytes: tuple[float, ...] = ()
+    overflow: float = 1e9
+    period_s: float = math.inf
+    step_s: float = math.inf
     why: str = ""
     keeps: tuple[int, ...] = ()
     limit: Limit | None = None
+    size: int = 0
 
     @property
-    def overflow(self) -> float:
-        """The worst of needed over available bytes."""
-        return max((need / limit for need, limit in zip(self.peak_bytes, self.limit_bytes, strict=True)), default=1e9)
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.overflow <= 1
 
 
 def plan_of(
@@ -70,25 +71,22 @@ def plan_of(
     spill = None
     if slots.weights:
         assert cap is not None and cap.tier is not None and cap.host_bytes is not None
+        host_bytes = None if math.isinf(cap.host_bytes) else cap.host_bytes
         spill = SpillSpec(
-            tier=cap.tier,
-            device_bytes=cap.device_bytes,
-            host_bytes=None if math.isinf(cap.host_bytes) else cap.host_bytes,
-            weights_slots=slots.weights,
-            optim_slots=slots.optim,
+            cap.tier,
+            cap.device_bytes,
+            host_bytes,
+            slots.weights,
+            slots.optim,
             activations=slots.activations,
             on_host=slots.on_host,
             keeps=keeps,
         )
     # The schedule for one rank replays in any case.
     replays = spill is not None and config.schedule != "spilled"
+    width = tensor or config.tensor
     stages = tuple(
-        StageSpec(
-            stage.layers,
-            stage.replicas,
-            tensor or config.tensor,
-            stage.recompute or (replays and index not in keeps),
-        )
+        StageSpec(stage.layers, stage.replicas, width, stage.recompute or (replays and index not in keeps))
         for index, stage in enumerate(partition.stages)
     )
     # A pipeline that visits a stage for all micro-batches at once need not replay the last.

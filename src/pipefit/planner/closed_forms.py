@@ -10,9 +10,8 @@ from pipefit.cost import CostModel
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.values import Value
-from pipefit.planner.devices import placement_for, positions, slowness_of
 from pipefit.planner.holdings import replayed
-from pipefit.planner.space import Config, Problem
+from pipefit.planner.space import Config, Problem, placement_for, positions
 from pipefit.spec import Partition
 
 
@@ -111,7 +110,7 @@ class _Stage(NamedTuple):
 
 
 def _stage_seconds(problem: Problem, config: Config, partition: Partition, cost: CostModel) -> list[_Stage]:
-    slow = slowness_of(problem, config) if not config.replicas else [1.0] * config.depth
+    slow = problem.slowness_of(config)
     owner = positions(config)
     each = cost.overhead_s + 2 * cost.post_s
     again = replayed(config) if any(stage.recompute for stage in partition.stages) else ()

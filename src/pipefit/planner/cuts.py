@@ -9,9 +9,8 @@ import numpy as np
 
 from pipefit.partition import gpipe, uniform
 from pipefit.partition.balance import Array, divide, layer_times, message_spans, spans
-from pipefit.planner.devices import placement_for, positions, slowness_of
 from pipefit.planner.holdings import Holding, holdings_of
-from pipefit.planner.space import Config, Problem
+from pipefit.planner.space import Config, Problem, placement_for, positions
 from pipefit.spec import Partition, StageSpec
 
 
@@ -20,7 +19,7 @@ class Within(NamedTuple):
 
     holdings: tuple[Holding, ...]
     further: int
-    limits: tuple[float, ...]
+    limits: list[float]
 
 
 def cut(
@@ -46,7 +45,7 @@ def cut(
         found = (gpipe if config.partitioner == "gpipe" else uniform)(profile, config.num_stages)
         counts: list[int] | None = [len(stage.layers) for stage in found.stages]
     else:
-        slow = slowness_of(problem, config)
+        slow = problem.slowness_of(config)
         # Only what decides the cut belongs to the key: many candidates share one.
         key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), tuple(sorted(recomputed)))
         where = config.depth if config.partitioner == "links" else 0

@@ -6,9 +6,8 @@ from pipefit.errors import ScheduleError
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.closed_forms import estimate_s
 from pipefit.planner.cuts import Within, cut
-from pipefit.planner.devices import limits_of, positions
 from pipefit.planner.holdings import Both, holdings_of, mixed, peaks
-from pipefit.planner.space import Config, Problem
+from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.spec import Partition
 from pipefit.units import format_bytes
@@ -22,16 +21,21 @@ def estimate(problem: Problem, config: Config) -> Estimate:
 
 
 def _estimate(problem: Problem, config: Config) -> Estimate:
-    limits = limits_of(problem, config)
+    """The first cut that fits; where none does, the last that was made for time only."""
     try:
         holdings, further = holdings_of(config)
     except ScheduleError as refusal:
-        return Estimate(config, None, (), (), float("inf"), False, str(refusal))
-    recomputed = set(range(config.num_stages)) if config.recompute == "all" else set()
-    partition = cut(problem, config, recomputed)
-    found = _measure(problem, config, partition, recomputed, holdings, further, limits)
-    if found.fits or config.layers or config.replicas:
-        return found
+        return Estimate(config, None, why=str(refusal))
+    limits = problem.memory_of(config)
+    every = set(range(config.num_stages))
+    recomputed = every if config.recompute == "all" else set()
+
+    def measured(recomputed: set[int]) -> Estimate:
+        partition = cut(problem, config, recomputed)
+        assert partition is not None
+        return _measure(problem, config, partition, recomputed, holdings, further, limits)
+
+    found = measured(recomputed)
     if config.recompute == "some":
         # A replay on the ranks that lack memory makes them slower, so they get fewer layers, so look again.
         for _ in range(3):
@@ -39,12 +43,8 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
             if short <= recomputed:
                 break
             recomputed = recomputed | short
-            partition = cut(problem, config, recomputed)
-            found = _measure(problem, config, partition, recomputed, holdings, further, limits)
-            if found.fits:
-                return found
-    if config.chunks == 1 and config.partitioner in ("minmax", "links"):
-        every = set(range(config.num_stages))
+            found = measured(recomputed)
+    if not found.fits and config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.layers:
         for again in (recomputed, every) if config.recompute == "some" and recomputed != every else (recomputed,):
             tight = cut(problem, config, again, Within(mixed(holdings, again), further, limits))
             if tight is not None:
@@ -55,22 +55,19 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
 def _measure(
     problem: Problem,
     config: Config,
-    partition: Partition | None,
+    partition: Partition,
     recomputed: set[int],
     both: Both,
     further: int,
-    limits: tuple[float, ...],
+    limits: list[float],
 ) -> Estimate:
-    assert partition is not None
     timing, sizes = costs_of(problem, config, partition)
-    holdings = mixed(both, recomputed)
     owner = positions(config)
     stages_of = [tuple(s for s, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
-    needed = tuple(peaks(holdings, sizes, stages_of, further))
+    needed = tuple(peaks(mixed(both, recomputed), sizes, stages_of, further))
     worst = max(range(len(needed)), key=lambda rank: needed[rank] / limits[rank])
-    fits = needed[worst] <= limits[worst]
-    why = ""
-    if not fits:
-        where = f"stage {worst}" if config.chunks == 1 else f"rank {worst}"
-        why = f"{where} needs {format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
-    return Estimate(config, partition, needed, limits, estimate_s(problem, config, partition, timing), fits, why)
+    overflow = needed[worst] / limits[worst]
+    where = f"stage {worst}" if config.chunks == 1 else f"rank {worst}"
+    why = f"{where} needs {format_bytes(needed[worst])} of {format_bytes(limits[worst])}" if overflow > 1 else ""
+    step_s = estimate_s(problem, config, partition, timing)
+    return Estimate(config, partition, needed, overflow, step_s, step_s, why)

@@ -11,7 +11,8 @@ and Kumar, Hydra (VLDB 2022); Ren and others, ZeRO-Offload (USENIX ATC 2021) §4
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from pipefit.cost.model import CostModel
 from pipefit.ir.op import COMPUTE_OPS, Op
@@ -21,8 +22,7 @@ from pipefit.ir.values import Value
 from pipefit.spec.topology import Tier
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Work and copies of one rank in a pass over its program.
 
     Attributes:
@@ -38,14 +38,13 @@ class Traffic:
     compute_s: float
     step_s: float
     check_s: float
-    read_bytes: dict[str, float]
-    written_bytes: dict[str, float]
+    read_bytes: Mapping[str, float]
+    written_bytes: Mapping[str, float]
     host_s: float
     fill_s: float
 
 
-@dataclass(frozen=True)
-class Limit:
+class Limit(NamedTuple):
     """The limit of a program.
 
     Attributes:
@@ -67,8 +66,15 @@ class Limit:
         return max(self.lanes, key=self.lanes.__getitem__)
 
 
-def traffic(program: Program, rank: int, cost: CostModel) -> Traffic:
-    """Work and copies of a rank in a pass that follows another."""
+def traffic(program: Program, rank: int, cost: CostModel, times: float = 1) -> Traffic:
+    """Work and copies of a rank in a pass that follows another.
+
+    Args:
+        program: with what is moved in a pass.
+        rank: whose.
+        cost: of its stages.
+        times: as many micro-batches are computed as it has.
+    """
     kept = kept_fetches(program, rank, later=True)
     read: defaultdict[str, float] = defaultdict(float)
     written: defaultdict[str, float] = defaultdict(float)
@@ -78,11 +84,10 @@ def traffic(program: Program, rank: int, cost: CostModel) -> Traffic:
         if i.op is Op.FETCH:
             moved = index not in kept
             fill = cost.local_s(i, rank) * moved if fill is None else fill
-            if moved:
-                read[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
-                check += cost.check_s(i)
-        elif i.op is Op.EVICT:
-            written[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
+            if not moved:
+                continue
+        if i.op in (Op.FETCH, Op.EVICT):
+            (read if i.op is Op.FETCH else written)[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
             check += cost.check_s(i)
         elif i.op is Op.HOST_STEP:
             host += cost.local_s(i, rank)
@@ -90,7 +95,7 @@ def traffic(program: Program, rank: int, cost: CostModel) -> Traffic:
             step += cost.duration_s(i, rank)
         elif i.op in COMPUTE_OPS or i.op is Op.LOSS:
             compute += cost.duration_s(i, rank)
-    return Traffic(compute, step, check, dict(read), dict(written), host, fill or 0.0)
+    return Traffic(compute * times, step, check, read, written, host, fill or 0.0)
 
 
 def limit_of(moved: Traffic, tier: Tier) -> Limit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
@@ -45,31 +44,11 @@ def problem_of(
     return Problem(profile, topology, global_batch, state_per_weight)
 
 
-def sizes_to_try(problem: Problem, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Micro-batch sizes to choose from: those given, or those whose times are known.
-
-    Raises:
-        PlanError: a size below 1.
-    """
-    profile = problem.profile
-    if wanted is not None:
-        if not wanted or min(wanted) < 1:
-            raise PlanError(f"microbatch_sizes: expected sizes of at least 1, got {list(wanted)}")
-        return tuple(sorted(set(wanted)))
-    powers = [2**k for k in range(12)]
-    if profile.source.startswith(ARITHMETIC):
-        return tuple(size for size in powers if size <= 16)
-    known = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
-    # Where times were not measured they are not known: small micro-batches are slower than the line says.
-    between = [size for size in powers if min(known) <= size <= max(known)]
-    return tuple(sorted({*known, *between}))
-
-
 def space_of(
     problem: Problem,
     method: str,
     *,
-    microbatch_sizes: tuple[int, ...],
+    microbatch_sizes: Sequence[int] | None = None,
     num_microbatches: int | None = None,
     schedules: Sequence[str] | None = None,
     depths: Sequence[int] | None = None,
@@ -77,65 +56,68 @@ def space_of(
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
 ) -> Space:
-    """The choices of a method.
+    """The choices of a method, as `plan` describes them.
 
     Raises:
         PlanError: a count below 1, or an unknown or unsuitable schedule.
     """
-    if num_microbatches is not None and num_microbatches < 1:
-        raise PlanError(f"num_microbatches: expected at least 1, got {num_microbatches}")
-    for depth in depths or ():
-        if depth < 1:
-            raise PlanError(f"depths: expected at least 1, got {depth}")
+    count = None if num_microbatches is None else [num_microbatches]
+    counts = {"num_microbatches": count, "microbatch_sizes": microbatch_sizes, "depths": depths, "tensors": tensors}
+    for name, given in counts.items():
+        if given is not None and (not given or min(given) < 1):
+            raise PlanError(f"{name}: expected at least 1, got {', '.join(map(str, given)) or 'none'}")
     chosen = tuple(schedules) if schedules else _schedules_of(method, problem.profile)
     for name in chosen:
         if method == "auto" and not find(name).is_synchronous:
             raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
         if find(name).spills:
             raise PlanError(f"{name} trains on one device from host memory or disk; this plans what fits in devices")
-    replays = {None: ("none", "some", "all"), True: ("all",), False: ("none",)}[recompute]
-    inner = problem.topology.levels[0].width
-    # On processes of this machine plans are to run: widths are named there, as the model's layers allow them.
-    free_widths = is_gpt(problem.profile) and not problem.topology.name.startswith("local:")
-    widths = tuple(2**k for k in range(12) if 2**k <= 2 * inner) if free_widths else (1,)
-    if tensors is not None:
-        if not tensors or min(tensors) < 1:
-            raise PlanError(f"tensors: expected widths of at least 1, got {list(tensors)}")
-        widths = tuple(tensors)
-    free = Space(
+    if recompute is None:
+        replays = {"2bw": ("none", "all"), "ptdp": ("all",), "gpipe": ("all",)}.get(method, ("none", "some", "all"))
+    else:
+        replays = ("all",) if recompute else ("none",)
+    inner, is_auto = problem.topology.levels[0].width, method == "auto"
+    widths = tuple(tensors) if tensors else _widths(problem, 2 * inner)
+    if not is_auto:
+        widths = tuple(width for width in widths if width <= inner) if method == "ptdp" else (1,)
+    return Space(
         chosen,
         tuple(depths) if depths else None,
-        tensors=widths,
-        microbatch_sizes=microbatch_sizes,
-        recompute=replays,
-        sharded=(False, True) if sharded is None else (sharded,),
-        num_microbatches=num_microbatches,
-        links=problem.topology.num_devices <= 64,
+        widths,
+        _sizes(problem.profile, microbatch_sizes),
+        replays,
+        ((False, True) if sharded is None else (sharded,)) if is_auto else (False,),
+        method if method in ("gpipe", "uniform") else "minmax",
+        num_microbatches,
+        links=problem.topology.num_devices <= 64 and method not in ("gpipe", "uniform"),
     )
-    if method == "2bw":
-        replays = tuple(mode for mode in replays if mode != "some") or replays
-        return replace(free, tensors=(1,), chunks=(1,), sharded=(False,), recompute=replays)
-    if method == "ptdp":
-        always = ("all",) if recompute is None else replays
-        inside = tuple(width for width in widths if width <= inner)
-        return replace(free, tensors=inside, sharded=(False,), recompute=always)
-    if method in ("gpipe", "uniform"):
-        always = ("all",) if method == "gpipe" and recompute is None else replays
-        return replace(
-            free, tensors=(1,), chunks=(1,), sharded=(False,), recompute=always, partitioner=method, links=False
-        )
-    return free
 
 
-def _flushes_over_ranks(name: str) -> bool:
-    return find(name).is_synchronous and not find(name).spills
+def _widths(problem: Problem, most: int) -> tuple[int, ...]:
+    """Tensor widths to choose from; on processes of this machine plans are to run, and widths are named there."""
+    if not is_gpt(problem.profile) or problem.topology.name.startswith("local:"):
+        return (1,)
+    return tuple(2**k for k in range(12) if 2**k <= most)
+
+
+def _sizes(profile: Profile, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    """Micro-batch sizes to choose from: those given, or those whose times are known."""
+    if wanted is not None:
+        return tuple(sorted(set(wanted)))
+    powers = [2**k for k in range(12)]
+    if profile.source.startswith(ARITHMETIC):
+        return tuple(size for size in powers if size <= 16)
+    known = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
+    # Where times were not measured they are not known: small micro-batches are slower than the line says.
+    return tuple(sorted({*known, *(size for size in powers if min(known) <= size <= max(known))}))
 
 
 def _schedules_of(method: str, profile: Profile) -> tuple[str, ...]:
     if method == "auto":
-        found = tuple(name for name in names() if name not in _NOT_AUTOMATIC and _flushes_over_ranks(name))
+        found = [name for name in names() if name not in _NOT_AUTOMATIC]
+        found = [name for name in found if find(name).is_synchronous and not find(name).spills]
         is_measured = all(layer.split_s is not None for layer in profile.layers)
-        return (*found, "zb-h1") if is_measured else found
+        return (*found, "zb-h1") if is_measured else tuple(found)
     return {
         "2bw": ("pipedream-2bw",), "ptdp": ("1f1b", "interleaved"), "gpipe": ("gpipe",), "uniform": ("1f1b",)
     }[method]  # fmt: skip
@@ -148,7 +130,9 @@ def search_by(method: str, problem: Problem, space: Space) -> tuple[SearchResult
         InfeasibleError: nothing fits.
         PlanError: there is no candidate.
     """
-    listed = _listed(problem, space)
+    listed = list(configs(problem, space))
+    if not listed:
+        raise PlanError(_no_candidate(problem, space))
     if method == "ptdp":
         return _ptdp(problem, space, listed)
     if method == "auto" and problem.topology.num_devices <= 64 and space.depths is None:
@@ -167,16 +151,16 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchR
     per copy (t·p) as hold the model, data parallelism with the rest. Takeaway 3: the best micro-batch size is searched.
     Every stage has as many transformer blocks (section 2.2).
     """
-    listed = [config for config in listed if _is_even(problem.profile, config)]
-    shapes = sorted({(c.tensor * c.depth, -c.tensor, c.depth) for c in listed})
-    widest = max(space.tensors)
+
+    def shape(config: Config) -> tuple[int, int]:
+        return config.tensor * config.depth, config.depth
+
     # A pipeline only where the server's width is used up.
-    allowed = [shape for shape in shapes if shape[2] == 1 or -shape[1] == widest]
-    listed = [c for c in listed if (c.tensor * c.depth, -c.tensor, c.depth) in allowed]
-    for shape in allowed:
-        some = [c for c in listed if (c.tensor * c.depth, -c.tensor, c.depth) == shape]
+    listed = [each for each in listed if each.depth == 1 or each.tensor == max(space.tensors)]
+    listed = [each for each in listed if _is_even(problem.profile, each)]
+    for smallest in sorted(set(map(shape, listed))):
         with suppress(InfeasibleError):
-            return search(problem, some, keep=6), listed
+            return search(problem, [each for each in listed if shape(each) == smallest], keep=6), listed
     return search(problem, listed), listed
 
 
@@ -185,24 +169,17 @@ def _is_even(profile: Profile, config: Config) -> bool:
     return not is_gpt(profile) or config.depth == 1 or (len(profile) - 2) % config.num_stages == 0
 
 
-def _listed(problem: Problem, space: Space) -> list[Config]:
-    listed = list(configs(problem, space))
-    if not listed and space.depths is not None:
-        most = min(problem.topology.num_devices, len(problem.profile))
-        able = [k for k in range(1, most + 1) if problem.topology.num_devices % k == 0]
-        if not set(able) & set(space.depths):
-            raise PlanError(
-                f"depths: got {', '.join(map(str, space.depths))}; a depth divides the {problem.topology.num_devices} "
-                f"devices and is at most the {len(problem.profile)} layers: {', '.join(map(str, able))}"
-            )
-    if not listed:
-        wanted = (
-            f"{space.num_microbatches} micro-batches" if space.num_microbatches else f"sizes {space.microbatch_sizes}"
+def _no_candidate(problem: Problem, space: Space) -> str:
+    num_devices, num_layers = problem.topology.num_devices, len(problem.profile)
+    able = [k for k in range(1, min(num_devices, num_layers) + 1) if num_devices % k == 0]
+    if space.depths is not None and not set(able) & set(space.depths):
+        return (
+            f"depths: got {', '.join(map(str, space.depths))}; a depth divides the {num_devices} devices and is at "
+            f"most the {num_layers} layers: {', '.join(map(str, able))}"
         )
-        raise PlanError(
-            f"no candidate: {problem.topology.num_devices} devices, {len(problem.profile)} layers, a batch of "
-            f"{problem.global_batch} in micro-batches ({wanted}) and the schedules {', '.join(space.schedules)} do not "
-            "go together; every copy of the pipeline needs as many micro-batches, so choose a batch that micro-batch "
-            "size × copies divides"
-        )
-    return listed
+    wanted = f"{space.num_microbatches} micro-batches" if space.num_microbatches else f"sizes {space.microbatch_sizes}"
+    return (
+        f"no candidate: {num_devices} devices, {num_layers} layers, a batch of {problem.global_batch} in micro-batches "
+        f"({wanted}) and the schedules {', '.join(space.schedules)} do not go together; every copy of the pipeline "
+        "needs as many micro-batches, so choose a batch that micro-batch size × copies divides"
+    )

@@ -13,7 +13,7 @@ from pipefit.errors import PipefitError
 from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.candidate import Estimate
 from pipefit.planner.estimate import estimate
-from pipefit.planner.methods import problem_of, sizes_to_try, space_of
+from pipefit.planner.methods import problem_of, space_of
 from pipefit.planner.space import Problem, configs
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.units import counted, format_bytes, format_seconds
@@ -68,7 +68,7 @@ def explore(
     space = space_of(
         problem,
         method,
-        microbatch_sizes=sizes_to_try(problem, microbatch_sizes),
+        microbatch_sizes=microbatch_sizes,
         schedules=schedules,
         recompute=recompute,
         tensors=tensors,

@@ -12,8 +12,8 @@ from pipefit.errors import PlanError, nearest
 from pipefit.planner.asynchronous import plan_pipedream
 from pipefit.planner.candidate import plan_of
 from pipefit.planner.estimate import estimate
-from pipefit.planner.methods import METHODS, problem_of, search_by, sizes_to_try, space_of
-from pipefit.planner.search import Outcome, SearchResult
+from pipefit.planner.methods import METHODS, problem_of, search_by, space_of
+from pipefit.planner.search import SearchResult
 from pipefit.planner.simulated import simulated
 from pipefit.planner.space import Cap, Config, Problem
 from pipefit.planner.under_cap import problem_under_cap, search_under_cap
@@ -78,9 +78,14 @@ def plan(
     if method not in METHODS:
         raise PlanError(f"unknown method {method!r}; {nearest(method, METHODS)}")
     if cap is not None:
-        made = _under_cap(
-            profile, topology, cap, global_batch, num_microbatches, microbatch_sizes, schedules, state_per_weight
-        )
+        for name, given in (("microbatch_sizes", microbatch_sizes), ("schedules", schedules)):
+            if given and len(given) > 1:
+                raise PlanError(f"{name}: under a cap expected one, got {', '.join(map(str, given))}")
+        size = microbatch_sizes[0] if microbatch_sizes else profile.microbatch_size
+        schedule = schedules[0] if schedules else None
+        count = num_microbatches or max((global_batch or 8 * size) // size, 1)
+        problem, config = problem_under_cap(profile, topology, cap, count, size, state_per_weight, schedule)
+        made = _finish(problem, "spilled", search_under_cap(problem, config, schedule))
     elif method == "pipedream":
         made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
@@ -88,7 +93,7 @@ def plan(
         space = space_of(
             problem,
             method,
-            microbatch_sizes=sizes_to_try(problem, microbatch_sizes),
+            microbatch_sizes=microbatch_sizes,
             num_microbatches=num_microbatches,
             schedules=schedules,
             depths=depths,
@@ -101,75 +106,33 @@ def plan(
     return msgspec.structs.replace(made, plan_seconds=time.perf_counter() - started)
 
 
-def _under_cap(
-    profile: Profile,
-    topology: Topology,
-    cap: Cap,
-    global_batch: int | None,
-    num_microbatches: int | None,
-    microbatch_sizes: Sequence[int] | None,
-    schedules: Sequence[str] | None,
-    state_per_weight: float | None,
-) -> Plan:
-    for name, given in (("microbatch_sizes", microbatch_sizes), ("schedules", schedules)):
-        if given and len(given) > 1:
-            raise PlanError(f"{name}: under a cap expected one, got {', '.join(map(str, given))}")
-    size = microbatch_sizes[0] if microbatch_sizes else profile.microbatch_size
-    schedule = schedules[0] if schedules else None
-    count = num_microbatches or max((global_batch or 8 * size) // size, 1)
-    problem, config = problem_under_cap(profile, topology, cap, count, size, state_per_weight, schedule)
-    found = search_under_cap(problem, config, schedule)
-    made = _finish(problem, "spilled", found)
-    limit = found.limit
-    if made.spill is None or limit is None:
-        return made
-    spill = msgspec.structs.replace(
-        made.spill,
-        peak_bytes=max(found.winner.peak_bytes),
-        limit_s=limit.limit_s,
-        binds=limit.binds,
-        resident_s=found.resident_s,
-    )
-    return msgspec.structs.replace(made, spill=spill)
-
-
 def _finish(problem: Problem, method: str, found: SearchResult, over_data_parallel: float | None = None) -> Plan:
-    winner = found.winner
-    assert winner.estimated.partition is not None
-    keeps = winner.estimated.keeps
-    made = plan_of(problem, winner.estimated.config, winner.estimated.partition, method, keeps=keeps)
-    period_s = winner.time_s
-    prediction = Prediction(
-        step_s=winner.step_s,
-        period_s=period_s,
-        minibatch_s=period_s,
-        throughput=problem.global_batch / period_s if period_s else math.inf,
-        peak_bytes=_peaks_of_all(made, winner),
-        speedup_over_data_parallel=over_data_parallel,
-    )
-    return msgspec.structs.replace(made, prediction=prediction, candidates=found.candidates)
-
-
-def _peaks_of_all(made: Plan, winner: Outcome) -> tuple[float, ...]:
-    """The peak of every rank; copies hold what the first pipeline holds."""
-    peaks = winner.peak_bytes
-    if len(peaks) == made.placement.num_ranks:
-        return peaks
-    result = [0.0] * made.placement.num_ranks
-    first = {ranks[0]: position for position, ranks in enumerate(made.placement.ranks[: len(peaks)])}
-    for ranks in made.placement.ranks:
-        for rank in ranks:
-            result[rank] = peaks[first[ranks[0]]] if ranks[0] in first else result[rank]
-    return tuple(result)
+    winner, peaks = found.winner, found.winner.peak_bytes
+    assert winner.partition is not None
+    made = plan_of(problem, winner.config, winner.partition, method, keeps=winner.keeps)
+    if len(peaks) < made.placement.num_ranks:
+        # Copies hold what the first pipeline holds.
+        of_rank = {rank: peak for ranks, peak in zip(made.placement.ranks, peaks, strict=False) for rank in ranks}
+        peaks = tuple(of_rank[rank] for rank in sorted(of_rank))
+    period_s = winner.period_s
+    rate = problem.global_batch / period_s if period_s else math.inf
+    prediction = Prediction(winner.step_s, period_s, period_s, rate, peaks, over_data_parallel)
+    spill = made.spill
+    if spill is not None and winner.limit is not None:
+        limit_s, binds = winner.limit.limit_s, winner.limit.binds
+        spill = msgspec.structs.replace(
+            spill, peak_bytes=max(peaks), limit_s=limit_s, binds=binds, resident_s=found.resident_s
+        )
+    return msgspec.structs.replace(made, spill=spill, prediction=prediction, candidates=found.candidates)
 
 
 def _over_data_parallel(problem: Problem, listed: list[Config], found: SearchResult) -> float | None:
     """Times faster than plain data parallelism, where that fits."""
-    plain = [f for f in found.outcomes if f.estimated.config.family == "data parallel"]
+    plain = [each for each in found.outcomes if each.config.family == "data parallel"]
     if plain:
-        return min(f.time_s for f in plain) / found.winner.time_s
+        return min(each.period_s for each in plain) / found.winner.period_s
     for config in sorted(config for config in listed if config.family == "data parallel"):
         estimated = estimate(problem, config)
         if estimated.fits:
-            return Outcome(estimated, simulated(problem, estimated)).time_s / found.winner.time_s
+            return (simulated(problem, estimated) or estimated).period_s / found.winner.period_s
     return None

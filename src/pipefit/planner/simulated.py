@@ -8,7 +8,8 @@ step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 
@@ -16,9 +17,8 @@ from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.closed_forms import reduce_s
-from pipefit.planner.devices import placement_for
 from pipefit.planner.holdings import filling, small_program
-from pipefit.planner.space import Config, Problem
+from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
 from pipefit.schedules import find, program_of
 from pipefit.simulate import simulate
@@ -28,79 +28,96 @@ from pipefit.spec import Partition, Plan
 _WHOLE = 1500
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """Times by the simulator.
+def simulate_best(
+    problem: Problem, ranked: Iterable[Estimate], close: float, budget: int, least: int
+) -> tuple[list[Estimate], list[Estimate]]:
+    """Simulates the best of some candidates; gives those, and the rest.
 
-    Attributes:
-        step_s: seconds of one update in isolation.
-        period_s: seconds from update to update.
-        whole: the very program was simulated; else the time was extrapolated.
-        peak_bytes: of each rank, under a cap.
-        num_instructions: of the program, under a cap.
+    Args:
+        problem: that they solve.
+        ranked: the candidates, by their estimates.
+        close: those whose estimate is so many times the best simulated time or more are not simulated.
+        budget: sizes of all that are simulated.
+        least: candidates that are simulated whatever their sizes.
     """
+    done: list[Estimate] = []
+    rest: list[Estimate] = []
+    spent = tried = 0
+    for each in ranked:
+        ahead = _size_of(each.config) if problem.cap is None else 0
+        best_s = min((found.period_s for found in done), default=float("inf"))
+        found = None
+        is_close = round(each.period_s, 9) <= round(close * best_s, 9) if done else tried < 2 * least
+        if is_close and (tried < least or spent + ahead <= budget):
+            tried += 1
+            found = simulated(problem, each)
+        if found is None:
+            rest.append(each)
+        else:
+            done.append(found)
+            spent += found.size
+    return done, rest
 
-    step_s: float
-    period_s: float
-    whole: bool
-    peak_bytes: tuple[float, ...] = ()
-    num_instructions: int = 0
 
-
-def size_of(config: Config) -> int:
-    """Forwards that are simulated for a candidate."""
-    whole = config.num_microbatches * config.num_stages
-    steps = 2 if find(config.schedule).is_synchronous else 4
-    if whole * steps <= 2 * _WHOLE:
-        return whole * steps
-    first, second = _counts(config)
-    return (first + second) * config.num_stages * (1 if find(config.schedule).is_synchronous else 3)
-
-
-def simulated(problem: Problem, estimated: Estimate) -> Simulated | None:
+def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
     """Simulates a candidate; None when its schedule has no meaning for the shape after all, or it exceeds the cap."""
-    config = estimated.config
-    assert estimated.partition is not None
-    timing, _ = costs_of(problem, config, estimated.partition)
+    config, partition = estimated.config, estimated.partition
+    assert partition is not None
+    timing, _ = costs_of(problem, config, partition)
+    plan = plan_of(problem, config, partition, keeps=estimated.keeps)
     if problem.cap is not None:
-        return _under_cap(problem, plan_of(problem, config, estimated.partition, keeps=estimated.keeps), timing)
-    synchronous = find(config.schedule).is_synchronous
-    whole = config.num_microbatches * config.num_stages * (2 if synchronous else 4) <= 2 * _WHOLE
+        return _under_cap(problem, estimated, plan, timing)
     try:
-        if whole or config.replicas:
+        if _is_small(config) or config.replicas:
             # The costs already have the messages split and the gathers added.
-            plain = msgspec.structs.replace(plan_of(problem, config, estimated.partition), scatter_gather=False)
-            return _whole(plain, timing, synchronous)
-        return _extrapolated(config, estimated.partition, timing, synchronous)
+            step_s, period_s = _whole(msgspec.structs.replace(plan, scatter_gather=False), timing)
+        else:
+            step_s = period_s = _extrapolated(config, partition, timing)
     except ScheduleError:
         return None
+    return replace(estimated, step_s=step_s, period_s=period_s, size=_size_of(config))
 
 
-def _under_cap(problem: Problem, plan: Plan, cost: CostModel) -> Simulated | None:
+def _updates(config: Config) -> int:
+    return 2 if find(config.schedule).is_synchronous else 4
+
+
+def _is_small(config: Config) -> bool:
+    return config.num_microbatches * config.num_stages * _updates(config) <= 2 * _WHOLE
+
+
+def _size_of(config: Config) -> int:
+    """Forwards that are simulated for a candidate."""
+    if _is_small(config):
+        return config.num_microbatches * config.num_stages * _updates(config)
+    return sum(_counts(config)) * config.num_stages * (_updates(config) - 1)
+
+
+def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
     assert problem.cap is not None
     program = program_for(problem, plan)
     once = simulate(program, cost, memory=problem.cap.num_ranks > 1)
     peaks, step_s = peaks_of(program, cost, once), once.makespan_s
-    num_instructions = sum(map(len, program.ranks))
+    found = replace(estimated, peak_bytes=peaks, step_s=step_s, period_s=step_s, size=sum(map(len, program.ranks)))
     if plan.spill is None:
-        return Simulated(step_s, step_s, True, peaks, num_instructions)
+        return found
     if max(peaks) > problem.cap.device_bytes:
         return None
     # Copies of one pass overlap with the next.
     thrice = simulate(program, cost, repeats=3, memory=False)
-    return Simulated(step_s, (thrice.makespan_s - step_s) / 2, True, peaks, num_instructions)
+    return replace(found, period_s=(thrice.makespan_s - step_s) / 2)
 
 
-def _whole(plan: Plan, timing: CostModel, synchronous: bool) -> Simulated:
-    if synchronous:
+def _whole(plan: Plan, timing: CostModel) -> tuple[float, float]:
+    """Seconds of one update in isolation, and from update to update."""
+    if find(plan.schedule).is_synchronous:
         # Ranks issue in order, so the first of two passes takes what it would take in isolation.
         twice = simulate(program_of(plan), timing, repeats=2, memory=False, contention=_crowded(timing))
         first, second = twice.step_ends_s
-        return Simulated(float(first - twice.start_s), float(second - first), True)
+        return float(first - twice.start_s), float(second - first)
     steps = max(4, -(-2 * len(plan.placement.ranks) // plan.num_microbatches))
     steady = simulate(program_of(plan, num_steps=steps), timing, memory=False, contention=_crowded(timing))
-    period = float(steady.period_s)
-    return Simulated(float(steady.makespan_s) / steps, period, True)
+    return float(steady.makespan_s) / steps, float(steady.period_s)
 
 
 def _crowded(cost: CostModel) -> bool:
@@ -110,8 +127,7 @@ def _crowded(cost: CostModel) -> bool:
     taking turns would change nothing, and the simulator is faster without.
     """
     work_s = min(min(cost.forward_s), min(map(sum, zip(cost.backward_input_s, cost.backward_weight_s, strict=True))))
-    ranks = cost.topology.num_devices if cost.topology else 1
-    bandwidth, latency = cost.link(0, ranks - 1)
+    bandwidth, latency = cost.link(0, cost.topology.num_devices - 1 if cost.topology else 0)
     return latency + max((*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0)) / bandwidth > work_s
 
 
@@ -121,7 +137,7 @@ def _counts(config: Config) -> tuple[int, int]:
     return min(least, config.per_pipeline), min(least + config.depth, config.per_pipeline)
 
 
-def _extrapolated(config: Config, partition: Partition, timing: CostModel, synchronous: bool) -> Simulated:
+def _extrapolated(config: Config, partition: Partition, timing: CostModel) -> float:
     placement = placement_for(config).ranks
     tails = [reduce_s(timing, stage, ranks) for stage, ranks in enumerate(placement)]
     one_copy = replace(timing, step_s=tuple(a + b for a, b in zip(timing.step_s, tails, strict=True)))
@@ -130,14 +146,16 @@ def _extrapolated(config: Config, partition: Partition, timing: CostModel, synch
         pace = [min(timing.speed[r + config.depth * k] for k in range(config.data)) for r in range(config.depth)]
         one_copy = replace(one_copy, speed=tuple(pace))
     recompute = tuple(index for index, stage in enumerate(partition.stages) if stage.recompute)
-    times = []
-    counts = _counts(config)
-    for count in dict.fromkeys(counts):
+    is_synchronous = find(config.schedule).is_synchronous
+
+    def time_s(count: int) -> float:
         program = small_program(config.schedule, config.depth, count, config.chunks, recompute)
         timeline = simulate(program, one_copy, memory=False, contention=_crowded(one_copy))
-        times.append(float(timeline.makespan_s if synchronous else timeline.period_s))
-    if len(times) == 1:
-        return Simulated(times[0], times[0], counts[0] == config.per_pipeline and config.data == 1)
-    further = (times[1] - times[0]) / (counts[1] - counts[0])
-    step = times[1] + (config.per_pipeline - counts[1]) * further
-    return Simulated(step, step, False)
+        return float(timeline.makespan_s if is_synchronous else timeline.period_s)
+
+    few, many = _counts(config)
+    few_s = time_s(few)
+    if few == many:
+        return few_s
+    many_s = time_s(many)
+    return many_s + (config.per_pipeline - many) * ((many_s - few_s) / (many - few))

@@ -6,15 +6,16 @@ numbered with t innermost, then p, then d: a group of t devices is one rank of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
-from pipefit.cost import ModelBytes
+from pipefit.cost import ModelBytes, speeds_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.planner.groups import grouped, groups_fit
-from pipefit.schedules import find
-from pipefit.spec import Partition, Profile, Tier, Topology
+from pipefit.schedules import find, placement_of
+from pipefit.spec import Partition, Placement, Profile, Tier, Topology
 
 T = TypeVar("T")
 
@@ -158,9 +159,18 @@ class Config:
         return ", ".join(words)
 
 
-def data_parallel_name(depth: int, schedule: str) -> str:
-    """With one stage every schedule is data parallelism."""
-    return "data-parallel" if depth == 1 else schedule
+def placement_for(config: Config) -> Placement:
+    """The ranks of each stage as the schedule's own layout numbers them: pipeline by pipeline."""
+    return Placement(placement_of(config.depth, config.chunks, _layout(config), config.replicas or (config.data,)))
+
+
+def positions(config: Config) -> tuple[int, ...]:
+    """The rank, within one pipeline, of each stage."""
+    return tuple(ranks[0] for ranks in placement_of(config.depth, config.chunks, _layout(config)))
+
+
+def _layout(config: Config) -> str:
+    return "loop" if config.depth == 1 else find(config.schedule).layout
 
 
 @dataclass(frozen=True)
@@ -168,15 +178,21 @@ class Space:
     """The choices; `links`: also cuts that avoid slow messages."""
 
     schedules: tuple[str, ...]
-    depths: tuple[int, ...] | None = None
-    tensors: tuple[int, ...] = (1,)
-    chunks: tuple[int, ...] = (1, 2, 3, 4)
-    microbatch_sizes: tuple[int, ...] = (1,)
-    recompute: tuple[str, ...] = ("none", "some", "all")
-    sharded: tuple[bool, ...] = (False,)
-    partitioner: str = "minmax"
-    num_microbatches: int | None = None
-    links: bool = False
+    depths: tuple[int, ...] | None
+    tensors: tuple[int, ...]
+    microbatch_sizes: tuple[int, ...]
+    recompute: tuple[str, ...]
+    sharded: tuple[bool, ...]
+    partitioner: str
+    num_microbatches: int | None
+    links: bool
+
+    def batches(self, global_batch: int) -> Iterator[tuple[int, int]]:
+        """Every micro-batch size, and how many of it make the batch."""
+        if self.num_microbatches is not None:
+            yield -(-global_batch // self.num_microbatches), self.num_microbatches
+            return
+        yield from ((size, global_batch // size) for size in self.microbatch_sizes if global_batch % size == 0)
 
 
 @dataclass
@@ -221,6 +237,23 @@ class Problem:
         """The topology of groups of `tensor` devices, each group one rank."""
         return self.once(("ranks", tensor), lambda: grouped(self.topology, tensor))
 
+    def memory_of(self, config: Config) -> list[float]:
+        """Bytes of each rank of one pipeline: the least among its copies."""
+        topology = self.ranks(config.tensor)
+        memory = [device.memory_bytes for device in topology.devices or (topology.device,) * topology.num_devices]
+        return [min(memory)] * config.depth if config.replicas else _least_of_copies(config, memory)
+
+    def slowness_of(self, config: Config) -> list[float]:
+        """Of each rank of one pipeline, over the device the profile is for: that of its slowest copy."""
+        speeds = speeds_of(self.ranks(config.tensor))
+        if not speeds or config.replicas:
+            return [1.0] * config.depth
+        return [1 / speed for speed in _least_of_copies(config, speeds)]
+
+
+def _least_of_copies(config: Config, figures: Sequence[float]) -> list[float]:
+    return [min(figures[rank :: config.depth][: config.data]) for rank in range(config.depth)]
+
 
 def configs(problem: Problem, space: Space) -> Iterator[Config]:
     """Every combination that uses all devices and splits the batch evenly."""
@@ -229,45 +262,32 @@ def configs(problem: Problem, space: Space) -> Iterator[Config]:
         if num_devices % tensor or not groups_fit(problem.topology, tensor):
             continue
         ranks = num_devices // tensor
-        for depth in _divisors(ranks):
-            if depth > num_layers or (space.depths is not None and depth not in space.depths):
+        for depth in range(1, min(ranks, num_layers) + 1):
+            if ranks % depth or (space.depths is not None and depth not in space.depths):
                 continue
-            for data, size, count in _batches(problem, space, ranks // depth):
-                yield from _at_shape(space, data, depth, tensor, size, count, num_layers)
-
-
-def _batches(problem: Problem, space: Space, data: int) -> Iterator[tuple[int, int, int]]:
-    if space.num_microbatches is not None:
-        if space.num_microbatches % data == 0:
-            yield data, -(-problem.global_batch // space.num_microbatches), space.num_microbatches
-        return
-    for size in space.microbatch_sizes:
-        if problem.global_batch % (size * data) == 0:
-            yield data, size, problem.global_batch // size
+            for size, count in space.batches(problem.global_batch):
+                if count % (ranks // depth) == 0:
+                    yield from _at_shape(space, ranks // depth, depth, tensor, size, count, num_layers)
 
 
 def _at_shape(
     space: Space, data: int, depth: int, tensor: int, size: int, count: int, num_layers: int
 ) -> Iterator[Config]:
-    names = dict.fromkeys(data_parallel_name(depth, name) for name in space.schedules)
+    # With one stage every schedule is data parallelism.
+    names = dict.fromkeys(space.schedules) if depth > 1 else ("data-parallel",)
     shards = [sharded for sharded in space.sharded if data > 1 or not sharded] or [False]
     for name in names:
-        chunked = find(name).chunks
         if depth > 1 and count // data < (depth - 1 if name == "pipedream-2bw" else 1):
             continue
-        for chunks in space.chunks if chunked and depth > 1 else (1,):
-            if depth * chunks > num_layers or (chunked and depth > 1 and chunks == 1):
+        for chunks in (2, 3, 4) if find(name).chunks and depth > 1 else (1,):
+            if depth * chunks > num_layers:
                 continue
-            for recompute in space.recompute:
-                # Where every stage is alike in memory, "some" is "all" or "none".
-                if recompute == "some" and (chunks > 1 or depth == 1):
+            # Where every stage is alike in memory, "some" is "all" or "none".
+            alike = chunks > 1 or depth == 1
+            for recompute, sharded in product(space.recompute, shards):
+                if recompute == "some" and alike:
                     continue
-                for sharded in shards:
-                    made = Config(name, data, depth, tensor, chunks, size, count, recompute, sharded, space.partitioner)
-                    yield made
-                    if space.links and depth > 1 and recompute != "some":
-                        yield replace(made, partitioner="links")
-
-
-def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]
+                made = Config(name, data, depth, tensor, chunks, size, count, recompute, sharded, space.partitioner)
+                yield made
+                if space.links and depth > 1 and recompute != "some":
+                    yield replace(made, partitioner="links")

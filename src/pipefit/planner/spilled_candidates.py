@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -92,33 +91,34 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
     cap, slots = problem.cap, config.slots
     partition = cut(problem, config, set())
     assert cap is not None and partition is not None
-    limits = (cap.device_bytes,) * cap.num_ranks
-    ranks = range(cap.num_ranks)
     _, cost = costs_of(problem, config, partition)
     # Where what is moved does not depend on the number of micro-batches, one of each copy says all.
     moves_once = not slots.activations and config.schedule in ("spilled", "breadth-first")
     counted = config.data if moves_once else config.num_microbatches
-    plan = msgspec.structs.replace(plan_of(problem, config, partition), num_microbatches=counted)
-    program = program_for(problem, plan)
+
+    def program_with(keeps: tuple[int, ...]) -> Program:
+        plan = plan_of(problem, config, partition, keeps=keeps)
+        return program_for(problem, msgspec.structs.replace(plan, num_microbatches=counted))
+
+    program = program_with(())
     others = _beside_slots(problem, config, partition, cost)
     peaks = [
         others[rank] + arena_bytes(program.header, rank, cost.size_bytes) + cost.staying_bytes(program.header, rank)
-        for rank in ranks
+        for rank in range(cap.num_ranks)
     ]
     if max(peaks) > cap.device_bytes or not has_room(problem, program, cost):
-        return Estimate(config, partition, tuple(peaks), limits, math.inf, False)
+        return Estimate(config, partition, tuple(peaks))
     keeps = _keeping(problem, config, program, cost, peaks)
     if keeps:
-        plan = plan_of(problem, config, partition, keeps=keeps)
-        program = program_for(problem, msgspec.structs.replace(plan, num_microbatches=counted))
-    times = config.num_microbatches / counted
-    moved = [traffic(program, rank, cost) for rank in ranks]
-    lanes = [limit_of(replace(each, compute_s=each.compute_s * times), problem.tier) for each in moved]
+        program = program_with(keeps)
+    moved = [traffic(program, rank, cost, config.num_microbatches / counted) for rank in range(cap.num_ranks)]
+    lanes = [limit_of(each, problem.tier) for each in moved]
     limit = max(lanes, key=lambda found: found.limit_s)
-    work_s = sum(each.compute_s * times for each in moved)
+    work_s = sum(each.compute_s for each in moved)
     bubble_s = (config.depth - 1) / (config.num_stages * config.num_microbatches) * work_s
     step_s = max(limit.limit_s, max(each.lanes["compute"] for each in lanes) + bubble_s)
-    return Estimate(config, partition, tuple(peaks), limits, step_s, True, keeps=keeps, limit=limit)
+    overflow = max(peaks) / cap.device_bytes
+    return Estimate(config, partition, tuple(peaks), overflow, step_s, step_s, keeps=keeps, limit=limit)
 
 
 def _keeping(

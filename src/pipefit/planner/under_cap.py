@@ -7,7 +7,7 @@ bounds, until no bound that is left is below the best simulated time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from pipefit.cost import CostModel, usual_state
@@ -17,9 +17,9 @@ from pipefit.partition import minmax
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.cuts import cut
 from pipefit.planner.estimate import estimate
-from pipefit.planner.lane_limits import Limit, limit_of, traffic
-from pipefit.planner.search import Outcome, SearchResult
-from pipefit.planner.simulated import simulated
+from pipefit.planner.lane_limits import limit_of, traffic
+from pipefit.planner.search import SearchResult
+from pipefit.planner.simulated import simulate_best, simulated
 from pipefit.planner.space import NOT_FROM_DISK, Cap, Config, Problem
 from pipefit.planner.spilled_candidates import has_room, spilled_configs
 from pipefit.planner.spilled_cuts import layers_of
@@ -121,11 +121,13 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     """
     cap = problem.cap
     assert cap is not None
-    whole = _resident(problem, config, schedule)
-    if max(whole.peak_bytes) <= cap.device_bytes:
-        return SearchResult(whole, (whole,), ())
-    winner: Outcome | None = None
+    name = "1f1b" if schedule is None or find(schedule).spills else schedule
+    whole = sorted(_residents(problem, replace(config, schedule=name)), key=lambda each: each.period_s)
+    fitting = [each for each in whole if max(each.peak_bytes) <= cap.device_bytes]
+    if fitting:
+        return SearchResult((fitting[0],))
     ranked: list[Estimate] = []
+    winner: Estimate | None = None
     on_tier = False
     for on_tier in (False, True) if cap.activations is None else (cap.activations,):
         estimates = (estimate(problem, each) for each in spilled_configs(problem, config, on_tier))
@@ -135,25 +137,20 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
             break
     if winner is None:
         winner = _smallest(problem, config, on_tier)
-        ranked = [winner.estimated]
-        if max(winner.peak_bytes) > cap.device_bytes or not _fits_tier(problem, winner):
+        ranked = [winner]
+        if max(winner.peak_bytes) > cap.device_bytes or not has_room(problem, *_program_and_costs(problem, winner)):
             raise InfeasibleError(_nothing_fits(problem, winner))
-    limit = _limit(problem, winner.estimated)
-    places = [place for place in ("device", "host", "split") if place != winner.estimated.config.family]
-    others = [each for place in places for each in [e for e in ranked if e.config.family == place][:1]]
-    candidates = tuple(_candidate(problem, other, limit) for other in others)
-    return SearchResult(winner, (winner,), candidates, whole.step_s, limit)
+    # The limit of the rank that has the highest, by the whole program.
+    program, cost = _program_and_costs(problem, winner)
+    limits = [limit_of(traffic(program, rank, cost), problem.tier) for rank in range(cap.num_ranks)]
+    winner = replace(winner, limit=max(limits, key=lambda found: found.limit_s))
+    best = {each.config.family: each for each in reversed(ranked)} | {winner.config.family: winner}
+    others = [best[place] for place in _PLACES if place in best and place != winner.config.family]
+    return SearchResult((winner,), tuple(_candidate(problem, each, winner) for each in others), whole[0].step_s)
 
 
-def _resident(problem: Problem, config: Config, schedule: str | None) -> Outcome:
-    """The fastest that fits without spilling; where none does, the fastest."""
-    name = "1f1b" if schedule is None or find(schedule).spills else schedule
-    found = sorted(_residents(problem, replace(config, schedule=name)), key=lambda outcome: outcome.time_s)
-    assert problem.cap is not None
-    return next((each for each in found if max(each.peak_bytes) <= problem.cap.device_bytes), found[0])
-
-
-def _residents(problem: Problem, config: Config) -> Iterator[Outcome]:
+def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
+    """Candidates that spill nothing, simulated."""
     cap, profile = problem.cap, problem.at(config.microbatch_size, 1)
     assert cap is not None
     chunks = max(cap.num_chunks, 1) if find(config.schedule).chunks else 1
@@ -162,58 +159,37 @@ def _residents(problem: Problem, config: Config) -> Iterator[Outcome]:
     for partition in dict.fromkeys((minmax(profile, count), minmax(profile, count, weights))):
         for recompute in ("none", "all") if config.depth > 1 else ("none",):
             each = replace(config, chunks=chunks, recompute=recompute, layers=layers_of(partition))
-            estimated = Estimate(each, cut(problem, each, set()), (), (), 0.0, True)
-            yield Outcome(estimated, simulated(problem, estimated))
+            found = simulated(problem, Estimate(each, cut(problem, each, set())))
+            assert found is not None
+            yield found
 
 
 def _bound(estimated: Estimate) -> tuple[float, int]:
     """The lower bound; of equals first those whose copies of one stage need not wait for another's."""
     slots = estimated.config.slots
-    return round(estimated.step_s, 9), -min(slots.weights, 2) - (min(slots.optim, 2) if slots.optim else 2)
+    return round(estimated.period_s, 9), -min(slots.weights, 2) - (min(slots.optim, 2) if slots.optim else 2)
 
 
-def _fastest(problem: Problem, ranked: Sequence[Estimate]) -> Outcome | None:
+def _fastest(problem: Problem, ranked: list[Estimate]) -> Estimate | None:
     """The candidate with the shortest period, of equals the one with the fewest stages; None: none of those tried fits.
 
     Where none of the first fits by the clock, those that take least memory are tried.
     """
-    found: list[Outcome] = []
-    spent = 0
-    for number, estimated in enumerate(ranked):
-        if number >= _NUM_SIMULATED and spent > _MOST_INSTRUCTIONS:
-            break
-        if found and round(estimated.step_s, 9) > round(min(outcome.time_s for outcome in found), 9):
-            break
-        if not found and number == 2 * _NUM_SIMULATED:
-            smallest = sorted(ranked, key=lambda each: max(each.peak_bytes))[:_NUM_SIMULATED]
-            return next((Outcome(each, times) for each in smallest if (times := simulated(problem, each))), None)
-        times = simulated(problem, estimated)
-        if times is not None:
-            found.append(Outcome(estimated, times))
-            spent += times.num_instructions
-    return min(found, key=lambda each: (round(each.time_s, 9), each.estimated.config.num_stages), default=None)
+    done, _ = simulate_best(problem, ranked, 1.0, _MOST_INSTRUCTIONS, _NUM_SIMULATED)
+    if not done:
+        smallest = sorted(ranked, key=lambda each: max(each.peak_bytes))[:_NUM_SIMULATED]
+        return next((found for each in smallest if (found := simulated(problem, each))), None)
+    return min(done, key=lambda each: (round(each.period_s, 9), each.config.num_stages))
 
 
-def _smallest(problem: Problem, config: Config, on_tier: bool) -> Outcome:
+def _smallest(problem: Problem, config: Config, on_tier: bool) -> Estimate:
     """The candidate that takes least of a device: the same whatever the cap, so that the least that is named works."""
     assert problem.cap is not None
     free = replace(problem, cap=replace(problem.cap, device_bytes=math.inf, host_bytes=math.inf, keep=False))
     configs = spilled_configs(free, config, on_tier, finest=True)
     ranked = sorted((estimate(free, each) for each in configs), key=lambda each: max(each.peak_bytes))
-    outcomes = (Outcome(each, times) for each in ranked[:_NUM_SIMULATED] if (times := simulated(free, each)))
-    return min(outcomes, key=lambda each: (max(each.peak_bytes), each.estimated.config.num_stages))
-
-
-def _fits_tier(problem: Problem, outcome: Outcome) -> bool:
-    program, cost = _program_and_costs(problem, outcome.estimated)
-    return has_room(problem, program, cost)
-
-
-def _limit(problem: Problem, estimated: Estimate) -> Limit:
-    """The limit of the rank that has the highest, by the whole program."""
-    program, cost = _program_and_costs(problem, estimated)
-    limits = (limit_of(traffic(program, rank, cost), problem.tier) for rank in range(len(program.ranks)))
-    return max(limits, key=lambda found: found.limit_s)
+    found = (times for each in ranked[:_NUM_SIMULATED] if (times := simulated(free, each)))
+    return min(found, key=lambda each: (max(each.peak_bytes), each.config.num_stages))
 
 
 def _program_and_costs(problem: Problem, estimated: Estimate) -> tuple[Program, CostModel]:
@@ -222,9 +198,9 @@ def _program_and_costs(problem: Problem, estimated: Estimate) -> tuple[Program, 
     return program_for(problem, plan), costs_of(problem, estimated.config, estimated.partition)[0]
 
 
-def _nothing_fits(problem: Problem, smallest: Outcome) -> str:
+def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
     """The smallest device that works, and the layer that needs it."""
-    cap, profile, config = problem.cap, problem.profile, smallest.estimated.config
+    cap, profile, config = problem.cap, problem.profile, smallest.config
     assert cap is not None and cap.host_bytes is not None
     least, count = max(smallest.peak_bytes), config.num_stages
     if least <= cap.device_bytes:
@@ -250,12 +226,11 @@ _PLACES = {
 }
 
 
-def _candidate(problem: Problem, other: Estimate, winner: Limit) -> Candidate:
+def _candidate(problem: Problem, other: Estimate, winner: Estimate) -> Candidate:
     """The best with steps elsewhere, and why it lost."""
-    limit = other.limit
-    assert limit is not None
-    gain = winner.limit_s / limit.limit_s
-    why = f"limit {format_seconds(limit.limit_s)} per update ({limit.binds} binds)"
+    assert other.limit is not None and winner.limit is not None
+    limit_s, gain = other.limit.limit_s, winner.limit.limit_s / other.limit.limit_s
+    why = f"limit {format_seconds(limit_s)} per update ({other.limit.binds} binds)"
     why += f", {gain:.2f} × as fast at best, but slower once simulated" if gain > 1 else ", no better"
-    rate = problem.global_batch / limit.limit_s
-    return Candidate(_PLACES[other.config.family], "spilled", limit.limit_s, rate, max(other.peak_bytes), why)
+    rate = problem.global_batch / limit_s
+    return Candidate(_PLACES[other.config.family], "spilled", limit_s, rate, max(other.peak_bytes), why)
