@@ -160,7 +160,7 @@ def test_reads_and_writes_of_one_channel_take_turns():
 def test_what_is_known_later_but_begins_earlier_moves_in_the_gap():
     """A fetch that waits for its slot is known before an evict that is listed after it, and can begin long before."""
     program = generate("spilled", Shape(2, 1))
-    engine = EventEngine(flat_program(program), None, 1, False)
+    engine = EventEngine(flat_program(program), None, 1)
     channel = (0, "disk")
     assert engine._through(channel, 10, 5) == (10, 15)
     assert engine._through(channel, 2, 3) == (2, 5)

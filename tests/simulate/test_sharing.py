@@ -1,6 +1,5 @@
 """Ranks that share cores: closed forms of processor sharing."""
 
-import importlib
 from fractions import Fraction
 
 import pytest
@@ -15,10 +14,9 @@ from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.simulate.event_engine import EventEngine
 from pipefit.simulate.flat_program import flat_program
-from pipefit.simulate.sharing import Machine, SharingEngine
+from pipefit.simulate.prices import prices_of
+from pipefit.simulate.sharing import Machine
 from pipefit.spec import Level, Topology
-
-inside = importlib.import_module("pipefit.simulate.simulate")
 
 
 def timeline(program, cores, *, forward=2.0, backward=4.0, latency=0.0, repeats=1, **more):
@@ -95,13 +93,13 @@ rounds = st.integers(1, 9).map(Fraction)
     st.integers(0, 4).map(Fraction),
     st.integers(1, 3),
 )
-def test_with_a_core_for_each_rank_both_clocks_tell_the_same_times(name, p, k, f, b, latency, repeats):
+def test_with_a_core_for_each_rank_sharing_them_changes_no_time(name, p, k, f, b, latency, repeats):
     program = generate(name, Shape(p, p * k, num_chunks=2 if name in ("interleaved", "breadth-first") else 1))
     cost = unit(program.header, f, b, latency=latency)
     layout = flat_program(program)
-    prices = inside._prices(layout, cost, False, True)
-    one = EventEngine(layout, prices, repeats, False)
-    many = SharingEngine(layout, prices, repeats, False, machines=[Machine(p)], machine_of=[0] * p)
+    prices = prices_of(layout, cost)
+    one = EventEngine(layout, prices, repeats)
+    many = EventEngine(layout, prices, repeats, cores=[Machine(p)] * p)
     one.run()
     many.run()
     assert (one.start, one.end) == (many.start, many.end)

@@ -328,5 +328,8 @@ WEIGHT_GRADIENT_OPS: Final = _ops(lambda spec: "wgrad[s,u]" in spec.makes)
 MESSAGE_OPS: Final = _ops(lambda spec: "peer" in spec.fields)
 """Sends and receives."""
 
+COPY_OPS: Final = _ops(lambda spec: spec.lane is Lane.COPY)
+"""Copies between a device and its tier, and steps on the host: what waits for its lane."""
+
 STEP_OPS: Final = (Op.STEP, Op.HOST_STEP)
 """The operations that make an update, on the device or on the host."""

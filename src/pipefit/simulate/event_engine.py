@@ -1,21 +1,22 @@
 """The clock: every rank issues its list in order; a message or collective happens when all its sides have issued it.
 
-Without contention each time is the latest of a few others, so the order in which ranks are looked at changes nothing,
-and a rank runs on until it must wait. With contention links are handed out first come, first served, so ranks are
-looked at in the order of their clocks.
+A rank is a generator that runs on until it must wait. Where nothing is shared each time is the latest of a few others,
+so the order in which ranks are looked at changes nothing. What is shared (a link, a port, the cores of a machine) goes
+to who comes first, so ranks are then looked at in the order of their clocks.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Final
 
-from pipefit.simulate.flat_program import FlatProgram
-
-Key = tuple[object, ...]
+from pipefit.simulate.flat_program import Code, FlatProgram
+from pipefit.simulate.prices import Key, Prices
+from pipefit.simulate.sharing import Machine
 
 _end = itemgetter(1)
 
@@ -23,53 +24,31 @@ UNKNOWN: Final = -1
 """Stands for a time that is not known yet; no time is negative."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Seconds of one program under one cost model, by instruction number.
-
-    Attributes:
-        hold: how long it holds its rank (its work, or its issuing).
-        travel: how long a message, reduction or copy takes after this side has issued it; it is there when that has
-            passed for all sides.
-        lanes: resources that one instruction has at a time: for copies, the lane of their rank; for messages
-            under contention, their link; for what goes through shared ports, these.
-        groups: the members of the collective it belongs to.
-        copies: each fetch and evict, with the evictions of the pass before that it must wait for.
-        kept: the fetches whose value is still in its slot, in a pass that follows another.
-        arrivals: seconds that a rank spends on arrived data before the instruction that waited for them begins; in the
-            first pass and in later ones.
-        channels: of copies that alternate with those of another lane, the channel of both.
-        closing: of each rank, the instructions that only the next pass waits for.
-        between: seconds a rank spends before each pass.
-    """
-
-    hold: list[float]
-    travel: list[float]
-    lanes: dict[int, tuple[Key, ...]]
-    groups: dict[int, tuple[int, ...]]
-    copies: dict[int, tuple[int, ...]]
-    kept: frozenset[int]
-    arrivals: tuple[dict[int, float], dict[int, float]]
-    channels: dict[int, Key]
-    closing: list[list[int]]
-    between: float = 0
-
-
 @dataclass(slots=True)
 class EventEngine:
-    """Times of `repeats` passes; instruction n of pass k is entry k·size + n of `start`, `posted` and `end`."""
+    """Times of `repeats` passes; instruction n of pass k is entry k·size + n of `start`, `posted` and `end`.
+
+    Attributes:
+        layout: the program.
+        prices: its seconds.
+        repeats: passes.
+        contention: whether messages have links or ports one at a time.
+        cores: the machine of each rank, where ranks share cores; (): each has its own.
+        at: the entry at which each rank stands.
+        blocked_on: the entry that it waits for.
+    """
 
     layout: FlatProgram
     prices: Prices
     repeats: int
-    contention: bool
+    contention: bool = False
+    cores: Sequence[Machine] = ()
     start: list[float] = field(default_factory=list)
     posted: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
-    clock: list[float] = field(default_factory=list)
     at: list[int] = field(default_factory=list)
     blocked_on: list[int] = field(default_factory=list)
-    issuing: list[bool] = field(default_factory=list)
+    clock: list[float] = field(default_factory=list)
     free: dict[Key, float] = field(default_factory=dict)
     taken: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
     ready: list[int] = field(default_factory=list)
@@ -78,128 +57,121 @@ class EventEngine:
     def run(self) -> None:
         """Runs until no rank can go on; the end of an instruction that hangs stays UNKNOWN."""
         graph = self.layout.graph
-        size, num_ranks = len(graph.instructions), len(graph.starts) - 1
+        num_ranks = len(graph.starts) - 1
         for times in (self.start, self.posted, self.end):
-            times += [UNKNOWN] * (size * self.repeats)
-        self.clock = [self.prices.between] * num_ranks
-        self.at = list(graph.starts[:-1])
-        self.blocked_on = [UNKNOWN] * num_ranks
-        self.issuing = [False] * num_ranks
-        if self.contention:
-            self.agenda = [(0, rank) for rank in range(num_ranks)]
-            while self.agenda:
-                self._advance(heapq.heappop(self.agenda)[1])
-        else:
+            times += [UNKNOWN] * (len(graph.instructions) * self.repeats)
+        self.clock, self.at, self.blocked_on = [0] * num_ranks, list(graph.starts[:-1]), [UNKNOWN] * num_ranks
+        ranks = [self._issue(rank) for rank in range(num_ranks)]
+        if not (self.contention or self.cores):
             self.ready = list(reversed(range(num_ranks)))
             while self.ready:
-                self._advance(self.ready.pop())
+                next(ranks[self.ready.pop()], None)
+            return
+        machines = list({id(machine): machine for machine in self.cores}.values())
+        self.agenda = [(0, rank) for rank in range(num_ranks)]
+        while self.agenda or any(machine.work for machine in machines):
+            machine = min(machines, key=attrgetter("next_end"), default=None)
+            if machine and (not self.agenda or machine.next_end <= self.agenda[0][0]):
+                time, rank = machine.end()
+            else:
+                time, rank = heapq.heappop(self.agenda)
+            self.clock[rank] = max(self.clock[rank], time)
+            next(ranks[rank], None)
 
-    def _advance(self, rank: int) -> None:
-        """Runs one rank until it must wait: for a message, or (under contention) for ranks whose clocks are behind."""
+    def _issue(self, rank: int) -> Iterator[None]:
+        """Runs a rank; yields where it waits for an arrival, for ranks whose clocks are behind, or for a core."""
         layout, prices = self.layout, self.prices
-        codes, waits, partners = layout.codes, layout.waits, layout.partners
-        hold, travel = prices.hold, prices.travel
-        start, posted, end = self.start, self.posted, self.end
-        size, ranks, first, stop = (
-            len(codes),
-            layout.graph.ranks,
-            layout.graph.starts[rank],
-            layout.graph.starts[rank + 1],
-        )
-        blocked_on, ready = self.blocked_on, self.ready
-        now = self.clock[rank]
-        begin, i = divmod(self.at[rank], size)
-        blocked_on[rank] = UNKNOWN
-        plain = not self.contention
-        for lap in range(begin, self.repeats):
-            base = lap * size
-            arrivals = prices.arrivals[lap > 0]
-            if lap and i == first:
-                for q in prices.closing[rank]:
-                    arrival = end[base - size + q]
-                    if arrival < 0:
-                        blocked_on[rank], self.clock[rank], self.at[rank] = base - size + q, now, base + first
-                        return
-                    now = max(now, arrival + prices.between)
-            while i < stop:
-                code = codes[i]
-                n = base + i
-                if code <= 1:
-                    if code == 1:
+        codes, waits, partners, ranks = layout.codes, layout.waits, layout.partners, layout.graph.ranks
+        start, posted, end, clock, blocked_on = self.start, self.posted, self.end, self.clock, self.blocked_on
+        wait, message = Code.WAIT.value, Code.MESSAGE.value
+        hold, size, shares, alone = prices.hold, len(codes), bool(self.cores), not (self.contention or self.cores)
+        first, stop = layout.graph.starts[rank : rank + 2]
+        now: float = 0
+        for base in range(0, size * self.repeats if first < stop else 0, size):
+            travel, arrivals = prices.travel[base > 0], prices.arrivals[base > 0]
+            for q in prices.closing[rank] if base else ():
+                if end[base - size + q] < 0:
+                    clock[rank], blocked_on[rank], self.at[rank] = now, base - size + q, base + first
+                    yield
+                now = max(now, end[base - size + q])
+            now = (yield from self._work(rank, now, prices.between)) if shares else now + prices.between
+            for i in range(first, stop):
+                code, n = codes[i], base + i
+                if code <= wait:
+                    if code == wait:
                         for q in waits[i]:
-                            arrival = end[base + q]
-                            if arrival < 0:
-                                blocked_on[rank], self.clock[rank], self.at[rank] = base + q, now, n
-                                return
-                            if arrival > now:
-                                now = arrival
+                            if end[base + q] < 0:
+                                clock[rank], blocked_on[rank], self.at[rank] = now, base + q, n
+                                yield
+                            if end[base + q] > now:
+                                now = end[base + q]
+                    if shares:
+                        start[n] = now
+                        now = yield from self._work(rank, now, hold[i] + arrivals.get(i, 0))
+                    else:
                         if arrivals:
                             now += arrivals.get(i, 0)
-                    start[n] = now
-                    now += hold[i]
+                        start[n] = now
+                        now += hold[i]
                     end[n] = now
-                elif plain and code == 2:
-                    start[n] = now
-                    now += hold[i]
-                    posted[n] = now
+                    continue
+                start[n] = now
+                now = (yield from self._work(rank, now, hold[i])) if shares else now + hold[i]
+                if self.agenda and self.agenda[0][0] < now:
+                    heapq.heappush(self.agenda, (now, rank))
+                    yield
+                posted[n] = now
+                if code == message and alone:
+                    # All that `_try` comes to where nothing is shared.
                     q = partners[i]
                     other = posted[base + q]
                     if other >= 0:
                         arrival, other = now + travel[i], other + travel[q]
-                        if other > arrival:
-                            arrival = other
-                        end[n] = end[base + q] = arrival
-                        peer = ranks[q]
-                        if blocked_on[peer] == base + q:
-                            blocked_on[peer] = UNKNOWN
-                            ready.append(peer)
+                        end[n] = end[base + q] = arrival if arrival > other else other
+                        if blocked_on[ranks[q]] == base + q:
+                            self._wake(ranks[q], base + q)
                 else:
-                    self.clock[rank], self.at[rank] = now, n
-                    if not self._issue(rank, n, i):
-                        return
-                    now = self.clock[rank]
-                i += 1
-            i = first
-            now += prices.between
-            self.clock[rank], self.at[rank] = now, base + size + first
+                    self._try(n, i)
 
-    def _issue(self, rank: int, n: int, i: int) -> bool:
-        """Issues a message, reduction or copy; False when the rank must come back to it later."""
-        if not self.issuing[rank]:
-            self.start[n] = self.clock[rank]
-            self.clock[rank] += self.prices.hold[i]
-            self.issuing[rank] = True
-            if self.contention and self.agenda and self.agenda[0][0] < self.clock[rank]:
-                heapq.heappush(self.agenda, (self.clock[rank], rank))
-                return False
-        if self.posted[n] < 0:
-            self.posted[n] = self.clock[rank]
-            self._try(n, i)
-        self.issuing[rank] = False
-        return True
+    def _work(self, rank: int, now: float, seconds: float) -> Generator[None, None, float]:
+        """Seconds of work on a core of the rank's machine, from `now` on; returns when it is done."""
+        if now > self.clock[rank]:
+            heapq.heappush(self.agenda, (now, rank))
+            yield
+        if seconds:
+            self.cores[rank].begin(now, seconds, rank)
+            yield
+            now = self.clock[rank]
+        return now
+
+    def _wake(self, rank: int, n: int) -> None:
+        """Lets a rank go on that waits for what has now ended."""
+        self.blocked_on[rank] = UNKNOWN
+        if self.contention or self.cores:
+            heapq.heappush(self.agenda, (max(self.clock[rank], self.end[n]), rank))
+        else:
+            self.ready.append(rank)
 
     def _try(self, n: int, i: int) -> None:
         """Lets a message, collective or copy happen if all its sides have issued it and hold what they need."""
         layout, prices = self.layout, self.prices
-        base, q = n - i, layout.partners[i]
-        sides = (i, q) if q >= 0 else prices.groups.get(i, (i,))
         if self.end[n] >= 0:
             return
-        lanes = prices.lanes.get(i, ())
-        kept = base > 0 and i in prices.kept
-        travel = 0 if kept else prices.travel[i]
+        base, sides = n - i, layout.sides(i)
+        travels, lanes = prices.travel[base > 0], prices.lanes.get(i, ())
+        travel = travels[i]
         finish = max([self.free.get(lane, 0) for lane in lanes]) + travel if lanes else 0
         for side in sides:
             begin = self.posted[base + side]
             if begin < 0:
                 return
-            if base and side in prices.copies:
-                begin = max((begin, *(self.end[base - len(layout.codes) + need] for need in prices.copies[side])))
+            for need in prices.copies.get(side, ()) if base else ():
+                begin = max(begin, self.end[base - len(layout.codes) + need])
             for need in layout.waits[side]:
                 if self.end[base + need] < 0:
                     return
                 begin = max(begin, self.end[base + need])
-            finish = max(finish, begin + (0 if kept else prices.travel[side]))
+            finish = max(finish, begin + travels[side])
         first = finish - travel
         if i in prices.channels and travel:
             first, finish = self._through(prices.channels[i], first, travel)
@@ -211,7 +183,11 @@ class EventEngine:
             # A copy starts when its lane begins it, not when the rank issued it.
             self.start[n] = first
         for side in sides:
-            self._arrived(base, side)
+            if self.blocked_on[rank := layout.graph.ranks[side]] == base + side:
+                self._wake(rank, base + side)
+            for user in layout.users.get(side, ()):
+                if self.posted[base + user] >= 0:
+                    self._try(base + user, user)
 
     def _through(self, channel: Key, begin: float, seconds: float) -> tuple[float, float]:
         """Moves something through a channel while nobody else does; when that begins and ends.
@@ -234,16 +210,3 @@ class EventEngine:
             pieces.append((now, now + left))
         self.taken[channel] = sorted([*taken, *pieces])
         return pieces[0][0], pieces[-1][1]
-
-    def _arrived(self, base: int, side: int) -> None:
-        """Wakes the rank that waits for it, and whatever else needs it."""
-        rank = self.layout.graph.ranks[side]
-        if self.blocked_on[rank] == base + side:
-            self.blocked_on[rank] = UNKNOWN
-            if self.contention:
-                heapq.heappush(self.agenda, (max(self.clock[rank], self.end[base + side]), rank))
-            else:
-                self.ready.append(rank)
-        for user in self.layout.users.get(side, ()):
-            if self.posted[base + user] >= 0:
-                self._try(base + user, user)

@@ -1,0 +1,152 @@
+"""Prices: the seconds of every instruction of a program under one cost model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipefit.cost import CostModel
+from pipefit.ir.graph import Graph
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import COPY_OPS, OP_SPEC, Kind, Op
+from pipefit.ir.residency import kept_fetches
+from pipefit.simulate.flat_program import Code, FlatProgram
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Seconds of one program under one cost model, by instruction number; pairs are for the first pass and later ones.
+
+    Attributes:
+        hold: how long it holds its rank (its work, or its issuing).
+        travel: how long a message, reduction or copy takes after this side has issued it; it is there when that has
+            passed for all sides.
+        lanes: resources that one instruction has at a time: for copies, the lane of their rank; for messages
+            under contention, their link; for what goes through shared ports, these.
+        copies: each fetch and evict, with the evictions of the pass before that it must wait for.
+        arrivals: seconds that a rank spends on arrived data before the instruction that waited for them begins.
+        channels: of copies that alternate with those of another lane, the channel of both.
+        closing: of each rank, the instructions that only the next pass waits for.
+        between: seconds a rank spends before each pass.
+    """
+
+    hold: list[float]
+    travel: tuple[list[float], list[float]]
+    lanes: dict[int, tuple[Key, ...]]
+    copies: dict[int, tuple[int, ...]]
+    arrivals: tuple[dict[int, float], dict[int, float]]
+    channels: dict[int, Key]
+    closing: list[list[int]]
+    between: float = 0
+
+
+def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, rendezvous: bool = True) -> Prices:
+    """The prices of a program; for `contention` and `rendezvous` see `simulate`."""
+    graph = layout.graph
+    hold_of = [cost.duration_s(i, rank) for i, rank in layout.kinds]
+    travel_of = [_travel_s(cost, i, rank) for i, rank in layout.kinds]
+    travel = [travel_of[index] for index in layout.costs]
+    lanes: dict[int, tuple[Key, ...]] = {}
+    channels: dict[int, Key] = {}
+    for group in graph.collectives:
+        first = graph.instructions[group[0]]
+        members = sorted(graph.ranks[number] for number in group)
+        seconds, ports = cost.reduce_s(first, members), cost.reduction_ports(first, members)
+        for number in group:
+            travel[number] = seconds
+            lanes[number] = ports
+    for number, i in enumerate(graph.instructions):
+        if i.op is Op.RECV:
+            send, link = layout.partners[number], (i.peer, graph.ranks[number])
+            travel[number] = travel[send] if rendezvous else 0
+            lanes[number] = lanes[send] = (*cost.ports(*link), *([link] if contention else []))
+        elif i.op in COPY_OPS:
+            lanes[number] = ((graph.ranks[number], i.op, i.tier),)
+            if i.op is not Op.HOST_STEP and cost.tier_of(i).one_channel:
+                channels[number] = graph.ranks[number], i.tier
+    kept, kept_later = _kept(graph, later=False), _kept(graph, later=True)
+    between, closing = cost.pass_s, _closing(layout)
+    spill = graph.program.header.spill
+    if spill is not None and graph.program.header.num_ranks > 1:
+        # Ranks of a pipeline wait between two passes for a commit of the tier, when all is written.
+        for commit_s in (tier.commit_s for tier in cost.tiers if tier.name == spill.tier and tier.commit_s):
+            between, closing = between + commit_s, _closing(layout, Op.EVICT)
+    return Prices(
+        [hold_of[index] for index in layout.costs],
+        (_without(travel, kept), _without(travel, kept_later)),
+        lanes,
+        _copies(graph, kept_later),
+        (_arrivals(layout, cost, kept), _arrivals(layout, cost, kept_later)),
+        channels,
+        closing,
+        between,
+    )
+
+
+def _travel_s(cost: CostModel, i: Instruction, rank: int) -> float:
+    if i.op is Op.SEND:
+        return cost.message_s(i, rank)
+    return cost.local_s(i, rank) if i.op is Op.GATHER or i.op in COPY_OPS else 0
+
+
+def _kept(graph: Graph, later: bool) -> frozenset[int]:
+    """The fetches that move nothing, by number."""
+    ranks = enumerate(graph.starts[:-1])
+    return frozenset(start + index for rank, start in ranks for index in kept_fetches(graph.program, rank, later))
+
+
+def _without(travel: list[float], kept: frozenset[int]) -> list[float]:
+    return [0 if number in kept else seconds for number, seconds in enumerate(travel)] if kept else travel
+
+
+def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
+    """Seconds a rank spends on what has come, by the first that waits for it: on messages, and checksums of fetches."""
+    found: dict[int, float] = {}
+    if not (cost.arrival_s or any(tier.check_bytes_per_s for tier in cost.tiers)):
+        return found
+    counted = set(kept)
+    for number, code in enumerate(layout.codes):
+        for awaited in layout.waits[number] if code == Code.WAIT else ():
+            came = layout.graph.instructions[awaited]
+            if awaited not in counted and came.op in (Op.RECV, Op.FETCH):
+                counted.add(awaited)
+                seconds = cost.arrival_s if came.op is Op.RECV else cost.check_s(came)
+                found[number] = found.get(number, 0) + seconds
+    return found
+
+
+def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
+    """Of each rank, the instructions that the next pass waits for and nothing in this one.
+
+    Those are reductions whose end no instruction waits for, such as those that put weights together; steps on the host,
+    whose optimizers may be read between two passes; and the operations in `more`.
+    """
+    awaited = {number for needed in layout.waits for number in needed}
+    result: list[list[int]] = [[] for _ in layout.graph.starts[1:]]
+    for number, i in enumerate(layout.graph.instructions):
+        last = OP_SPEC[i.op].is_collective and number not in awaited
+        if last or i.op is Op.HOST_STEP or i.op in more:
+            result[layout.graph.ranks[number]].append(number)
+    return result
+
+
+def _copies(graph: Graph, kept: frozenset[int]) -> dict[int, tuple[int, ...]]:
+    """Each copy; for a fetch, the evictions of the pass before that it needs: of its value, and of its slot's content.
+
+    Only evictions of the pass before are here: the rest is in the graph. What is kept in its slot needs none.
+    """
+    last: dict[Key, int] = {}
+    slots: dict[Key, Key] = {}
+    needed: dict[int, tuple[Key, ...]] = {}
+    for number, i in enumerate(graph.instructions):
+        if i.op in COPY_OPS:
+            value: Key = graph.ranks[number], i.kind or Kind.WEIGHTS.value, i.stage
+            needed[number] = ()
+            if i.op is not Op.FETCH:
+                last[value] = last[slots.get(value, ())] = number
+                continue
+            slots[value] = (graph.ranks[number], i.kind, i.slot, "slot")
+            if not graph.preds[number] and number not in kept:
+                needed[number] = (value, slots[value])
+    return {number: tuple({last[key] for key in keys if key in last}) for number, keys in needed.items()}
