@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, OrderProblem
+from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, OrderProblem
 
 
 def bound_s(problem: OrderProblem) -> float:
@@ -19,93 +20,71 @@ def bound_s(problem: OrderProblem) -> float:
     Source: Carlier, The one-machine sequencing problem (European Journal of Operational Research 11, 1982), for heads,
     tails and the bound with interruptions.
     """
-    # A backward that stays whole may take less than its two halves.
     count = problem.header.num_stages
-    inputs, weights, wholes = (problem.seconds[kind * count :][:count] for kind in (INPUT, WEIGHT, BACKWARD))
-    rests = (min(w, b - i) for i, w, b in zip(inputs, weights, wholes, strict=True))
-    problem = replace(problem, seconds=(*problem.seconds[: 2 * count], *rests, *wholes))
-    chain = _chain(problem)
-    heads, tails = _heads(problem, chain), _tails(problem, chain)
+    backward = INPUT if problem.split else BACKWARD
+    seconds = list(problem.seconds)
+    # A backward that stays whole may take less than its two halves.
+    for first, second, whole in zip(*(range(kind * count, (kind + 1) * count) for kind in _BACKWARDS), strict=True):
+        seconds[second] = min(seconds[second], seconds[whole] - seconds[first])
+    # The steps of a micro-batch, in an order that its dependencies allow.
+    chain = [*range(count), *(backward * count + stage for stage in reversed(range(count)))]
+    chain += [WEIGHT * count + stage for stage in range(count)] if problem.split else []
+    edges = [Edge(step, step, 0.0, 1) for step in chain]
+    for step in chain:
+        source, lag = problem.feeds[step]
+        if source >= 0:
+            edges.append(Edge(source if source < count else source + (backward - INPUT) * count, step, lag))
+        elif step >= count:
+            edges.append(Edge(INPUT * count + step % count, step))
+    last = (WEIGHT if problem.split else BACKWARD) * count
+    for stage, held in enumerate(problem.takes):
+        # Micro-batches of a stage that its rank has room for.
+        window = min(problem.room[problem.home[stage]] / held, problem.num_microbatches) if held else 0
+        if window >= 1:
+            edges.append(Edge(last + stage, stage, 0.0, int(window)))
+    heads = _longest(chain, edges, seconds, [0.0] * len(seconds), problem.num_microbatches)
+    # The same from the end: what must follow the end of each step.
+    back = [Edge(edge.target, edge.source, edge.lag, edge.shift) for edge in edges]
+    closing = [problem.closing_s[problem.home[step % count]] for step in range(len(seconds))]
+    tails = _longest(chain[::-1], back, seconds, closing, problem.num_microbatches)
     bounds = []
     for stages in problem.stages:
         jobs = [
-            (heads[step][mb], problem.seconds[step], tails[step][mb])
+            (head, seconds[step], tail)
             for step in chain
             if step % count in stages
-            for mb in range(problem.num_microbatches)
+            for head, tail in zip(heads[step], reversed(tails[step]), strict=True)
         ]
         bounds.append(_one_machine(jobs))
     return max(bounds)
 
 
-def _chain(problem: OrderProblem) -> list[int]:
-    """The steps of a micro-batch, in an order that its dependencies allow."""
-    count = problem.header.num_stages
-    backward = INPUT if problem.split else BACKWARD
-    forwards = [FORWARD * count + stage for stage in range(count)]
-    backwards = [backward * count + stage for stage in reversed(range(count))]
-    return [*forwards, *backwards, *([WEIGHT * count + stage for stage in range(count)] if problem.split else [])]
+_BACKWARDS = (INPUT, WEIGHT, BACKWARD)
 
 
-def _before(problem: OrderProblem, step: int) -> list[tuple[int, float]]:
-    """The step before a step within its micro-batch, and how long its result travels."""
-    count = problem.header.num_stages
-    kind, stage = divmod(step, count)
-    if kind == WEIGHT:
-        return [(INPUT * count + stage, 0)]
-    source, lag = problem.feeds[step]
-    if source < 0:
-        return []
-    backward = (INPUT if problem.split else BACKWARD) * count
-    return [(source if source < count else backward + source - count, lag)]
+class Edge(NamedTuple):
+    """A step that waits for another: for that of as many micro-batches before, and for the way of its result."""
+
+    source: int
+    target: int
+    lag: float = 0.0
+    shift: int = 0
 
 
-def _window(problem: OrderProblem, stage: int) -> int:
-    """Micro-batches of a stage that its rank has room for."""
-    held = problem.takes[stage]
-    room = problem.room[problem.home[stage]]
-    return int(min(room / held, problem.num_microbatches)) if held else problem.num_microbatches
-
-
-def _heads(problem: OrderProblem, chain: list[int]) -> dict[int, list[float]]:
-    """For every step, by micro-batch, when it can start at the earliest."""
-    count, seconds = problem.header.num_stages, problem.seconds
-    last = (WEIGHT if problem.split else BACKWARD) * count
-    heads: dict[int, list[float]] = {step: [] for step in chain}
-    windows = [_window(problem, stage) for stage in range(count)]
-    before = {step: _before(problem, step) for step in chain}
-    for mb in range(problem.num_microbatches):
+def _longest(
+    chain: Sequence[int], edges: Iterable[Edge], seconds: Sequence[float], least: Sequence[float], count: int
+) -> dict[int, list[float]]:
+    """For every step of a chain, by micro-batch, the longest way to it along the edges."""
+    into: dict[int, list[Edge]] = {step: [] for step in chain}
+    for edge in edges:
+        into[edge.target].append(edge)
+    found: dict[int, list[float]] = {step: [] for step in chain}
+    for mb in range(count):
         for step in chain:
-            times = [heads[other][mb] + seconds[other] + lag for other, lag in before[step]]
-            if mb:
-                times.append(heads[step][mb - 1] + seconds[step])
-            if step < count and mb >= windows[step] > 0:
-                times.append(heads[last + step][mb - windows[step]] + seconds[last + step])
-            heads[step].append(max(times, default=0))
-    return heads
-
-
-def _tails(problem: OrderProblem, chain: list[int]) -> dict[int, list[float]]:
-    """For every step, by micro-batch, what must follow its end at least."""
-    count, seconds, total = problem.header.num_stages, problem.seconds, problem.num_microbatches
-    last = (WEIGHT if problem.split else BACKWARD) * count
-    tails: dict[int, list[float]] = {step: [0.0] * total for step in chain}
-    windows = [_window(problem, stage) for stage in range(count)]
-    after: dict[int, list[tuple[int, float]]] = {step: [] for step in chain}
-    for step in chain:
-        for other, lag in _before(problem, step):
-            after[other].append((step, lag))
-    for mb in reversed(range(total)):
-        for step in reversed(chain):
-            times = [lag + seconds[other] + tails[other][mb] for other, lag in after[step]]
-            times.append(problem.closing_s[problem.home[step % count]])
-            if mb + 1 < total:
-                times.append(seconds[step] + tails[step][mb + 1])
-            forward = step - last
-            if forward >= 0 and 0 < windows[forward] < total - mb:
-                times.append(seconds[forward] + tails[forward][mb + windows[forward]])
-            tails[step][mb] = max(times)
-    return tails
+            edges = [edge for edge in into[step] if mb >= edge.shift]
+            ways = [found[edge.source][mb - edge.shift] + seconds[edge.source] + edge.lag for edge in edges]
+            found[step].append(max([least[step], *ways]))
+    return found
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from random import Random
 
@@ -65,108 +65,92 @@ def listed(problem: OrderProblem, policy: Policy) -> Order | None:
         now, rank = heapq.heappop(events)
         if now < board.free[rank]:
             continue
-        step = board.choice(rank, now)
-        if step is None:
-            later = [time for time, _ in board.coming(rank, now) if time > now]
-            if later:
-                heapq.heappush(events, (min(later), rank))
-            continue
-        for event in board.take(rank, step, now):
+        coming = board.coming(rank)
+        step = board.choice(rank, now, coming)
+        if step is not None:
+            found = board.take(rank, step, now)
+        else:
+            found = [(min(later), rank)] if (later := [time for time, _ in coming if time > now]) else []
+        for event in found:
             heapq.heappush(events, event)
     full = all(done == problem.num_microbatches for done in board.done[: 2 * problem.header.num_stages])
-    return board.order if full and not any(board.pending) else None
+    return board.order if full and not any(map(board.pending, range(problem.header.num_stages))) else None
 
 
-@dataclass
 class _Board:
-    """The work done so far."""
+    """The work done so far.
 
-    problem: OrderProblem
-    policy: Policy
-    free: list[float] = field(init=False)
-    held: list[float] = field(init=False)
-    done: list[int] = field(init=False)
-    arrived: list[list[float]] = field(init=False)
-    order: Order = field(init=False)
+    Attributes:
+        free: when each rank is free again.
+        held: memory of each rank.
+        done: steps so far: forwards, then first halves (or whole backwards), then second halves.
+        arrived: when what each forward and each backward needs is on its rank.
+        order: of each rank.
+    """
 
-    def __post_init__(self) -> None:
-        ranks, count = len(self.problem.stages), self.problem.header.num_stages
-        self.free, self.held, self.order = [0.0] * ranks, [0.0] * ranks, [[] for _ in range(ranks)]
-        # Forwards, then first halves (or whole backwards), then second halves.
+    def __init__(self, problem: OrderProblem, policy: Policy) -> None:
+        ranks, count = len(problem.stages), problem.header.num_stages
+        self.problem, self.policy, self.count = problem, policy, count
+        self.free, self.held = [0.0] * ranks, [0.0] * ranks
         self.done = [0] * (3 * count)
-        # When what each forward and each backward needs is on its rank.
-        self.arrived = [[] for _ in range(2 * count)]
-        self.arrived[0] = [0.0] * self.problem.num_microbatches
+        self.arrived: list[list[float]] = [[] for _ in range(2 * count)]
+        self.arrived[0] = [0.0] * problem.num_microbatches
+        self.order: Order = [[] for _ in range(ranks)]
+        self.size = [take + half for take, half in zip(problem.takes, problem.halves, strict=True)]
+        self.feeds = {source: step for step, (source, _) in enumerate(problem.feeds[: 2 * count])}
 
-    @property
-    def pending(self) -> list[int]:
-        """Second halves still to do, by stage."""
-        count = self.problem.header.num_stages
-        return [self.done[count + s] - self.done[2 * count + s] if self.problem.split else 0 for s in range(count)]
+    def pending(self, stage: int) -> int:
+        """Second halves of a stage still to do."""
+        return self.done[self.count + stage] - self.done[2 * self.count + stage] if self.problem.split else 0
 
-    def coming(self, rank: int, now: float) -> list[tuple[float, int]]:
+    def coming(self, rank: int) -> list[tuple[float, int]]:
         """Known start times of each next forward and backward of a rank, if there is room for it."""
-        count = self.problem.header.num_stages
         found = []
         for stage in self.problem.stages[rank]:
-            for step in (stage, count + stage):
+            for step in (stage, self.count + stage):
                 turn = self.done[step]
-                if turn < len(self.arrived[step]) and (step >= count or self._has_room(rank, stage)):
+                if turn < len(self.arrived[step]) and (step >= self.count or self._has_room(rank, stage)):
                     found.append((self.arrived[step][turn], step))
         return found
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Whether a forward fits in addition to the rest of the oldest micro-batch: so nothing is ever stuck."""
-        problem, stages = self.problem, self.problem.stages[rank]
-        last = 2 if problem.split else 1
-        oldest = min(self.done[last * problem.header.num_stages + s] for s in stages)
-        sizes = [problem.takes[s] + (problem.halves[s] if problem.split else 0) for s in stages]
-        rest = 0.0
-        if self.done[stage] > oldest:
-            rest = sum(size for s, size in zip(stages, sizes, strict=True) if self.done[s] <= oldest)
-        return self.held[rank] + sizes[stages.index(stage)] + rest <= self.policy.room[rank]
+        stages, last = self.problem.stages[rank], (2 if self.problem.split else 1) * self.count
+        oldest = min(self.done[last + s] for s in stages)
+        rest = sum(self.size[s] for s in stages if self.done[s] <= oldest) if self.done[stage] > oldest else 0.0
+        return self.held[rank] + self.size[stage] + rest <= self.policy.room[rank]
 
-    def choice(self, rank: int, now: float) -> int | None:
+    def choice(self, rank: int, now: float, coming: list[tuple[float, int]]) -> int | None:
         """Returns the next step of a rank; None: it waits."""
-        count, policy = self.problem.header.num_stages, self.policy
-        coming = self.coming(rank, now)
         there = [step for time, step in coming if time <= now]
         if there:
-            return min(there, key=lambda step: self._rank_of(step, policy.eager[rank]))
-        waiting = [stage for stage in self.problem.stages[rank] if self.pending[stage]]
-        if not waiting:
-            return None
-        stage = max(waiting, key=lambda s: (self.pending[s], s))
-        until = now + policy.patience * self.problem.seconds[WEIGHT * count + stage]
-        return None if any(time < until for time, _ in coming) else WEIGHT * count + stage
+            return min(there, key=lambda step: self._rank_of(step, self.policy.eager[rank]))
+        stage = max(self.problem.stages[rank], key=lambda s: (self.pending(s), s))
+        half = WEIGHT * self.count + stage
+        until = now + self.policy.patience * self.problem.seconds[half]
+        return half if self.pending(stage) and all(time >= until for time, _ in coming) else None
 
     def _rank_of(self, step: int, eager: bool) -> tuple[bool, int, int]:
-        kind, stage = divmod(step, self.problem.header.num_stages)
+        kind, stage = divmod(step, self.count)
         forward = kind == FORWARD
         return forward != eager, self.done[step] // self.policy.group, stage if forward else -stage
 
     def take(self, rank: int, step: int, now: float) -> list[tuple[float, int]]:
         """Does a step; gives the times at which ranks may have something to do."""
-        problem, count = self.problem, self.problem.header.num_stages
-        kind, stage = divmod(step, count)
+        problem, (kind, stage) = self.problem, divmod(step, self.count)
         whole = kind == INPUT and not problem.split
-        step = BACKWARD * count + stage if whole else step
-        end = now + problem.seconds[step]
-        self.free[rank] = end
-        self.order[rank].append(step)
-        self.done[kind * count + stage] += 1
-        size = problem.takes[stage] + (problem.halves[stage] if problem.split else 0)
+        done = BACKWARD * self.count + stage if whole else step
+        end = self.free[rank] = now + problem.seconds[done]
+        self.order[rank].append(done)
+        self.done[step] += 1
         if kind == FORWARD:
-            self.held[rank] += size
+            self.held[rank] += self.size[stage]
         elif kind == WEIGHT or whole:
-            self.held[rank] -= size
+            self.held[rank] -= self.size[stage]
         events = [(end, rank)]
-        if kind != WEIGHT:
-            last = stage == count - 1
-            target = (stage if last else stage + 1) if kind == FORWARD else stage - 1
-            feeds = count + stage if kind == FORWARD and last else target if kind == FORWARD else count + target
-            if target >= 0:
-                arrival = end + problem.feeds[feeds][1]
-                self.arrived[feeds].append(arrival)
-                events.append((arrival, problem.home[target]))
+        if step in self.feeds:
+            fed = self.feeds[step]
+            arrival = end + problem.feeds[fed][1]
+            self.arrived[fed].append(arrival)
+            events.append((arrival, problem.home[fed % self.count]))
         return events

@@ -60,19 +60,18 @@ class OrderProblem:
     Attributes:
         header: placement and micro-batches.
         seconds: of each step.
-        act_s: of each stage's output on its way to the next stage.
-        grad_s: of the gradient of that output on its way back.
+        feeds: for each step what feeds it, and how long that travels; −1: nothing but earlier steps of its stage. The
+            feeder is a forward or, for backwards whole or in halves alike, a first half.
         closing_s: of each rank, after its last step: the optimizer's.
         takes: what a forward adds to the memory of its rank, by stage: bytes, or 1 where micro-batches count.
-        halves: what the first half of a backward adds until the second.
+        halves: what the first half of a backward adds until the second; 0 where backwards stay whole.
         room: of each rank, in these units.
         split: whether backwards may come in halves.
     """
 
     header: Header
     seconds: tuple[float, ...]
-    act_s: tuple[float, ...]
-    grad_s: tuple[float, ...]
+    feeds: tuple[tuple[int, float], ...]
     closing_s: tuple[float, ...]
     takes: tuple[float, ...]
     halves: tuple[float, ...]
@@ -92,7 +91,7 @@ class OrderProblem:
             static_bytes: of each rank, in addition to activations.
             split: whether backwards may come in halves.
         """
-        stages, ranks = range(header.num_stages), range(header.num_ranks)
+        count, stages, ranks = header.num_stages, range(header.num_stages), range(header.num_ranks)
         home = [header.placement[stage][0] for stage in stages]
         seconds = [cost.duration_s(Instruction(op, stage, 0, 0), home[stage]) for op in _OPS for stage in stages]
         ends = {0: (Op.LOAD,), header.last_stage: (Op.LOAD,) * (header.last_stage > 0) + (Op.LOSS,)}
@@ -104,20 +103,22 @@ class OrderProblem:
             return cost.message_s(message, source) if source != target else 0
 
         hops = [(stage, home[stage], home[stage + 1]) for stage in stages[:-1]]
+        forwards = [(-1, 0.0), *((stage, travel_s(Kind.ACT, stage, here, there)) for stage, here, there in hops)]
+        backwards = [(count + stage + 1, travel_s(Kind.GRAD, stage, there, here)) for stage, here, there in hops]
+        backwards.append((count - 1, 0.0))
         held = [header.stages_of(rank) for rank in ranks]
+        takes, halves = [1.0] * count, [0.0] * count
         if limit.capacity_bytes:
             takes = [cost.size_bytes(Value(Kind.SAVED.value, stage, 0)) for stage in stages]
-            halves = [cost.size_bytes(Value(Kind.HALF.value, stage, 0)) for stage in stages]
+            halves = [cost.size_bytes(Value(Kind.HALF.value, stage, 0)) if split else 0.0 for stage in stages]
             room = [most - fixed for most, fixed in zip(limit.capacity_bytes, static_bytes, strict=True)]
         else:
-            takes, halves = [1.0] * len(stages), [0.0] * len(stages)
             most = limit.in_flight or (float(header.num_microbatches),) * len(ranks)
             room = [most[rank] * len(held[rank]) + _SLACK for rank in ranks]
         return cls(
             header,
             tuple(seconds),
-            tuple(travel_s(Kind.ACT, *hop) for hop in hops),
-            tuple(travel_s(Kind.GRAD, stage, target, source) for stage, source, target in hops),
+            (*forwards, *backwards, *([(-1, 0.0)] * count), *backwards),
             tuple(sum(cost.duration_s(Instruction(Op.STEP, s, version=0), rank) for s in held[rank]) for rank in ranks),
             tuple(takes),
             tuple(halves),
@@ -140,37 +141,19 @@ class OrderProblem:
         """The rank of each stage."""
         return tuple(ranks[0] for ranks in self.header.placement)
 
-    @cached_property
-    def feeds(self) -> list[tuple[int, float]]:
-        """For each step what feeds it, and how long that travels; −1: nothing but earlier steps of its stage.
-
-        The feeder is a forward or, for backwards whole or in halves alike, a first half.
-        """
-        count = self.header.num_stages
-        forwards = [(-1, 0.0), *((stage, self.act_s[stage]) for stage in range(count - 1))]
-        backwards = [*((count + stage + 1, self.grad_s[stage]) for stage in range(count - 1)), (count - 1, 0.0)]
-        return [*forwards, *backwards, *([(-1, 0.0)] * count), *backwards]
-
     def keeps(self, rank: int, order: Sequence[int]) -> bool:
         """Whether every micro-batch of a rank takes its steps in order, and what is held has room."""
         count, held, room = self.header.num_stages, 0.0, self.room[rank]
         done = [0] * (4 * count)
         for step in order:
             kind, stage = divmod(step, count)
-            if kind == FORWARD:
-                held += self.takes[stage]
-            elif kind == INPUT:
-                held += self.halves[stage]
-            if held > room:
-                return False
+            held += self.takes[stage] if kind == FORWARD else self.halves[stage] if kind == INPUT else 0.0
             done[step] += 1
             firsts = done[count + stage] + done[3 * count + stage]
-            if firsts > done[stage] or done[2 * count + stage] > done[count + stage]:
+            if held > room or firsts > done[stage] or done[2 * count + stage] > done[count + stage]:
                 return False
-            if kind == WEIGHT:
-                held -= self.takes[stage] + self.halves[stage]
-            elif kind == BACKWARD:
-                held -= self.takes[stage]
+            if kind in (WEIGHT, BACKWARD):
+                held -= self.takes[stage] + (self.halves[stage] if kind == WEIGHT else 0.0)
         return True
 
     def instructions(self, order: Order) -> list[list[Instruction]]:
@@ -185,13 +168,14 @@ class OrderProblem:
             for step in steps:
                 kind, stage = divmod(step, count)
                 if kind == WEIGHT:
-                    listed.append(Instruction(_OPS[kind], stage, open_halves[stage].pop(0)))
-                    continue
-                place = stage if kind == FORWARD else count + stage
+                    mb = open_halves[stage].pop(0)
+                else:
+                    place = stage if kind == FORWARD else count + stage
+                    mb = begun[place]
+                    begun[place] += 1
                 if kind == INPUT:
-                    open_halves[stage].append(begun[place])
-                listed.append(Instruction(_OPS[kind], stage, begun[place]))
-                begun[place] += 1
+                    open_halves[stage].append(mb)
+                listed.append(Instruction(_OPS[kind], stage, mb))
             result.append(listed)
         return result
 
