@@ -5,14 +5,26 @@ import math
 import pytest
 
 from pipefit.study.board import Board, TrialProgress
-from pipefit.study.simulation import lower_bound_s
+from pipefit.study.simulation import TimedTurn, lower_bound_s
 from pipefit.study.stopping import Halving
-from pipefit.study.trial import Admitted, Trial, TurnDone
+from pipefit.study.trial import Figures, Progress, Trial
 
 
 def board(*steps, devices=2, policy="lrtf", stop=None):
     entries = [TrialProgress(n, Trial(steps=count), f"t{n}") for n, count in enumerate(steps)]
     return Board(entries, devices, policy, stop)
+
+
+def admit(game, number, device=0, turns=1, start_s=0, end_s=1, losses=(), turn=0):
+    """A worker has built a trial; one that is resumed has losses already."""
+    game.book([TimedTurn(number, device, -1, 0, start_s, end_s)])
+    game.admitted(number, Figures(turns, 1, 10, 100), Progress(turn, list(losses), []))
+
+
+def take(game, *turns):
+    """A worker has taken turns of a trial."""
+    game.book([TimedTurn(*turn) for turn in turns])
+    game.settle(turns[0][0])
 
 
 def play(game, loss=lambda trial, step: 1.0, turns=2, seconds=1.0, limit=500):
@@ -25,14 +37,19 @@ def play(game, loss=lambda trial, step: 1.0, turns=2, seconds=1.0, limit=500):
             return count
         now = max(clock)
         for device, job in jobs:
+            entry = game.entries[job.trial]
             if job.kind == "admit":
-                game.admitted(job.trial, Admitted(turns, 1, 10, 100), device, now, now + seconds)
-            for _ in range(job.num_turns if job.kind == "turn" else 0):
-                entry = game.entries[job.trial]
-                done = loss(job.trial, entry.step) if entry.turn == turns - 1 else math.nan
-                game.turned(TurnDone(job.trial, entry.step, entry.turn, now, now + seconds, done), device)
+                admit(game, job.trial, device, turns, now, now + seconds)
+                clock[device] = now + seconds
+                continue
+            taken = []
+            for count in range(entry.turn, entry.turn + job.argument):
+                step, turn = entry.steps + count // turns, count % turns
+                done = loss(job.trial, step) if turn == turns - 1 else math.nan
+                taken.append((job.trial, device, step, turn, now, now + seconds, done))
                 now += seconds
-            clock[device] = now + seconds * (job.kind == "admit")
+            take(game, *taken)
+            clock[device] = now
     raise AssertionError("the study does not end")
 
 
@@ -56,42 +73,42 @@ def test_a_failure_leaves_the_others_alone():
 def test_a_trial_whose_worker_died_goes_on_from_its_last_commit_and_fails_when_it_kills_again():
     game = board(3, devices=1)
     game.next_job(0)
-    game.admitted(0, Admitted(2, 1, 10, 100), 0, 0, 1)
+    admit(game, 0, turns=2)
     game.next_job(0)
-    game.lost(0, "signal SIGKILL", 0, 1, [])
+    game.lost(0, "signal SIGKILL", Progress(1, [], []))
     entry = game.entries[0]
-    assert (entry.status, entry.step, entry.turn) == ("ready", 0, 1) and game.next_job(0)[:2] == ("turn", 0)
-    game.lost(0, "signal SIGKILL", 1, 0, [5.0])
+    assert (entry.status, entry.steps, entry.turn) == ("ready", 0, 1) and game.next_job(0)[:2] == ("turn", 0)
+    game.lost(0, "signal SIGKILL", Progress(0, [5.0], []))
     assert game.entries[0].status == "failed" and "SIGKILL" in game.entries[0].reason
 
 
 def test_a_worker_that_dies_while_admitting_lets_another_try():
     game = board(1, devices=1)
     game.next_job(0)
-    game.lost(0, "exit code 1", 0, 0, [])
+    game.lost(0, "exit code 1", Progress(0, [], []))
     assert game.next_job(0)[:2] == ("admit", 0)
 
 
 def test_a_trial_without_room_waits_until_another_has_ended():
     game = board(1, 1, devices=1)
     game.next_job(0)
-    game.admitted(0, Admitted(1, 1, 10, 100), 0, 0, 1)
+    admit(game, 0)
     assert game.next_job(0).kind == "admit"
     game.sent_back(1)
     job = game.next_job(0)
     assert (job.kind, job.trial) == ("turn", 0)
-    game.turned(TurnDone(0, 0, 0, 1, 2, 0.5), 0)
+    take(game, (0, 0, 0, 0, 1, 2, 0.5))
     assert game.next_job(0)[:2] == ("admit", 1)
 
 
 def test_trials_held_at_a_rung_do_not_wait_for_ever_for_one_that_has_no_room():
     game = board(4, 4, 4, stop=Halving(first=2))
     for device in (0, 1):
-        game.admitted(game.next_job(device).trial, Admitted(1, 1, 10, 100), device, 0, 1)
+        admit(game, game.next_job(device).trial, device)
     game.sent_back(game.next_job(0).trial)
     while (job := game.next_job(0)) is not None:
-        for _ in range(job.num_turns):
-            game.turned(TurnDone(job.trial, game.entries[job.trial].step, 0, 1, 2, 1.0 + job.trial), 0)
+        step = game.entries[job.trial].steps
+        take(game, *((job.trial, 0, step + n, 0, 1, 2, 1.0 + job.trial) for n in range(job.argument)))
     assert [entry.status for entry in game.entries] == ["finished", "stopped", "failed"]
     assert "2 of the others wait for it at a rung" in game.entries[2].reason
 
@@ -100,10 +117,10 @@ def test_what_an_earlier_run_did_is_not_predicted_again():
     game = board(10, 10, 10, devices=1)
     game.entries[0].status, game.entries[0].losses = "finished", [1.0] * 10
     for step in (8, 0):
-        game.admitted(game.next_job(0).trial, Admitted(1, 1, 10, 100, 0.0, step), 0, 0, 0)
+        admit(game, game.next_job(0).trial, end_s=0, losses=[0.5] * step)
     assert game.left_s == math.inf and game.predicted() is None
     for number, step in ((1, 8), (2, 0)):
-        game.turned(TurnDone(number, step, 0, 1, 2, 0.5), 0)
+        take(game, (number, 0, step, 0, 1, 2, 0.5))
     assert game.predicted().makespan_s == pytest.approx(12)
     assert game.left_s == pytest.approx(10)
 
@@ -135,9 +152,9 @@ def test_a_failure_frees_those_who_wait_for_it_at_a_rung():
     game = board(4, 4, devices=1, stop=Halving(first=1, factor=2, smooth=1))
     for _ in range(2):
         job = game.next_job(0)
-        game.admitted(job.trial, Admitted(1, 1, 1, 1), 0, 0, 1)
+        admit(game, job.trial)
     job = game.next_job(0)
-    game.turned(TurnDone(job.trial, 0, 0, 1, 2, 1.0), 0)
+    take(game, (job.trial, 0, 0, 0, 1, 2, 1.0))
     assert game.entries[job.trial].status == "held"
     other = game.next_job(0)
     game.failed(other.trial, "nan")
@@ -145,12 +162,12 @@ def test_a_failure_frees_those_who_wait_for_it_at_a_rung():
 
 
 def test_remaining_time_is_what_turns_have_cost_and_the_first_of_each_kind_is_forgotten():
-    entry = TrialProgress(0, Trial(steps=10), "t0", admitted=Admitted(2, 1, 1, 1))
+    entry = TrialProgress(0, Trial(steps=10), "t0", num_turns=2)
     assert entry.remaining_s == math.inf
     for turn, seconds in ((0, 9.0), (1, 9.0), (0, 1.0), (1, 2.0)):
         entry.measured(turn, seconds)
     assert entry.cost.turns_s == (1.0, 2.0)
-    entry.step, entry.turn = 8, 1
+    entry.losses, entry.turn = [1.0] * 8, 1
     assert entry.remaining_s == 2.0 + 3.0
 
 
@@ -173,7 +190,7 @@ def ready(game, seconds=0.02, turns=2):
     """Both trials admitted and measured."""
     for number in range(len(game.entries)):
         game.next_job(0)
-        game.admitted(number, Admitted(turns, 1, 1, 1), 0, 0, 1)
+        admit(game, number, turns=turns)
         for turn in range(turns):
             game.entries[number].turn_s[turn] = (seconds, 2)
 
@@ -183,26 +200,26 @@ def test_a_device_is_told_short_turns_ahead_and_long_ones_one_by_one():
         game = board(1000, 10, devices=1)
         ready(game, seconds)
         job = game.next_job(0)
-        assert (job.trial, job.num_turns) == (0, count)
-        for turn in range(count):
-            assert game.entries[0].status == "running"
-            game.turned(TurnDone(0, turn // 2, turn % 2, turn, turn + seconds, 1.0), 0)
+        assert (job.trial, job.argument) == (0, count)
+        assert game.entries[0].status == "running"
+        take(game, *((0, 0, turn // 2, turn % 2, turn, turn + seconds, 1.0) for turn in range(count)))
+        assert game.entries[0].steps == count // 2
         assert game.entries[0].status == "ready"
 
 
 def test_no_more_turns_are_told_than_the_policy_would_choose_or_the_rule_would_let_pass():
     equal = board(100, 100, devices=1)
     ready(equal)
-    assert equal.next_job(0).num_turns == 8  # the slack: 2 % of all 400 turns
+    assert equal.next_job(0).argument == 8  # the slack: 2 % of all 400 turns
     judged = board(1000, 10, devices=1, stop=Halving(first=100))
     ready(judged)
-    assert judged.next_job(0).num_turns == 2
+    assert judged.next_job(0).argument == 2
     turns = board(1000, 10, devices=1, policy="round-robin")
     ready(turns)
-    assert turns.next_job(0).num_turns == 1
+    assert turns.next_job(0).argument == 1
     short = board(3, devices=1)
     ready(short)
-    assert short.next_job(0).num_turns == 6
+    assert short.next_job(0).argument == 6
 
 
 def test_in_hindsight_every_policy_has_the_same_turns_and_the_same_bound():

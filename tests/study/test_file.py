@@ -80,7 +80,7 @@ def test_trials_take_what_is_shared_then_their_own_then_the_grid():
         ({"device_memory": "0 MiB"}, "device_memory: expected more than 0 bytes"),
         ({"stop": {"rule": "medain"}}, "stop: unknown rule 'medain'; did you mean median"),
         ({"stop": {"rule": "median", "evry": 3}}, "stop: unknown key 'evry'; did you mean every"),
-        ({"stop": {"rule": "halving", "factor": 1}}, "factor: expected a number of at least 2, got 1"),
+        ({"stop": {"rule": "halving", "factor": 1}}, "factor: expected a whole number of at least 2, got 1"),
         ({"stop": {"every": 3}}, "expected a table with rule ="),
         ({"options": 3}, "options: expected a table"),
         ({"trials": {"a": 1}}, r"expected \[\[trials\]\]"),

@@ -1,7 +1,6 @@
 """Trials are judged on data that they are not trained on."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -34,7 +33,8 @@ def by_pipeline(trial):
     for step in range(trial.steps):
         pipe.step(*recipe.batch_at(step))
         is_due = (step + 1) % trial.evaluate == 0 or step + 1 == trial.steps
-        found.append(pipe.evaluate(recipe.held_out()) if is_due else math.nan)
+        if is_due:
+            found.append((step + 1, pipe.evaluate(recipe.held_out())))
     return found
 
 
@@ -45,14 +45,14 @@ def test_a_trial_is_evaluated_as_a_pipeline_is_and_trains_as_without(shards, tmp
     admitted, _ = [runner.admit() for runner in runners]
     reports = [runners[count % 2].turn() for count in range(trial.steps * admitted.num_turns)]
     found = read_losses(tmp_path / "judged", trial.steps)[1]
-    assert repr(found) == repr(by_pipeline(trial))
-    assert [r.held_out for r in reports if r.held_out == r.held_out] == [v for v in found if v == v]
+    assert found == by_pipeline(trial)
+    assert [r.held_out for r in reports if r.held_out == r.held_out] == [value for _, value in found]
     other = TrialRunner(0, replace(trial, evaluate=0), tmp_path / "plain", CPU)
     for _ in range(trial.steps * other.admit().num_turns):
         other.turn()
     plain = read_losses(tmp_path / "plain", trial.steps)
     assert read_losses(tmp_path / "judged", trial.steps)[0] == plain[0]
-    assert all(math.isnan(value) for value in plain[1])
+    assert not plain[1]
 
 
 def own(name, lr, **more):

@@ -173,7 +173,7 @@ def test_under_a_limit_the_model_is_cut_so_that_each_shard_fits_and_an_impossibl
     trial = Trial(**{**SMALL, "steps": 2}, model="mlp", options={"layers": 6, "width": 64})
     runner = TrialRunner(0, trial, tmp_path / "a", CPU, capacity_bytes=150_000)
     admitted = runner.admit()
-    assert admitted.num_shards > 1 and 0 < admitted.device_bytes <= 150_000
+    assert admitted.shards > 1 and 0 < admitted.device_bytes <= 150_000
     while read_state(tmp_path / "a")[0] < 2:
         runner.turn()
         assert runner.held_bytes <= 150_000
@@ -202,7 +202,7 @@ def test_what_an_optimizer_of_the_users_keeps_is_counted_where_the_model_is_cut(
     plain = admitted("plain", "adam")
     more = admitted("more", lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True))
     none = admitted("none", lambda p: torch.optim.SGD(p, 1e-2))
-    assert none.num_shards < plain.num_shards < more.num_shards <= 6
+    assert none.shards < plain.shards < more.shards <= 6
     assert none.tier_bytes < plain.tier_bytes < more.tier_bytes
 
 

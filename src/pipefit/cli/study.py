@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import sys
 import time
@@ -54,12 +55,8 @@ def command(
     from pipefit.study.file import load_study
 
     spec = load_study(file)
-    if workers is not None:
-        spec = replace(spec, workers=workers)
-    if policy is not None:
-        spec = replace(spec, policy=policy)
-    if output is not None:
-        spec = replace(spec, output=str(output))
+    given: dict[str, Any] = {"workers": workers, "policy": policy, "output": None if output is None else str(output)}
+    spec = replace(spec, **{key: value for key, value in given.items() if value is not None})
     spec = replace(spec, trials=tuple(replace(trial, model=importable(trial.model)) for trial in spec.trials))
     with _observer(quiet=json) as observer:
         run = StudyRun(spec, observer=observer, resume=resume, forked=False)
@@ -100,8 +97,8 @@ class _Lines:
             if entry.has_ended and entry.number not in self._ended:
                 self._ended.add(entry.number)
                 why = f": {entry.reason}" if entry.reason else ""
-                loss = f", loss {loss_text(entry.losses[-1])}" if entry.losses else ""
-                _say(f"{entry.name} {entry.status} after {len(entry.losses)} steps{loss}{why}")
+                loss = f", loss {loss_text(entry.last_loss)}" if entry.losses else ""
+                _say(f"{entry.name} {entry.status} after {entry.steps} steps{loss}{why}")
         if (tenths := int(10 * board.done)) > self._tenths and not board.is_over:
             self._tenths = tenths
             _say(_standing(board))
@@ -119,9 +116,11 @@ def _standing(board: Board) -> str:
     """The progress of a study, in a line."""
     over = sum(entry.has_ended for entry in board.entries)
     parts = [f"{board.done:.0%} of the steps", f"{over} of {len(board.entries)} trials over"]
-    leader = min(board.entries, key=lambda entry: (entry.status == "failed", entry.score))
-    if leader.status != "failed" and leader.score < float("inf"):
-        parts.append(f"lowest {leader.name} {loss_text(leader.score)}")
+    running = (entry for entry in board.entries if entry.status != "failed")
+    scored = [(entry.score, entry.name) for entry in running if entry.score is not None]
+    if scored:
+        score, name = min(scored)
+        parts.append(f"lowest {name} {loss_text(score)}")
     if board.left_s < float("inf") and not board.is_over:
         parts.append(f"{format_seconds(round(board.left_s, 1))} left")
     return "  ".join(parts)
@@ -154,7 +153,7 @@ class _Table:
 
         shown = board.entries
         if len(shown) > self._most:
-            first = sorted(shown, key=lambda entry: (_ORDER.get(entry.status, 2), entry.score))[: self._most]
+            first = sorted(shown, key=lambda entry: (_ORDER[entry.status], entry.score or math.inf))[: self._most]
             shown = sorted(first, key=lambda entry: entry.number)
         more = len(board.entries) - len(shown)
         below = _standing(board) + (f"  ({more} trials more)" if more else "")
@@ -167,8 +166,8 @@ class _Table:
             table.add_row(
                 entry.name,
                 _MARKS.get(entry.status, entry.status),
-                f"{len(entry.losses)}/{entry.trial.steps}",
-                loss_text(entry.losses[-1]) if entry.losses else "",
+                f"{entry.steps}/{entry.trial.steps}",
+                loss_text(entry.last_loss),
                 *([loss_text(entry.score)] if evaluates else []),
                 "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
                 str(entry.device) if entry.status == "running" else "",

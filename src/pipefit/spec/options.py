@@ -72,7 +72,7 @@ class Parallelism:
     device: Any = setting(None, typed=str)
 
     def __post_init__(self) -> None:
-        _check_least(self)
+        check_least(self)
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class Spilled:
     about: Mapping[str, Any] = setting(dict, hidden=True)
 
     def __post_init__(self) -> None:
-        _check_least(self)
+        check_least(self)
         for name in ("device_memory", "host_memory"):
             size = in_bytes(getattr(self, name), name)
             if size is not None and not size > 0:
@@ -207,7 +207,7 @@ class Request:
     spill: Spilled | None = None
 
     def __post_init__(self) -> None:
-        _check_least(self)
+        check_least(self)
 
 
 def in_bytes(value: float | str | None, name: str) -> float | None:
@@ -270,7 +270,12 @@ def groups_of(kind: type[Any]) -> dict[str, type[Any]]:
     return found
 
 
-def _check_least(group: Any) -> None:
+def check_least(group: Any) -> None:
+    """Checks the whole numbers of a group against the least that each may be.
+
+    Raises:
+        PlanError: one is smaller, or no whole number.
+    """
     for one in fields(group):
         least, value = one.metadata.get("least"), getattr(group, one.name)
         if least is not None and value is not None and (type(value) is not int or value < least):

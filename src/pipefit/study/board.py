@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from pipefit.study.simulation import (
     POLICIES,
@@ -18,10 +21,12 @@ from pipefit.study.simulation import (
     lower_bound_s,
     simulate_study,
 )
-from pipefit.study.stopping import HELD_OUT, LOSS, Rule, Verdict
-from pipefit.study.trial import Admitted, Job, Trial, TurnDone
+from pipefit.study.stopping import HELD_OUT, WAIT, Rule
+from pipefit.study.trial import Figures, Job, Progress, Trial, plain
 
 _ENDED = ("finished", "stopped", "failed")
+_KEPT = ("status", "reason", "losses", "busy_s", "moved_s", "moves", "shards", "parameters", "device_bytes")
+_ROW = ("name", "values", "steps", "score", "last_loss", "held_out", *_KEPT)
 
 _AHEAD_S = 0.25
 """A device gets turns for so long ahead, where the policy would choose no other trial: it does not wait for orders."""
@@ -31,7 +36,7 @@ _MOST_DEATHS = 2
 
 @dataclass
 class TrialProgress:
-    """How far a trial of the study has come.
+    """How far a trial of the study has come; at the end, its result.
 
     Attributes:
         number: in the order of the study.
@@ -40,10 +45,11 @@ class TrialProgress:
         status: "waiting" to be admitted, "ready", "running", "held" at a rung, or how it ended: "finished", "stopped"
             by the rule, "failed".
         reason: why it ended, where it did not finish.
-        admitted: its figures; None: it is not built yet.
-        step, turn: the next one.
         losses: of each step done.
-        held_out: the loss on held-out data after each step; NaN where it was not evaluated.
+        held_out: (step, loss) of every evaluation on held-out data, steps from 1.
+        turn: the next one of the step under way.
+        first_step: of this run of the study.
+        num_turns, shards, parameters, tier_bytes, device_bytes: see `Figures`; 0: it is not built yet.
         device: that had its last turn; −1: none.
         last_turn: when, counted in turns of the study.
         busy_s: seconds of devices that it took.
@@ -51,7 +57,6 @@ class TrialProgress:
         moved_s: of `busy_s`, reading and writing its state.
         deaths: of workers that had it.
         turn_s: mean seconds and number of each turn of a step.
-        in_hand: turns that its device has not reported yet.
     """
 
     number: int
@@ -59,11 +64,15 @@ class TrialProgress:
     name: str
     status: str = "waiting"
     reason: str = ""
-    admitted: Admitted | None = None
-    step: int = 0
-    turn: int = 0
     losses: list[float] = field(default_factory=list)
-    held_out: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+    turn: int = 0
+    first_step: int = 0
+    num_turns: int = 0
+    shards: int = 0
+    parameters: int = 0
+    tier_bytes: int = 0
+    device_bytes: float = 0.0
     device: int = -1
     last_turn: int = -1
     busy_s: float = 0.0
@@ -71,7 +80,11 @@ class TrialProgress:
     moved_s: float = 0.0
     deaths: int = 0
     turn_s: dict[int, tuple[float, int]] = field(default_factory=dict)
-    in_hand: int = 0
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The values in which it differs from other trials."""
+        return self.trial.values
 
     @property
     def has_ended(self) -> bool:
@@ -79,26 +92,47 @@ class TrialProgress:
         return self.status in _ENDED
 
     @property
-    def is_being_admitted(self) -> bool:
-        """Whether a device is building it."""
-        return self.status == "running" and self.admitted is None
+    def is_built(self) -> bool:
+        """Whether it was admitted in this run of the study."""
+        return self.num_turns > 0
 
     @property
-    def score(self) -> float:
-        """The last loss on held-out data, else the mean of the last tenth of the steps' losses; infinite before."""
+    def steps(self) -> int:
+        """Steps done."""
+        return len(self.losses)
+
+    @property
+    def last_loss(self) -> float | None:
+        """The loss of its last step."""
+        return self.losses[-1] if self.losses else None
+
+    @property
+    def score(self) -> float | None:
+        """The last loss on held-out data, else the mean of the last tenth of the steps' losses; None before."""
+        last = self.losses[-max(self.steps // 10, 1) :]
         if self.trial.evaluate:
-            return [math.inf, *self.curve][-1]
-        last = self.losses[-max(len(self.losses) // 10, 1) :]
-        return sum(last) / len(last) if last else math.inf
+            last = [loss for _, loss in self.held_out[-1:] if math.isfinite(loss)]
+        return sum(last) / len(last) if last else None
 
     @property
     def curve(self) -> list[float]:
         """For each step done, the last loss on held-out data; infinite before the first."""
-        values, last = [], math.inf
-        for value in self.held_out:
-            last = last if math.isnan(value) else value
-            values.append(last)
-        return values
+        found = dict(self.held_out)
+        after = itertools.accumulate(range(1, self.steps + 1), lambda last, n: found.get(n, last), initial=math.inf)
+        return list(after)[1:]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its result as JSON data."""
+        return {key: plain(getattr(self, key)) for key in _ROW}
+
+    def restore(self, row: Mapping[str, Any]) -> None:
+        """Takes over the result of an earlier run, from `as_dict`."""
+        vars(self).update({key: row[key] for key in _KEPT})
+        self.held_out = [(step, math.inf if loss is None else loss) for step, loss in row["held_out"]]
+
+    def stands_at(self, found: Progress) -> None:
+        """Puts it where its last commit left it."""
+        self.turn, self.losses, self.held_out = found
 
     def measured(self, turn: int, seconds: float) -> None:
         """Adds a turn to a mean over the last 16 or so; the first one counts only until there is another."""
@@ -109,9 +143,9 @@ class TrialProgress:
     @property
     def cost(self) -> TrialCost | None:
         """The time of its turns; None until each was measured."""
-        if self.admitted is None or len(self.turn_s) < self.admitted.num_turns:
+        if not self.is_built or len(self.turn_s) < self.num_turns:
             return None
-        return TrialCost(tuple(self.turn_s[k][0] for k in range(self.admitted.num_turns)), self.trial.steps)
+        return TrialCost(tuple(self.turn_s[k][0] for k in range(self.num_turns)), self.trial.steps)
 
     @property
     def remaining_s(self) -> float:
@@ -119,7 +153,7 @@ class TrialProgress:
         cost = self.cost
         if cost is None:
             return math.inf
-        return sum(cost.turns_s[self.turn :]) + (self.trial.steps - self.step - 1) * sum(cost.turns_s)
+        return sum(cost.turns_s[self.turn :]) + (self.trial.steps - self.steps - 1) * sum(cost.turns_s)
 
 
 class Board:
@@ -131,7 +165,6 @@ class Board:
         self.entries = list(entries)
         self.num_devices, self.policy, self.stop = num_devices, policy, stop
         self.turns: list[TimedTurn] = []
-        self.tier_bytes = 0.0
         self._choose = POLICIES[policy]
         self._count = 0
         self.admits_singly = False  # under a limit on the tier, each admission changes the room of the next
@@ -154,8 +187,7 @@ class Board:
 
     def _num_turns(self, entry: TrialProgress, offer: Sequence[Ready]) -> int:
         """Turns that a trial takes before the policy chooses again: one step at most where a rule stops trials."""
-        assert entry.admitted is not None
-        num_turns = entry.admitted.num_turns
+        num_turns = entry.num_turns
         left = num_turns - entry.turn
         cost = entry.cost
         if self.policy == "round-robin":
@@ -163,7 +195,7 @@ class Board:
         if cost is None:
             return left
         if self.stop is None:
-            left += (entry.trial.steps - entry.step - 1) * num_turns
+            left += (entry.trial.steps - entry.steps - 1) * num_turns
         most_s = _AHEAD_S
         if self.policy == "lrtf":
             others = [trial.remaining_s for trial in offer if trial.number != entry.number]
@@ -176,14 +208,16 @@ class Board:
 
     def _may_begin(self, device: int) -> bool:
         """Whole tasks are admitted one at a time, as devices come free; else all are, so that any can be chosen."""
-        if self._sent_back or (self.admits_singly and any(e.is_being_admitted for e in self.entries)):
+        if self._sent_back or (
+            self.admits_singly and any(e.status == "running" and not e.is_built for e in self.entries)
+        ):
             return False
         if self.policy != "whole-task":
             return True
         return not any(e.device == device and e.status in ("ready", "running", "held") for e in self.entries)
 
     def _begin(self, entry: TrialProgress, device: int, kind: str, count: int = 1) -> Job:
-        entry.status, entry.in_hand = "running", count
+        entry.status = "running"
         entry.moves += entry.device not in (-1, device)
         entry.device, entry.last_turn = device, self._count
         self._count += 1
@@ -199,16 +233,36 @@ class Board:
         """The trials that have not ended."""
         return frozenset(entry.number for entry in self.entries if not entry.has_ended)
 
+    @property
+    def tier_bytes(self) -> int:
+        """Bytes of the tier that the trials which continue take."""
+        return sum(entry.tier_bytes for entry in self.entries if not entry.has_ended)
+
     # ---- its outcome -------------------------------------------------------------------------------------------
 
-    def admitted(self, number: int, found: Admitted, device: int, start_s: float, end_s: float) -> None:
+    def book(self, turns: Sequence[TimedTurn]) -> None:
+        """Notes turns that are committed, or admissions; whether the trial gets further ones is said afterwards."""
+        self.turns += turns
+        for turn in turns:
+            entry = self.entries[turn.trial]
+            entry.busy_s += turn.seconds
+            entry.moved_s += turn.moved_s
+            if turn.step < 0:
+                continue
+            entry.measured(turn.turn, turn.seconds)
+            entry.turn = (turn.turn + 1) % entry.num_turns
+            if not entry.turn:
+                entry.losses.append(turn.loss)
+                if not math.isnan(turn.held_out):
+                    entry.held_out.append((entry.steps, turn.held_out))
+
+    def admitted(self, number: int, figures: Figures, found: Progress) -> None:
         """A trial is built; in a study that is resumed it may be in the middle of its steps."""
         entry = self.entries[number]
-        entry.admitted, entry.step, entry.turn = found, found.step, found.turn
-        entry.busy_s += end_s - start_s
-        self.tier_bytes += found.tier_bytes
-        self.turns.append(TimedTurn(number, device, -1, 0, start_s, end_s))
-        self._settle(entry)
+        vars(entry).update(msgspec.structs.asdict(figures))
+        entry.stands_at(found)
+        entry.first_step = entry.steps
+        self.settle(number)
 
     def sent_back(self, number: int) -> None:
         """There is no room on the tier for a trial now: it waits until another one has ended.
@@ -220,24 +274,6 @@ class Board:
         self._sent_back = True
         self._fail_for_want_of_room()
 
-    def turned(self, report: TurnDone, device: int) -> None:
-        """A turn is committed."""
-        entry = self.entries[report.trial]
-        assert entry.admitted is not None
-        seconds = report.end_s - report.start_s
-        entry.busy_s += seconds
-        entry.moved_s += report.read_s + report.write_s
-        entry.measured(report.turn, seconds)
-        self.turns.append(TimedTurn(report.trial, device, report.step, report.turn, report.start_s, report.end_s))
-        entry.turn, entry.step = report.turn + 1, report.step
-        if entry.turn == entry.admitted.num_turns:
-            entry.turn, entry.step = 0, report.step + 1
-            entry.losses.append(report.loss)
-            entry.held_out.append(report.held_out)
-        entry.in_hand -= 1
-        if not entry.in_hand:
-            self._settle(entry)
-
     def failed(self, number: int, reason: str) -> None:
         """A trial has failed; the others continue."""
         self._end(self.entries[number], "failed", reason)
@@ -245,26 +281,25 @@ class Board:
     def set_back(self, number: int) -> None:
         """A job was not done, for a reason outside the trial: the trial is where it was before."""
         entry = self.entries[number]
-        entry.status, entry.in_hand, entry.device = "ready" if entry.admitted else "waiting", 0, -1
+        entry.status, entry.device = "ready" if entry.is_built else "waiting", -1
 
-    def lost(
-        self, number: int, how: str, step: int, turn: int, losses: Sequence[float], held_out: Sequence[float] = ()
-    ) -> None:
+    def lost(self, number: int, how: str, found: Progress) -> None:
         """The worker that had a trial died; the trial is where its last commit left it."""
         entry = self.entries[number]
         entry.deaths += 1
         if entry.deaths >= _MOST_DEATHS:
-            self.failed(number, f"{entry.deaths} workers died over it ({how}) at step {entry.step + 1}")
+            self.failed(number, f"{entry.deaths} workers died over it ({how}) at step {entry.steps + 1}")
             return
         self.set_back(number)
-        if entry.admitted is not None:
-            entry.step, entry.turn, entry.losses, entry.held_out = step, turn, list(losses), list(held_out)
-            self._settle(entry)
+        if entry.is_built:
+            entry.stands_at(found)
+            self.settle(number)
 
-    def _settle(self, entry: TrialProgress) -> None:
-        """A trial that has no job now is finished, ready, or subject to the stopping rule."""
+    def settle(self, number: int) -> None:
+        """A trial has done its job: it is finished, ready, or subject to the stopping rule."""
+        entry = self.entries[number]
         entry.status = "ready"
-        if entry.step >= entry.trial.steps:
+        if entry.steps >= entry.trial.steps:
             self._end(entry, "finished")
             return
         self._apply_rule(entry)
@@ -291,20 +326,18 @@ class Board:
     def _apply_rule(self, entry: TrialProgress) -> None:
         if self.stop is None or entry.turn or not entry.losses:
             return
-        looks_at_held_out = getattr(self.stop, "on", LOSS) == HELD_OUT
-        if looks_at_held_out and math.isnan(entry.held_out[-1]):
+        looks_at_held_out = self.stop.on == HELD_OUT
+        if looks_at_held_out and entry.steps not in dict(entry.held_out):
             return
         losses = {e.number: e.curve if looks_at_held_out else e.losses for e in self.entries if e.losses}
         verdict = self.stop.judge(entry.number, losses, self.alive)
-        if verdict is Verdict.STOP:
-            self._end(entry, "stopped", self.stop.why(entry.number, losses))
+        if verdict in (None, WAIT):
+            entry.status = "held" if verdict else "ready"
         else:
-            entry.status = "held" if verdict is Verdict.WAIT else "ready"
+            self._end(entry, "stopped", str(verdict))
 
     def _end(self, entry: TrialProgress, status: str, reason: str = "") -> None:
         entry.status, entry.reason = status, reason
-        if entry.admitted is not None:
-            self.tier_bytes -= entry.admitted.tier_bytes
         self._sent_back = False
         self.on_end(entry)
         self._review()
@@ -314,7 +347,7 @@ class Board:
     @property
     def best(self) -> TrialProgress | None:
         """The finished trial with the lowest score; a stopped one only when none has finished."""
-        done = [e for e in self.entries if e.status in ("finished", "stopped") and math.isfinite(e.score)]
+        done = [e for e in self.entries if e.status in ("finished", "stopped") and e.score is not None]
         return min(done, key=lambda entry: (entry.status == "stopped", entry.score, entry.number), default=None)
 
     def measured(self) -> StudyTimeline:
@@ -331,7 +364,7 @@ class Board:
         """Seconds of each trial's turns, in their order."""
         spent: list[list[float]] = [[] for _ in self.entries]
         for turn in sorted(self.turns, key=lambda turn: turn.start_s):
-            spent[turn.trial].append(turn.end_s - turn.start_s)
+            spent[turn.trial].append(turn.seconds)
         return spent
 
     def predicted(self, policy: str | None = None) -> StudyTimeline | None:
@@ -344,12 +377,11 @@ class Board:
         for entry in self.entries:
             if entry.status == "failed" or (entry.has_ended and entry.cost is None):
                 continue
-            if entry.cost is None or entry.admitted is None:
+            if entry.cost is None:
                 return None
-            end = entry.step if entry.status == "stopped" else entry.trial.steps
-            steps = end - entry.admitted.step
-            admission_s = sum(t.end_s - t.start_s for t in self.turns if t.trial == entry.number and t.step < 0)
-            costs.append(entry.cost._replace(num_steps=steps, admission_s=admission_s))
+            end = entry.steps if entry.status == "stopped" else entry.trial.steps
+            admission_s = sum(turn.seconds for turn in self.turns if turn.trial == entry.number and turn.step < 0)
+            costs.append(entry.cost._replace(num_steps=end - entry.first_step, admission_s=admission_s))
         return simulate_study(coarser(costs), self.num_devices, policy or self.policy) if costs else None
 
     @property
@@ -362,7 +394,7 @@ class Board:
     def done(self) -> float:
         """The share of all steps that are done, or will not be."""
         steps = sum(entry.trial.steps for entry in self.entries)
-        return sum(e.trial.steps if e.has_ended else len(e.losses) for e in self.entries) / max(steps, 1)
+        return sum(e.trial.steps if e.has_ended else e.steps for e in self.entries) / max(steps, 1)
 
     def in_hindsight(self, policy: str) -> StudyTimeline:
         """The measured turns, simulated under a policy."""

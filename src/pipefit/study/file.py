@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import PipefitError, nearest
+from pipefit.errors import nearest
 from pipefit.spec.files import parse_toml, read_text
-from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Rule
-from pipefit.study.trial import StudyError, StudySpec, Trial, file_name
+from pipefit.spec.options import check_least
+from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Patience, Rule
+from pipefit.study.trial import StudyError, StudySpec, Trial, at, file_name, is_amount
 from pipefit.units import parse_quantity
 
 _FORMAT = "pipefit.study/1"
@@ -21,15 +21,6 @@ _BYTES = {"device_memory": "device_memory_bytes", "memory": "tier_bytes"}
 _STUDY = (*_BYTES, *(f.name for f in fields(StudySpec) if f.name != "trials" and f.name not in _BYTES.values()))
 _TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
 _OPTIONS = "options"
-
-
-@contextlib.contextmanager
-def _at(where: str) -> Iterator[None]:
-    """Errors inside name the place."""
-    try:
-        yield
-    except PipefitError as problem:
-        raise StudyError(f"{where}: {problem}") from None
 
 
 def load_study(path: str | Path) -> StudySpec:
@@ -51,7 +42,7 @@ def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
     Raises:
         StudyError: with `where` and the key.
     """
-    with _at(where):
+    with at(where):
         _check_keys(data, (*_STUDY, "grid", "trials", *_TRIAL))
         trials = _trials(data)
         _check_different(trials)
@@ -89,7 +80,7 @@ def grid(space: Mapping[str, Iterable[Any]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(space, values, strict=True))
 
 
-@_at("stop")
+@at("stop")
 def rule_of(data: Any) -> Rule:
     """A stopping rule from its table: `rule`, and the rule's own numbers.
 
@@ -102,17 +93,14 @@ def rule_of(data: Any) -> Rule:
     if kind is None:
         raise StudyError(f"unknown rule {data['rule']!r}; {nearest(str(data['rule']), RULES)}")
     numbers = {key: value for key, value in data.items() if key != "rule"}
-    _check_keys(numbers, inspect.signature(kind).parameters)
-    for key, value in numbers.items():
-        if key == "on":
-            if value not in (LOSS, HELD_OUT):
-                raise StudyError(f"on: expected {LOSS!r} or {HELD_OUT!r}, got {value!r}")
-            continue
-        least = {"factor": 2, "min_steps": 0, "least": 0}.get(key, 1)
-        fits = isinstance(value, int) or (isinstance(value, float) and key == "least")
-        if not fits or isinstance(value, bool) or value < least:
-            raise StudyError(f"{key}: expected a number of at least {least}, got {value!r}")
-    return kind(**numbers)
+    _check_keys(numbers, (f.name for f in fields(kind)))
+    rule = kind(**numbers)
+    check_least(rule)
+    if rule.on not in (LOSS, HELD_OUT):
+        raise StudyError(f"on: expected {LOSS!r} or {HELD_OUT!r}, got {rule.on!r}")
+    if isinstance(rule, Patience) and not is_amount(rule.least):
+        raise StudyError(f"least: expected a number of at least 0, got {rule.least!r}")
+    return rule
 
 
 def _trials(data: Mapping[str, Any]) -> list[Trial]:
@@ -123,13 +111,13 @@ def _trials(data: Mapping[str, Any]) -> list[Trial]:
     space = _space(data["grid"]) if "grid" in data else {}
     found = []
     for index, listed_trial in enumerate(listed):
-        with _at(f"trials[{index}]") if "trials" in data else contextlib.nullcontext():
+        with at(f"trials[{index}]") if "trials" in data else contextlib.nullcontext():
             _check_keys(listed_trial, ("name", *_TRIAL))
             found += [_trial(shared, listed_trial, point) for point in grid(space)]
     return found
 
 
-@_at("grid")
+@at("grid")
 def _space(given: Any) -> dict[str, list[Any]]:
     """The lists of a grid; those of the model's options as `options.NAME`."""
     if not isinstance(given, dict) or not given:

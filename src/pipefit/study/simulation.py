@@ -102,8 +102,11 @@ class TimedTurn(NamedTuple):
         device: where.
         step: of the trial; −1: its admission.
         turn: within the step.
-        start_s: when the device took it.
+        start_s: when the device took it, in seconds of the machine's monotonic clock.
         end_s: when it was committed.
+        loss: of the step, when the turn has completed it; NaN otherwise.
+        held_out: the loss on held-out data after the step, where it was evaluated; NaN otherwise.
+        moved_s: of that time, reading and writing state.
     """
 
     trial: int
@@ -112,6 +115,14 @@ class TimedTurn(NamedTuple):
     turn: int
     start_s: float
     end_s: float
+    loss: float = math.nan
+    held_out: float = math.nan
+    moved_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
 
 
 class StudyTimeline(NamedTuple):

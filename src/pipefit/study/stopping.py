@@ -1,43 +1,29 @@
-"""Rules that stop trials early. A rule sees losses only, so a study that is resumed stops the same trials."""
+"""Rules that stop trials early. A rule sees losses only, so a study that is resumed stops the same trials.
+
+After each step of a trial `judge` gives the verdict on it: None, `WAIT` or the reason why it is stopped. Its arguments:
+
+    trial     its number
+    losses    of every trial that has begun, one per step it has done. On held-out data that is the last value found,
+              infinite before the first; the rule is then called at steps that are evaluated
+    alive     the trials that may still take turns
+"""
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
+
+from pipefit.spec.options import setting
 
 LOSS, HELD_OUT = "loss", "held-out"
 Losses = Mapping[int, Sequence[float]]
 
 
-class Verdict(enum.Enum):
-    """The verdict on a trial after a step."""
-
-    GO = "go"
-    STOP = "stop"
-    WAIT = "wait"
-
-
-class Rule(Protocol):
-    """Decides after each step of a trial whether it is stopped. A study's file keeps its name and attributes."""
-
-    name: ClassVar[str]
-
-    def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> Verdict:
-        """Whether a trial continues.
-
-        Args:
-            trial: its number.
-            losses: of every trial that has begun, one per step it has done. On held-out data that is the last value
-                found; infinite before the first. The rule is then called at steps that are evaluated.
-            alive: the trials that may still take turns.
-        """
-
-    def why(self, trial: int, losses: Losses) -> str:
-        """The reason why a trial was stopped."""
+WAIT = "wait"
+"""The verdict on a trial that waits for others; the reason why it is stopped is one, too, and None: it goes on."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +39,21 @@ class Patience:
     """
 
     name: ClassVar[str] = "patience"
-    patience: int = 20
+    patience: int = setting(20, least=1)
     least: float = 0.0
-    smooth: int = 5
-    min_steps: int = 0
+    smooth: int = setting(5, least=1)
+    min_steps: int = setting(0, least=0)
     on: str = LOSS
 
-    def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> Verdict:
+    def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """Stops when the best mean of the last `patience` steps is no better than the best before them."""
         found = losses[trial]
         smooth = self.smooth if self.on == LOSS else 1
         if len(found) < max(self.min_steps, self.patience + smooth):
-            return Verdict.GO
+            return None
         means = [statistics.fmean(found[end - smooth : end]) for end in range(smooth, len(found) + 1)]
         improved = min(means[-self.patience :]) < min(means[: -self.patience]) - self.least
-        return Verdict.GO if improved else Verdict.STOP
-
-    def why(self, trial: int, losses: Losses) -> str:
-        """The reason why a trial was stopped."""
-        return f"no better for {self.patience} steps (step {len(losses[trial])})"
+        return None if improved else f"no better for {self.patience} steps (step {len(found)})"
 
 
 @dataclass(frozen=True)
@@ -89,31 +71,21 @@ class Median:
     """
 
     name: ClassVar[str] = "median"
-    min_steps: int = 10
-    every: int = 5
-    min_trials: int = 2
+    min_steps: int = setting(10, least=0)
+    every: int = setting(5, least=1)
+    min_trials: int = setting(2, least=1)
     on: str = LOSS
 
-    def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> Verdict:
+    def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """Stops at each `every`-th step, when enough others have come as far and half of them did better."""
-        found = losses[trial]
-        at = len(found)
+        best, at = min(losses[trial]), len(losses[trial])
         if at < self.min_steps or at % self.every:
-            return Verdict.GO
-        others = self._others(trial, losses)
-        if len(others) < self.min_trials:
-            return Verdict.GO
-        return Verdict.STOP if min(found) > statistics.median(others) else Verdict.GO
-
-    def _others(self, trial: int, losses: Losses) -> list[float]:
-        at = len(losses[trial])
+            return None
         averaged = ([v for v in o[:at] if v < math.inf] for n, o in losses.items() if n != trial and len(o) >= at)
-        return [statistics.fmean(values) for values in averaged if values]
-
-    def why(self, trial: int, losses: Losses) -> str:
-        """The reason why a trial was stopped."""
-        median = statistics.median(self._others(trial, losses) or [float("nan")])
-        return f"best {min(losses[trial]):.4g} after {len(losses[trial])} steps, median of the others {median:.4g}"
+        others = [statistics.fmean(values) for values in averaged if values]
+        if len(others) < self.min_trials or best <= (median := statistics.median(others)):
+            return None
+        return f"best {best:.4g} after {at} steps, median of the others {median:.4g}"
 
 
 @dataclass(frozen=True)
@@ -131,21 +103,25 @@ class Halving:
     """
 
     name: ClassVar[str] = "halving"
-    first: int = 10
-    factor: int = 2
-    smooth: int = 3
+    first: int = setting(10, least=1)
+    factor: int = setting(2, least=2)
+    smooth: int = setting(3, least=1)
     on: str = LOSS
 
-    def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> Verdict:
+    def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """At a rung: waits for trials that may still reach it, then continues the best."""
         at = len(losses[trial])
         if not self._is_rung(at):
-            return Verdict.GO
+            return None
         if any(len(losses.get(other, ())) < at for other in alive):
-            return Verdict.WAIT
-        ranked = self._ranked(at, losses)
-        keep = -(-len(ranked) // self.factor)
-        return Verdict.GO if trial in ranked[:keep] else Verdict.STOP
+            return WAIT
+        smooth = self.smooth if self.on == LOSS else 1
+        scores = [(statistics.fmean(o[max(at - smooth, 0) : at]), n) for n, o in losses.items() if len(o) >= at]
+        count = len(scores)
+        place = [number for _, number in sorted(scores)].index(trial) + 1
+        if place <= -(-count // self.factor):
+            return None
+        return f"number {place} of {count} after {at} steps; one of {self.factor} continues"
 
     def _is_rung(self, at: int) -> bool:
         rung = self.first
@@ -153,19 +129,9 @@ class Halving:
             rung *= self.factor
         return rung == at
 
-    def _ranked(self, at: int, losses: Losses) -> list[int]:
-        smooth = self.smooth if self.on == LOSS else 1
-        scores = [(statistics.fmean(o[max(at - smooth, 0) : at]), n) for n, o in losses.items() if len(o) >= at]
-        return [number for _, number in sorted(scores)]
 
-    def why(self, trial: int, losses: Losses) -> str:
-        """The reason why a trial was stopped."""
-        at = len(losses[trial])
-        ranked = self._ranked(at, losses)
-        return f"number {ranked.index(trial) + 1} of {len(ranked)} after {at} steps; one of {self.factor} continues"
+Rule = Patience | Median | Halving
+"""Any of them. A study's file keeps its name and attributes."""
 
-
-RULES: Mapping[str, type[Patience] | type[Median] | type[Halving]] = {
-    rule.name: rule for rule in (Patience, Median, Halving)
-}
+RULES: Mapping[str, type[Rule]] = {rule.name: rule for rule in (Patience, Median, Halving)}
 """By name."""

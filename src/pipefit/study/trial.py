@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pipefit.errors import PipefitError, nearest
+from pipefit.spec.options import check_least, setting
 from pipefit.study.simulation import POLICIES
-from pipefit.study.stopping import HELD_OUT, LOSS, Rule
+from pipefit.study.stopping import HELD_OUT, Rule
 
 OPTIMIZERS = ("adamw", "adam", "sgd")
 """By name."""
 
 
+_TEXTS = ("name", "output", "device")
 _LONGEST = 80
 """Of names; a longer one ends with a checksum, so that two do not become one."""
 
@@ -27,6 +32,22 @@ class StudyError(PipefitError):
 
 class NoRoomError(PipefitError):
     """The tier is too full for a trial now."""
+
+
+@contextlib.contextmanager
+def at(where: str) -> Iterator[None]:
+    """Errors inside name the place."""
+    try:
+        yield
+    except PipefitError as problem:
+        raise StudyError(f"{where}: {problem}") from None
+
+
+def _expect(*expected: tuple[str, object, bool, str]) -> None:
+    """Refuses values that do not fit: of each its key, itself, whether it fits, and what was expected."""
+    for key, value, fits, words in expected:
+        if not fits:
+            raise StudyError(f"{key}: expected {words}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -65,64 +86,62 @@ class Trial:
     loss: Callable[[Any, Any], Any] | None = None
     data: str | tuple[str, ...] | Callable[[int], tuple[Any, Any]] = ()
     held_out: Callable[[], Sequence[tuple[Any, Any]]] | None = None
-    evaluate: int = 0
-    batch: int = 16
-    microbatches: int = 4
-    steps: int = 100
+    evaluate: int = setting(0, least=0)
+    batch: int = setting(16, least=1)
+    microbatches: int = setting(4, least=1)
+    steps: int = setting(100, least=1)
     optimizer: str | Callable[[list[Any]], Any] = "adamw"
     lr: float = 1e-3
-    warmup: int = 0
+    warmup: int = setting(0, least=0)
     scheduler: Callable[[Any], Any] | None = None
     clip: float = 0.0
-    seed: int = 0
-    shards: int = 0
+    seed: int = setting(0, least=0)
+    shards: int = setting(0, least=0)
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
         label = self.name or ", ".join(f"{key}={value}" for key, value in self.values.items())
-        who = f"trial {label}" if label else "trial"
-        self._check_kinds(who)
-        for key in ("batch", "microbatches", "steps"):
-            _whole(getattr(self, key), 1, f"{who}: {key}")
-        for key in ("warmup", "shards", "seed", "evaluate"):
-            _whole(getattr(self, key), 0, f"{who}: {key}")
-        for key in ("lr", "clip"):
-            value = getattr(self, key)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-                raise StudyError(f"{who}: {key}: expected a number of at least 0, got {value!r}")
-        if not callable(self.data) and self.batch < self.microbatches:
-            raise StudyError(f"{who}: batch: {self.batch} samples are too few for {self.microbatches} micro-batches")
-        if not isinstance(self.model, str) and (self.loss is None or not callable(self.data)):
-            raise StudyError(f"{who}: a factory's model needs loss=… and data=…, a function of the step's number")
-        if callable(self.data) and (self.held_out is None) != (self.evaluate == 0):
-            raise StudyError(f"{who}: held_out=… gives the batches, and evaluate=… how often: give both or neither")
+        with at(f"trial {label}" if label else "trial"):
+            self._check()
 
-    def _check_kinds(self, who: str) -> None:
-        if not isinstance(self.name, str):
-            raise StudyError(f"{who}: name: expected text, got {self.name!r}")
-        if not isinstance(self.model, str) and not callable(self.model):
-            raise StudyError(f"{who}: model: expected a name, package.module:factory or a factory, got {self.model!r}")
+    def _check(self) -> None:
         listed = isinstance(self.data, tuple) and all(isinstance(name, str) for name in self.data)
-        if not listed and not callable(self.data):
-            raise StudyError(f"{who}: data: expected names, or a function of the step's number, got {self.data!r}")
+        is_named = isinstance(self.model, str)
+        factory = "a name, package.module:factory or a factory"
+        _expect(
+            ("name", self.name, isinstance(self.name, str), "text"),
+            ("model", self.model, is_named or callable(self.model), factory),
+            ("data", self.data, listed or callable(self.data), "names, or a function of the step's number"),
+            ("lr", self.lr, is_amount(self.lr), "a number of at least 0"),
+            ("clip", self.clip, is_amount(self.clip), "a number of at least 0"),
+        )
+        check_least(self)
         if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
             hint = nearest(str(self.optimizer), OPTIMIZERS)
-            raise StudyError(f"{who}: optimizer: unknown {self.optimizer!r}; {hint}")
+            raise StudyError(f"optimizer: unknown {self.optimizer!r}; {hint}")
+        if listed and self.batch < self.microbatches:
+            raise StudyError(f"batch: {self.batch} samples are too few for {self.microbatches} micro-batches")
+        if not is_named and (self.loss is None or listed):
+            raise StudyError("a factory's model needs loss=… and data=…, a function of the step's number")
+        if not listed and (self.held_out is None) != (self.evaluate == 0):
+            raise StudyError("held_out=… gives the batches, and evaluate=… how often: give both or neither")
 
     def as_dict(self) -> dict[str, Any]:
         """The trial as JSON data; callables by their names."""
         return {key: plain(value) for key, value in vars(self).items()}
 
 
-def _whole(value: object, least: int, where: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise StudyError(f"{where}: expected a whole number of at least {least}, got {value!r}")
+def is_amount(value: object) -> bool:
+    """Whether a value is a finite number of at least 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON data; callables by their names."""
+    """A value as JSON data; callables by their names, numbers that are not finite as None."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if callable(value):
         return f"<{getattr(value, '__qualname__', type(value).__name__)}>"
     if isinstance(value, Mapping):
@@ -151,30 +170,28 @@ class StudySpec:
     """
 
     trials: tuple[Trial, ...]
-    workers: int = 2
+    workers: int = setting(2, least=1)
     policy: str = "lrtf"
     device_memory_bytes: float = 0.0
     tier: str = "disk"
     tier_bytes: float = 0.0
-    threads: int = 0
+    threads: int = setting(0, least=0)
     stop: Rule | None = None
     output: str = "runs/study"
     name: str = "study"
     device: str = ""
 
     def __post_init__(self) -> None:
-        _whole(self.workers, 1, "workers")
-        _whole(self.threads, 0, "threads")
+        check_least(self)
         for trial in self.trials:
             if not isinstance(trial, Trial):
                 raise StudyError(f"trials: expected Trial objects, got {trial!r}; Study.load reads a study's file")
-        for key in ("name", "output", "device"):
-            if not isinstance(value := getattr(self, key), str):
-                raise StudyError(f"{key}: expected text, got {value!r}")
+        _expect(
+            *((key, vars(self)[key], isinstance(vars(self)[key], str), "text") for key in _TEXTS),
+            ("tier", self.tier, self.tier in ("disk", "host"), "disk or host"),
+        )
         if str(self.policy) not in POLICIES:
             raise StudyError(f"unknown policy {self.policy!r}; {nearest(str(self.policy), POLICIES)}")
-        if self.tier not in ("disk", "host"):
-            raise StudyError(f"tier: expected disk or host, got {self.tier!r}")
         names = [file_name(number, trial) for number, trial in enumerate(self.trials)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise StudyError(f"two trials are called {sorted(twice)[0]}: give them names of their own")
@@ -185,7 +202,7 @@ class StudySpec:
         evaluates = {trial.evaluate > 0 for trial in self.trials}
         if len(evaluates) > 1:
             raise StudyError("evaluate: some trials are scored on held-out data and some are not; say it for all")
-        if self.stop is None or getattr(self.stop, "on", LOSS) != HELD_OUT:
+        if self.stop is None or self.stop.on != HELD_OUT:
             return
         if False in evaluates:
             raise StudyError(f"stop: on = {HELD_OUT!r} needs trials that evaluate: say after how many steps")
@@ -211,65 +228,56 @@ class StudySpec:
         return {**options, "stop": stop, "trials": [trial.as_dict() for trial in self.trials]}
 
 
-class Admitted(NamedTuple):
+class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Figures of a trial that is built.
 
     Attributes:
         num_turns: of one step.
-        num_shards: parts of the model.
-        parameters: of the model.
-        tier_bytes: it takes on the tier.
-        device_bytes: its largest shard needs on the device, by the profile; 0 where none was made.
-        step, turn: the next ones; not the first where the study is resumed.
+        shards: parts of the model.
+        parameters: of the model, each counted once.
+        tier_bytes: of its state on the tier: every record twice, with the optimizer's states.
+        device_bytes: that its largest shard needs on the device, by the profile; 0 where none was made.
     """
 
     num_turns: int
-    num_shards: int
+    shards: int
     parameters: int
     tier_bytes: int
     device_bytes: float = 0.0
-    step: int = 0
-    turn: int = 0
+
+
+class Progress(NamedTuple):
+    """Where the last commit of a trial left it.
+
+    Attributes:
+        turn: the next one of the step.
+        losses: of each step done.
+        held_out: (step, loss) of every evaluation on held-out data, steps from 1.
+    """
+
+    turn: int
+    losses: list[float]
+    held_out: list[tuple[int, float]]
 
 
 class Job(NamedTuple):
-    """The next job of a device.
+    """The next job of a worker.
 
     Attributes:
-        kind: "admit" or "turn".
+        kind: "start", "admit", "turn", "export" or "close".
         trial: its number.
-        num_turns: consecutive turns of the trial; each is committed and reported on its own.
+        argument: number of consecutive turns, bytes of room on the tier, or the file to write.
+        name: of the trial, and of its folder.
+        values: of a trial that a search chose.
+        alive: the trials that continue; nothing is kept of the others.
     """
 
     kind: str
-    trial: int
-    num_turns: int = 1
-
-
-class TurnDone(NamedTuple):
-    """A turn that is committed.
-
-    Attributes:
-        trial: its number.
-        step: of the trial, from 0.
-        turn: within the step.
-        start_s: when the device took it, in seconds of the machine's monotonic clock.
-        end_s: when it was committed.
-        loss: of the step, when the turn has completed it; NaN otherwise.
-        held_out: the loss on held-out data after the step, where it was evaluated; NaN otherwise.
-        read_s: of that, reading state.
-        write_s: of that, writing state.
-    """
-
-    trial: int
-    step: int
-    turn: int
-    start_s: float
-    end_s: float
-    loss: float = math.nan
-    held_out: float = math.nan
-    read_s: float = 0.0
-    write_s: float = 0.0
+    trial: int = -1
+    argument: Any = None
+    name: str = ""
+    values: Mapping[str, Any] | None = None
+    alive: frozenset[int] = frozenset()
 
 
 def file_name(number: int, trial: Trial) -> str:

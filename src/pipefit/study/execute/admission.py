@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -27,7 +27,8 @@ from pipefit.stage.materialise import InitialiseLayer, can_be_drawn, is_meta
 from pipefit.stage.record_layout import Layout
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import Training
-from pipefit.study.trial import Trial
+from pipefit.study.trial import Figures, Trial
+from pipefit.study.turns import step_program, turns_of
 
 Batch = tuple[Any, Any]
 
@@ -121,26 +122,8 @@ def on_meta(trial: Trial) -> Recipe | None:
     return recipe
 
 
-class Built(NamedTuple):
-    """A trial with its first weights, or with layers that draw them when there is room.
-
-    Attributes:
-        recipe: what trains.
-        counts: layers of each shard.
-        num_parameters: of the model, each counted once.
-        tier_bytes: of its state on the tier: every record twice, with the optimizer's states.
-        device_bytes: that its largest shard needs on the device; 0: not measured.
-    """
-
-    recipe: Recipe
-    counts: list[int]
-    num_parameters: int
-    tier_bytes: int
-    device_bytes: float
-
-
-def build_trial(trial: Trial, capacity_bytes: float) -> Built:
-    """Builds a trial for a device.
+def build_trial(trial: Trial, capacity_bytes: float) -> tuple[Recipe, list[int], Figures]:
+    """Builds a trial for a device: with its first weights, or with layers that draw them when there is room.
 
     Where the device is limited, a model whose layers can draw their own weights is built without any: it may be larger
     than the memory of the host. What a layer draws is the same either way.
@@ -148,6 +131,9 @@ def build_trial(trial: Trial, capacity_bytes: float) -> Built:
     Args:
         trial: its definition.
         capacity_bytes: of the device; 0: no limit, then the model is split only where the trial says so.
+
+    Returns:
+        The trial, the layers of each shard, and the figures.
 
     Raises:
         InfeasibleError: it needs more memory than the device has, however it is split.
@@ -167,7 +153,8 @@ def build_trial(trial: Trial, capacity_bytes: float) -> Built:
     boundaries = 4 * len(counts) * sum(leaf.nbytes for leaf in leaves)
     needed = int(2 * (1 + recipe.state_per_weight) * weights + boundaries)
     parameters = {id(p): p.numel() for layer in recipe.layers for p in layer.module.parameters()}
-    return Built(recipe, counts, sum(parameters.values()), needed, device_bytes)
+    num_turns = len(turns_of(step_program(len(counts), trial.microbatches, trial.clip > 0)))
+    return recipe, counts, Figures(num_turns, len(counts), sum(parameters.values()), needed, device_bytes)
 
 
 def _record_bytes(layers: Sequence[NamedLayer]) -> int:

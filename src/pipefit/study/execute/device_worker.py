@@ -11,14 +11,18 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipefit.errors import DamageError, PipefitError, TierError
-from pipefit.study.trial import NoRoomError, Trial
+from pipefit.study.simulation import TimedTurn
+from pipefit.study.trial import Job, NoRoomError, Trial
+
+if TYPE_CHECKING:
+    from pipefit.study.execute.runner import TrialRunner
 
 _KEPT_BYTES = 1 << 30
 """Bytes of trials that a worker keeps on its device between turns where no limit is given."""
@@ -38,7 +42,7 @@ class Settings:
         trials: by number.
         define: makes a trial of values, for those that a search chooses later on.
         environment: of the study's process.
-        inherited: pipes of other workers, which a fork has and must close.
+        inherited: pipes of all workers, which a fork has and must close.
     """
 
     number: int
@@ -53,28 +57,22 @@ class Settings:
     inherited: list[Any] = field(default_factory=list)
 
 
-class Order(NamedTuple):
-    """An order to a worker.
+class Answer(NamedTuple):
+    """The answer to a job.
 
     Attributes:
-        kind: "admit", "turn", "export" or "close".
-        trial: its number.
-        name: of the trial, and of its folder.
-        argument: bytes of room on the tier, number of turns, or the file to write.
-        values: of a trial that a search chose.
-        alive: the trials that continue; nothing is kept of the others.
+        outcome: "done", "no-room" on the tier, "tier" (it has failed) or "failed".
+        result: of an admission the figures; the reason where the job is not done.
+        turns: that are committed, or the admission.
     """
 
-    kind: str
-    trial: int = -1
-    name: str = ""
-    argument: Any = None
-    values: Mapping[str, Any] | None = None
-    alive: frozenset[int] = frozenset()
+    outcome: str
+    result: Any = None
+    turns: Sequence[TimedTurn] = ()
 
 
 def work(settings: Settings, pipe: Connection) -> None:
-    """The main function of the process: orders come over the pipe, and their answers go back."""
+    """The main function of the process: jobs come over the pipe, and their answers go back."""
     # A fork must not delete the objects of its parent: a process group waits for ever for threads that are not here.
     gc.freeze()
     _settle(settings)
@@ -98,31 +96,19 @@ def _work(settings: Settings, pipe: Connection) -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
     import pipefit.study.execute.runner  # noqa: F401
 
+    answer = Answer("done")
     try:
-        device = _device(settings)
+        runners = _Runners(settings, _device(settings))
     except RuntimeError as problem:
-        pipe.send(("unfit", str(problem).splitlines()[0]))
-        os._exit(1)
-    runners = _Runners(settings, device)
-    pipe.send(("ready", os.getpid()))
-    while True:
-        with contextlib.suppress(EOFError, OSError):  # the study has ended
-            order: Order = pipe.recv()
-            if order.kind != "close":
-                _follow(order, runners, pipe)
-                continue
-        os._exit(0)
-
-
-def _follow(order: Order, runners: _Runners, pipe: Connection) -> None:
-    """Reports turns one at a time; an order that comes meanwhile can only be to end."""
-    for _ in range(order.argument if order.kind == "turn" else 1):
-        answer = runners.answer(order)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        answer = Answer("failed", str(problem).splitlines()[0])
+    with contextlib.suppress(EOFError, OSError):  # the study has ended
         pipe.send(answer)
-        if answer[0] != "turned" or pipe.poll():
-            break
+        while (job := pipe.recv()).kind != "close":
+            answer = runners.answer(job, pipe.poll)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pipe.send(answer)
+    os._exit(0)
 
 
 def _settle(settings: Settings) -> None:
@@ -162,47 +148,44 @@ class _Runners:
 
     def __init__(self, settings: Settings, device: Any) -> None:
         self._settings, self._device = settings, device
-        self._runners: OrderedDict[int, Any] = OrderedDict()
+        self._runners: OrderedDict[int, TrialRunner] = OrderedDict()
 
-    def answer(self, order: Order) -> tuple[str, int, Any]:
-        """Follows an order.
-
-        Returns:
-            "admitted", "turned" or "exported" with its result; else "no-room", "tier" or "failed" with the reason.
-        """
-        for number in self._runners.keys() - order.alive - {order.trial}:
+    def answer(self, job: Job, is_called: Callable[[], bool]) -> Answer:
+        """Does a job; turns end early where `is_called`, for a job that comes meanwhile can only be to end."""
+        for number in self._runners.keys() - job.alive - {job.trial}:
             self._drop(number)
+        turns: list[TimedTurn] = []
         start_s = time.monotonic()
         try:
-            self._make_room(order.trial)
-            runner = self._runner(order)
-            if order.kind == "export":
-                return "exported", order.trial, runner.export(order.argument)
-            if order.kind == "turn":
-                return "turned", order.trial, runner.turn()
-            return "admitted", order.trial, (runner.admit(order.argument), start_s, time.monotonic())
+            self._make_room(job.trial)
+            runner = self._runner(job)
+            if job.kind == "export":
+                return Answer("done", runner.export(job.argument))
+            if job.kind == "admit":
+                figures = runner.admit(job.argument)
+                return Answer("done", figures, [TimedTurn(job.trial, -1, -1, 0, start_s, time.monotonic())])
+            while len(turns) < job.argument and not (turns and is_called()):
+                turns.append(runner.turn())
+            return Answer("done", None, turns)
         except NoRoomError as problem:
-            kind, reason = "no-room", str(problem)
-        except DamageError as problem:
-            kind, reason = "failed", damage_of(problem)
-        except TierError as problem:
-            kind, reason = "tier", str(problem)
+            outcome, reason = "no-room", str(problem)
         except BaseException as problem:
+            outcome = "tier" if isinstance(problem, TierError) and not isinstance(problem, DamageError) else "failed"
+            reason = reason_of(problem, "in a turn" if job.kind == "turn" else "while it was built")
             traceback.print_exc()
-            kind, reason = "failed", reason_of(problem, "in a turn" if order.kind == "turn" else "while it was built")
-        self._drop(order.trial)
-        return kind, order.trial, reason
+        self._drop(job.trial)
+        return Answer(outcome, reason, turns)
 
-    def _runner(self, order: Order) -> Any:
+    def _runner(self, job: Job) -> TrialRunner:
         from pipefit.study.execute.runner import TrialRunner
 
-        settings, number = self._settings, order.trial
+        settings, number = self._settings, job.trial
         if number not in self._runners:
             trial = settings.trials.get(number)
             if trial is None:  # a search chose it after this worker began
-                assert settings.define is not None and order.values is not None
-                trial = settings.define(order.values)
-            folder = settings.folder / order.name
+                assert settings.define is not None and job.values is not None
+                trial = settings.define(job.values)
+            folder = settings.folder / job.name
             self._runners[number] = TrialRunner(number, trial, folder, self._device, settings.capacity_bytes)
         self._runners.move_to_end(number)
         return self._runners[number]
@@ -221,13 +204,10 @@ class _Runners:
             runner.close()
 
 
-def damage_of(problem: DamageError) -> str:
-    """Why a trial whose state is damaged failed, and what to do."""
-    return f"{str(problem).removesuffix('; resume from a checkpoint')}; train it anew, in another study"
-
-
-def reason_of(problem: BaseException, doing: str) -> str:
-    """Why a trial failed, in a line or two."""
+def reason_of(problem: BaseException, doing: str = "") -> str:
+    """Why a trial failed, in a line or two; where its state is damaged, also what to do."""
+    if isinstance(problem, DamageError):
+        return f"{str(problem).removesuffix('; resume from a checkpoint')}; train it anew, in another study"
     if isinstance(problem, PipefitError):
         return str(problem)
     text = str(problem)

@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from pipefit.spec.sealed import read_sealed, write_sealed
+from pipefit.spec.sealed import write_sealed
+from pipefit.study.results import reread
 from pipefit.study.trial import StudyError, StudySpec, plain
 from pipefit.units import format_bytes
 
-_FORMAT, _CHOSEN = "pipefit.study/2", "pipefit.study-chosen/1"
+_FORMAT, _CHOSEN = "pipefit.study/3", "pipefit.study-chosen/1"
+_CURE = "the study cannot be resumed; run it anew in another output"
 _PATIENCE_S = 2.0
 """Seconds that another run, which was just killed, may take to release the folder."""
 
@@ -54,7 +56,7 @@ class StudyFolder:
 
     def _open(self, spec: StudySpec, resume: bool) -> None:
         if resume:
-            before = _reread(self._file, _FORMAT)
+            before = reread(self._file, _FORMAT, _CURE)
             given = json.loads(json.dumps(spec.as_dict()))
             for key in ("trials", "stop", "tier"):
                 if before.get(key) != given[key]:
@@ -91,16 +93,12 @@ class StudyFolder:
 
     def choose(self, values: Sequence[Mapping[str, Any]]) -> None:
         """Writes the values that a search has chosen so far."""
-        write_sealed(
-            self.path / "chosen.json", {"format": _CHOSEN, "chosen": [plain(chosen) for chosen in values]}, indent=1
-        )
+        write_sealed(self.path / "chosen.json", {"format": _CHOSEN, "chosen": plain(values)}, indent=1)
 
     def chosen(self) -> list[dict[str, Any]]:
         """The trials that a search chose in an earlier run."""
-        try:
-            return list(_reread(self.path / "chosen.json", _CHOSEN)["chosen"])
-        except FileNotFoundError:
-            return []
+        path = self.path / "chosen.json"
+        return list(reread(path, _CHOSEN, _CURE)["chosen"]) if path.exists() else []
 
     def forget(self, trial: str | None = None) -> None:
         """Removes the state of a trial; None: of all."""
@@ -109,18 +107,6 @@ class StudyFolder:
     def close(self) -> None:
         """Lets other runs open it."""
         self._lock.close()
-
-
-def _reread(path: Path, form: str) -> dict[str, Any]:
-    """A document that an earlier run has written.
-
-    Raises:
-        StudyError: it is damaged, or of another version.
-    """
-    try:
-        return read_sealed(path, form, StudyError)
-    except StudyError as problem:
-        raise StudyError(f"{problem}: the study cannot be resumed; run it anew in another output") from None
 
 
 def _check_cut(before: float, now: float) -> None:

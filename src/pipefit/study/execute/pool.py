@@ -1,4 +1,4 @@
-"""The workers' processes: how they are started, reached, and replaced when they die."""
+"""The workers' processes: how they are started, given jobs, and replaced when they die."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import pickle
 import signal
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
 
 from pipefit.errors import PipefitError
-from pipefit.study.execute.device_worker import Order, Settings, work
+from pipefit.study.execute.device_worker import Answer, Settings, work
+from pipefit.study.trial import Job
 
-_START_S = 120.0
-_GRACE_S = 10.0
+_GRACE_S = 0.5
 
 
 class Pool:
@@ -27,38 +26,37 @@ class Pool:
     program only, so its workers are forks. Others come from a server that has torch loaded.
 
     Args:
-        settings: of each worker.
+        settings_of: what a worker starts with, by its number.
+        count: of the workers.
         forked: whether workers are forks.
+
+    Attributes:
+        idle: workers without a job.
+        jobs: of the others; the first is to start.
     """
 
-    def __init__(self, settings: list[Settings], forked: bool) -> None:
-        self._settings, self._forked = settings, forked
-        if forked:
-            self._context: Any = mp.get_context("fork")
-        else:
-            self._context = mp.get_context("forkserver")
+    def __init__(self, settings_of: Callable[[int, list[Any]], Settings], count: int, forked: bool) -> None:
+        self._settings_of, self._forked = settings_of, forked
+        self._context: Any = mp.get_context("fork" if forked else "forkserver")
+        if not forked:
             self._context.set_forkserver_preload(["pipefit.pipeline.preload", "pipefit.study.execute.fork_server"])
-        self._processes: list[Any] = [None] * len(settings)
-        self._pipes: list[Any] = [None] * len(settings)
-        for number in range(len(settings)):
-            self._start(number)
-        for number in range(len(settings)):
-            self._await_start(number)
+        self.idle: set[int] = set()
+        self.jobs: dict[int, Job] = {}
+        self._workers: dict[int, tuple[Any, Any]] = {}
+        for number in range(count):
+            self.start(number)
 
-    def restart(self, number: int, settings: Settings) -> None:
-        """A new process in the place of one that died."""
-        self._settings[number] = settings
-        self._pipes[number].close()
-        self._start(number)
-        self._await_start(number)
+    def start(self, number: int) -> None:
+        """Starts a worker, also in the place of one that died.
 
-    def _start(self, number: int) -> None:
+        Raises:
+            PipefitError: it cannot be started.
+        """
+        if number in self._workers:
+            self._workers.pop(number)[1].close()
         ours, theirs = self._context.Pipe()
-        inherited = (
-            [pipe for pipe in self._pipes if pipe is not None and not pipe.closed] + [ours] if self._forked else []
-        )
-        settings = replace(self._settings[number], inherited=inherited)
-        process = self._context.Process(target=work, args=(settings, theirs), daemon=True)
+        inherited = [*(pipe for _, pipe in self._workers.values()), ours] if self._forked else []
+        process = self._context.Process(target=work, args=(self._settings_of(number, inherited), theirs), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks of programs with threads
             try:
@@ -68,58 +66,47 @@ class Pool:
             except (pickle.PicklingError, AttributeError, TypeError) as problem:
                 raise PipefitError(f"workers that are no forks need trials that can be pickled: {problem}") from None
         theirs.close()
-        self._processes[number], self._pipes[number] = process, ours
+        self._workers[number] = process, ours
+        self.jobs[number] = Job("start")
 
-    def _await_start(self, number: int) -> None:
-        pipe, settings = self._pipes[number], self._settings[number]
-        try:
-            kind, what = pipe.recv() if pipe.poll(_START_S) else ("silent", None)
-        except (EOFError, OSError):
-            kind = "died"
-        if kind == "unfit":
-            raise PipefitError(f"device: {settings.device!r} cannot be used: {what}")
-        if kind != "ready":
-            raise PipefitError(f"worker {number} did not start; its log: {settings.log}")
-
-    def send(self, number: int, order: Order) -> None:
-        """Sends an order to a worker; where that has died, `answers` says so."""
+    def give(self, number: int, job: Job) -> None:
+        """Gives a worker a job; where it has died, `answers` says so."""
+        self.idle.discard(number)
+        self.jobs[number] = job
         with contextlib.suppress(OSError):
-            self._pipes[number].send(order)
+            self._workers[number][1].send(job)
 
-    def answers(self, busy: set[int], timeout_s: float) -> Iterator[tuple[int, tuple[Any, ...] | None]]:
-        """(worker, its answer) of those that have one; None instead of an answer: it died."""
-        pipes = {self._pipes[number]: number for number in busy}
+    def answers(self, timeout_s: float) -> Iterator[tuple[int, Job, Answer | None]]:
+        """(worker, its job, the answer) of those that have one; None instead of an answer: it died."""
+        pipes = {self._workers[number][1]: number for number in self.jobs}
         for pipe in wait(list(pipes), timeout_s):
             number = pipes[pipe]
+            job = self.jobs.pop(number)
             try:
-                yield number, pipe.recv()
+                answer = pipe.recv()
             except (EOFError, OSError):
-                yield number, None
-
-    def answer(self, number: int) -> tuple[Any, ...] | None:
-        """The answer of a worker, however long it takes; None: it died."""
-        while True:
-            for _, answer in self.answers({number}, 1.0):
-                return answer
+                yield number, job, None
+            else:
+                self.idle.add(number)
+                yield number, job, answer
 
     def how_it_died(self, number: int) -> str:
         """The way a worker ended, for people."""
-        self._processes[number].join(2.0)
-        code = self._processes[number].exitcode
+        process = self._workers[number][0]
+        process.join(2.0)
+        code = process.exitcode
         if code is None:
             return "no answer"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    def close(self, grace_s: float = _GRACE_S) -> None:
+    def close(self) -> None:
         """Ends all workers; those that are busy get a little time."""
-        for number in range(len(self._processes)):
-            self.send(number, Order("close"))
-        deadline = time.monotonic() + grace_s
-        for process in self._processes:
+        for number in self._workers:
+            self.give(number, Job("close"))
+        deadline = time.monotonic() + _GRACE_S
+        for process, pipe in self._workers.values():
             process.join(max(deadline - time.monotonic(), 0))
             if process.is_alive():
                 process.kill()
                 process.join()
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.close()
+            pipe.close()

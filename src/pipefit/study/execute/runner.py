@@ -36,7 +36,8 @@ from pipefit.stage.payload import read_structure
 from pipefit.study.execute.admission import Recipe, build_trial, on_meta, recipe_of
 from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.execute.trial_files import TrialState, has_state, read_state, write_loss
-from pipefit.study.trial import Admitted, NoRoomError, Trial, TurnDone
+from pipefit.study.simulation import TimedTurn
+from pipefit.study.trial import Figures, NoRoomError, Trial
 from pipefit.study.turns import Turn
 
 
@@ -60,7 +61,7 @@ class TrialRunner:
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
-    def admit(self, room_bytes: float = math.inf) -> Admitted:
+    def admit(self, room_bytes: float = math.inf) -> Figures:
         """Builds the trial, splits it for the device and writes its state to the tier; or finds it there.
 
         Raises:
@@ -68,22 +69,14 @@ class TrialRunner:
             NoRoomError: the tier has no room for it now.
         """
         opened = self._open() if has_state(self.folder) else self._begin(room_bytes)
-        state = opened.state
-        figures = state.parameters, state.tier_bytes, state.device_bytes
-        return Admitted(len(opened.turns), len(state.counts), *figures, opened.step, state.turn)
+        return opened.state.figures
 
     def _begin(self, room_bytes: float) -> OpenTrial:
-        built = build_trial(self.trial, self.capacity_bytes)
-        if built.tier_bytes > room_bytes:
-            raise NoRoomError(f"its state needs {built.tier_bytes} bytes on the tier, {int(room_bytes)} are free")
+        recipe, counts, figures = build_trial(self.trial, self.capacity_bytes)
+        if figures.tier_bytes > room_bytes:
+            raise NoRoomError(f"its state needs {figures.tier_bytes} bytes on the tier, {int(room_bytes)} are free")
         self.folder.mkdir(parents=True, exist_ok=True)
-        state = TrialState(
-            built.counts,
-            parameters=built.num_parameters,
-            tier_bytes=built.tier_bytes,
-            device_bytes=built.device_bytes,
-        )
-        opened = self._opened = self._made(built.recipe, state, is_new=True)
+        opened = self._opened = self._made(recipe, TrialState(counts, figures), is_new=True)
         for stage in opened.worker.stages:
             opened.keep_resident(stage)
         opened.commit(0)
@@ -118,11 +111,12 @@ class TrialRunner:
         """Forgets the trial; turns that were not committed are lost."""
         opened, self._opened = self._opened, None
         if opened is not None:
+            opened.release()  # its tensors and hooks refer to each other: nothing else would free them soon
             opened.spilling.close()
 
     # ---- a turn ----------------------------------------------------------------------------------------------------
 
-    def turn(self) -> TurnDone:
+    def turn(self) -> TimedTurn:
         """Takes the next turn: fetches, computes, evicts, commits.
 
         Raises:
@@ -145,8 +139,8 @@ class TrialRunner:
         if self.capacity_bytes and opened.resident.is_shared:
             self.release()
         end_s = time.monotonic()
-        read_s, write_s = ready_s - start_s + _copies_s(run, Op.FETCH), end_s - ran_s + _copies_s(run, Op.EVICT)
-        return TurnDone(self.number, step, number, start_s, end_s, loss, held_out, read_s, write_s)
+        moved_s = ready_s - start_s + _copies_s(run) + end_s - ran_s
+        return TimedTurn(self.number, -1, step, number, start_s, end_s, loss, held_out, moved_s)
 
     def _execution(self, opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Execution:
         """The executor's state before a turn."""
@@ -273,10 +267,10 @@ def _weights(worker: Worker) -> Iterator[Tensor]:
             yield from module.state_dict().values()
 
 
-def _copies_s(run: Execution, op: Op) -> float:
-    """Seconds of a turn's fetches or evictions."""
+def _copies_s(run: Execution) -> float:
+    """Seconds of a turn's fetches and evictions."""
     ran = zip(run.compiled.instructions, run.starts, run.ends, strict=True)
-    return sum(end - start for i, start, end in ran if i.op is op)
+    return sum(end - start for i, start, end in ran if i.op in (Op.FETCH, Op.EVICT))
 
 
 def _shapes(payload: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -16,11 +17,11 @@ from typing import Any
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import write_json
 from pipefit.study.board import Board, TrialProgress
-from pipefit.study.execute.device_worker import Order, Settings, damage_of, reason_of
+from pipefit.study.execute.device_worker import Answer, Settings, reason_of
 from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
-from pipefit.study.execute.trial_files import read_losses, read_state
-from pipefit.study.results import StudyResult, read_entry, result_of, save_result, with_figures_of, write_entry
+from pipefit.study.execute.trial_files import read_progress
+from pipefit.study.results import StudyResult, read_entry, result_of, save_result, write_entry
 from pipefit.study.trial import Job, StudyError, StudySpec, Trial, file_name
 from pipefit.study.trial_search import Search
 
@@ -88,6 +89,7 @@ class StudyRun:
         self._stop: int | None = None
         self._trouble: str | None = None
         self._restarts = 0
+        self._has_died_over_weights = False
         self._chosen: dict[int, Mapping[str, Any]] = {}
         self._kept: TrialProgress | None = None
 
@@ -102,28 +104,27 @@ class StudyRun:
         with contextlib.closing(self._folder), self._listening():
             self._recall()
             self._ask()
+            pool = None
             try:
-                pool = Pool([self._settings(number) for number in range(self.spec.workers)], self._forked)
-            except PipefitError:
-                if self._stop is None:
-                    raise
-                return self._finish(None)  # a signal ended the workers, too, before they could ignore it
-            try:
+                pool = Pool(self._settings, self.spec.workers, self._forked)
                 self._loop(pool)
-                return self._finish(pool)
+            except PipefitError:
+                if self._stop is None:  # a signal ends workers, too, before they can ignore it
+                    raise
             finally:
-                pool.close(grace_s=0.5)
+                if pool is not None:
+                    pool.close()
+            return self._finish()
 
     @property
     def stopped_by(self) -> int | None:
         """The signal that ended the run before the study was over."""
         return self._stop
 
-    def _settings(self, number: int) -> Settings:
-        threads = self.spec.threads or max(1, (os.cpu_count() or 1) // self.spec.workers)
+    def _settings(self, number: int, inherited: list[Any]) -> Settings:
         return Settings(
             number,
-            threads,
+            self.spec.threads or max(1, (os.cpu_count() or 1) // self.spec.workers),
             self.spec.device,
             self.spec.device_memory_bytes,
             self._folder.state,
@@ -131,87 +132,96 @@ class StudyRun:
             {entry.number: entry.trial for entry in self.board.entries},
             self._define,
             dict(os.environ),
+            inherited,
         )
 
     def _loop(self, pool: Pool) -> None:
-        idle, busy = set(range(self.spec.workers)), dict[int, Job]()
-        stopped_s = 0.0
-        while True:
-            if self._stop is None and self._trouble is None:
-                self._deal(pool, idle, busy)
-            if not busy:
+        deadline_s = math.inf
+        while time.monotonic() < deadline_s:  # later the current turns are not committed, and will be done again
+            for number in sorted(pool.idle):
+                if (job := self._next_job(number, pool)) is not None:
+                    pool.give(number, job)
+            if not pool.jobs:
                 break
             if self._stop is not None:
-                stopped_s = stopped_s or time.monotonic()
-                if time.monotonic() - stopped_s > _GRACE_S:
-                    break  # the current turns are not committed, and will be done again
-            for number, answer in pool.answers(set(busy), 0.2):
-                job = busy[number]
+                deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+            for number, job, answer in pool.answers(0.2):
                 if answer is None:
                     self._lost(pool, number, job)
                 else:
-                    self._take(answer, number)
-                if answer is None or answer[0] != "turned" or not self.board.entries[job.trial].in_hand:
-                    del busy[number]
-                    idle.add(number)
+                    self._take(number, job, answer)
                 self._predict()
                 self._ask()
                 self._observer.changed(self.board)
 
-    def _deal(self, pool: Pool, idle: set[int], busy: dict[int, Job]) -> None:
-        for number in sorted(idle):
-            job = self.board.next_job(number)
-            if job is None:
-                continue
-            argument = self._room_bytes() if job.kind == "admit" else job.num_turns
-            pool.send(number, self._order(job.kind, job.trial, argument))
-            idle.discard(number)
-            busy[number] = job
+    def _next_job(self, number: int, pool: Pool) -> Job | None:
+        """The next job of a free worker; at the end that is to write the best trial's weights."""
+        if self._stop is not None or self._trouble is not None:
+            return None
+        job = self.board.next_job(number)
+        if job is None and not pool.jobs and (best := self._unwritten_best()) is not None:
+            job = Job("export", best.number, str(self._folder.best.absolute()))
+        if job is None:
+            return None
+        argument = self._room_bytes() if job.kind == "admit" else job.argument
+        name, values = self.board.entries[job.trial].name, self._chosen.get(job.trial)
+        return job._replace(argument=argument, name=name, values=values, alive=self.board.alive)
 
-    def _order(self, kind: str, number: int, argument: Any) -> Order:
-        name, values = self.board.entries[number].name, self._chosen.get(number)
-        return Order(kind, number, name, argument, values, self.board.alive)
+    def _unwritten_best(self) -> TrialProgress | None:
+        """The best trial of a study that is over, while its weights are on the tier only."""
+        best = self.board.best if self.board.is_over else None
+        return best if best is not None and self._state_of(best.number).is_dir() else None
 
     def _room_bytes(self) -> float:
         """The most that a trial may take on the tier now."""
-        free = self._folder.free_bytes
-        limit = self.spec.tier_bytes
+        free, limit = self._folder.free_bytes, self.spec.tier_bytes
         return min(free, limit - self.board.tier_bytes) if limit else free
 
-    def _take(self, answer: tuple[Any, ...], device: int) -> None:
-        kind, number, result = answer
-        if kind == "turned":
-            self.board.turned(result, device)
-        elif kind == "admitted":
-            found, start_s, end_s = result
-            entry = self.board.entries[number]
-            try:
-                entry.losses, entry.held_out = read_losses(self._state_of(number), found.step)
-                self.board.admitted(number, found, device, start_s, end_s)
-            except DamageError as problem:
-                self.board.failed(number, damage_of(problem))
-        elif kind == "no-room":
-            self.board.sent_back(number)
-        elif kind == "tier":
+    def _take(self, number: int, job: Job, answer: Answer) -> None:
+        self.board.book([turn._replace(device=number) for turn in answer.turns])
+        done = answer.outcome == "done"
+        if job.kind == "start":
+            if not done:
+                raise PipefitError(f"device: {self.spec.device!r} cannot be used: {answer.result}")
+        elif job.kind == "export":
+            self._exported(job.trial, "" if done else answer.result)
+        elif done and job.kind == "turn":
+            self.board.settle(job.trial)
+        elif done:
+            with self._failing(job.trial):
+                self.board.admitted(job.trial, answer.result, read_progress(self._state_of(job.trial)))
+        elif answer.outcome == "no-room":
+            self.board.sent_back(job.trial)
+        elif answer.outcome == "tier":
             # Not the trial's fault, and perhaps repaired soon: nothing ends, nothing more begins.
-            self._trouble = result
-            self.board.set_back(number)
-        elif kind == "failed":
-            self.board.failed(number, result)
+            self._trouble = answer.result
+            self.board.set_back(job.trial)
+        else:
+            self.board.failed(job.trial, answer.result)
 
     def _lost(self, pool: Pool, number: int, job: Job) -> None:
         """A worker died: its trial continues from its last commit, in another process."""
         how = pool.how_it_died(number)
-        try:
-            found = read_state(self._state_of(job.trial))
-            step, turn = (found[0], found[1].turn) if found is not None else (0, 0)
-            self.board.lost(job.trial, how, step, turn, *read_losses(self._state_of(job.trial), step))
-        except DamageError as problem:
-            self.board.failed(job.trial, damage_of(problem))
+        if job.kind == "start":
+            raise PipefitError(f"worker {number} did not start ({how}); its log is in {self._folder.logs}")
+        if job.kind != "export":
+            with self._failing(job.trial):
+                self.board.lost(job.trial, how, read_progress(self._state_of(job.trial)))
+        elif self._has_died_over_weights:
+            self._exported(job.trial, f"two workers died over it ({how})")
+        self._has_died_over_weights = job.kind == "export"
         self._restarts += 1
         if self._restarts > _MOST_RESTARTS:
             raise PipefitError(f"{self._restarts} workers died ({how}); their logs: {self._folder.logs}")
-        pool.restart(number, self._settings(number))
+        pool.start(number)
+
+    @contextlib.contextmanager
+    def _failing(self, number: int) -> Iterator[None]:
+        """Ends a trial whose files are found to be damaged."""
+        try:
+            yield
+        except DamageError as problem:
+            self.board.failed(number, reason_of(problem))
 
     def _state_of(self, number: int) -> Path:
         return self._folder.state / self.board.entries[number].name
@@ -268,8 +278,7 @@ class StudyRun:
 
     def _report(self, entry: TrialProgress) -> None:
         if entry.number in self._chosen and self._search is not None:
-            score = entry.score if entry.status != "failed" and entry.score < float("inf") else None
-            self._search.tell(self._chosen[entry.number], score)
+            self._search.tell(self._chosen[entry.number], None if entry.status == "failed" else entry.score)
 
     def _ended(self, entry: TrialProgress) -> None:
         try:
@@ -285,42 +294,29 @@ class StudyRun:
                 self._folder.forget(other.name)
         self._kept = best
 
-    def _finish(self, pool: Pool | None) -> StudyResult:
-        over = pool is not None and self.board.is_over and self._trouble is None
-        result = result_of(self.board, self.spec.name, self._predicted_s, not over, self._resume)
-        if self._resume and not self.board.turns:
-            result = with_figures_of(result, self._folder.path)
-        if pool is not None and over:
-            self._export(pool)
+    def _exported(self, number: int, problem: str) -> None:
+        """The best trial's weights are written, or why they are not."""
+        entry, target = self.board.entries[number], self._folder.best
+        if problem:
+            self._trouble = f"the best trial's weights could not be written: {problem}"
+            return
+        write_json(target.with_name("trial.json"), {"name": entry.name, **entry.trial.as_dict()})
+        self._folder.forget(entry.name)
+
+    def _finish(self) -> StudyResult:
+        over = self.board.is_over and self._trouble is None and self._unwritten_best() is None
+        place = self._folder.path
+        result = result_of(self.board, self.spec.name, self._predicted_s, not over, self._resume, place)
         if self._folder.best.exists():
             result.paths["best"] = str(self._folder.best)
         if self._trouble is not None:
             with contextlib.suppress(PipefitError):
-                save_result(result, self.board, self._folder.path)
+                save_result(result, self.board, place)
             raise TierError(f"{self._trouble}; what was committed is kept: repair that, and resume the study")
-        save_result(result, self.board, self._folder.path)
+        save_result(result, self.board, place)
         if over:
             self._folder.forget()
         return result
-
-    def _export(self, pool: Pool) -> None:
-        """Writes the best trial's weights, unless an earlier run has; a worker that dies meanwhile is replaced once."""
-        best, target = self.board.best, self._folder.best
-        if best is None or not self._state_of(best.number).is_dir():
-            return
-        for _ in range(2):
-            pool.send(0, self._order("export", best.number, str(target.absolute())))
-            answer = pool.answer(0)
-            if answer is not None:
-                break
-            how = pool.how_it_died(0)
-            pool.restart(0, self._settings(0))
-        else:
-            answer = ("failed", best.number, f"two workers died over it ({how})")
-        if answer[0] != "exported":
-            self._trouble = f"the best trial's weights could not be written: {answer[2]}"
-            return
-        write_json(target.with_name("trial.json"), {"name": best.name, **best.trial.as_dict()})
 
     # ---- signals ---------------------------------------------------------------------------------------------------
 

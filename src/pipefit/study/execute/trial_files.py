@@ -24,6 +24,7 @@ from pipefit.errors import DamageError, TierError
 from pipefit.spill.disk import DiskTier
 from pipefit.spill.lanes import Lanes
 from pipefit.spill.tier_file import Commit, read_commits
+from pipefit.study.trial import Figures, Progress
 
 _NAME, _LOSSES = "trial", "losses"
 _ENTRY = struct.Struct("<qddI")
@@ -34,6 +35,7 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         counts: layers of each shard.
+        figures: as found when the trial was admitted.
         turn: the next one of the step.
         loss: of the step under way, once its last shard is done.
         norms: of the step under way, norms of gradients by shard, where they are clipped.
@@ -43,10 +45,10 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
         parked: tensors on the tier, as `ParkedTensors.describe` gives them.
         payloads: (kind, shard, micro-batch, flags, structure) of data between shards.
         residents: of each shard, the version of its resident state.
-        parameters, tier_bytes, device_bytes: as found when the trial was admitted.
     """
 
     counts: list[int]
+    figures: Figures
     turn: int = 0
     loss: float = 0.0
     norms: dict[int, list[float]] = {}
@@ -56,9 +58,6 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
     parked: list[Any] = []
     payloads: list[tuple[str, int, int, list[bool], str | None]] = []
     residents: dict[int, int] = {}
-    parameters: int = 0
-    tier_bytes: int = 0
-    device_bytes: float = 0.0
 
 
 def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> DiskTier:
@@ -113,8 +112,8 @@ def write_loss(folder: Path, step: int, loss: float, held_out: float = math.nan)
         raise TierError(f"{folder / _LOSSES}: cannot be written: {problem.strerror}") from None
 
 
-def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[float]]:
-    """The losses of the steps that are done, and those on held-out data: NaN where these were not evaluated.
+def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[tuple[int, float]]]:
+    """The losses of the steps that are done, and (step, loss) of the evaluations on held-out data, steps from 1.
 
     Raises:
         DamageError: the file is damaged.
@@ -122,15 +121,25 @@ def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[float]]
     """
     path = folder / _LOSSES
     try:
-        data = path.read_bytes()[: num_steps * _ENTRY.size] if num_steps else b""
+        data = path.read_bytes() if num_steps else b""
     except OSError as problem:
         raise TierError(f"{path}: cannot be read: {problem.strerror}") from None
+    data = data[: num_steps * _ENTRY.size].ljust(num_steps * _ENTRY.size, b"\0")
     losses, held_out = [], []
-    for step in range(num_steps):
-        entry = data[step * _ENTRY.size : (step + 1) * _ENTRY.size]
-        number, loss, other, checksum = _ENTRY.unpack(entry.ljust(_ENTRY.size, b"\0"))
-        if len(entry) < _ENTRY.size or number != step or checksum != zlib.crc32(entry[:-4]):
+    for step, (number, loss, other, checksum) in enumerate(_ENTRY.iter_unpack(data)):
+        if number != step or checksum != zlib.crc32(data[step * _ENTRY.size :][: _ENTRY.size - 4]):
             raise DamageError(f"{path}: damaged at step {step + 1} (it does not have the checksum it states)")
         losses.append(loss)
-        held_out.append(other)
+        if not math.isnan(other):
+            held_out.append((step + 1, other))
     return losses, held_out
+
+
+def read_progress(folder: Path) -> Progress:
+    """Where the last commit left a trial; at its start if there is none.
+
+    Raises:
+        DamageError: the commit, or the file of losses, is damaged.
+    """
+    found = read_state(folder)
+    return Progress(found[1].turn, *read_losses(folder, found[0])) if found else Progress(0, [], [])
