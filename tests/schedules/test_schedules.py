@@ -176,6 +176,14 @@ def test_activations_in_flight_of_interleaved_follow_the_law(p, v, laps):
     assert inflight(program) == [round(((v - 1) * p + 2 * (p - 1 - r) + 1) / v, 9) for r in range(p)]
 
 
+@pytest.mark.parametrize(("p", "m", "more"), [(4, 8, {}), (3, 4, {"replicas": (2, 2, 2)}), (2, 5, {"num_steps": 2})])
+def test_interleaved_with_one_chunk_is_1f1b(p, m, more):
+    program = generate("interleaved", Shape(p, m, **more))
+    assert program.ranks == generate("1f1b", Shape(p, m, **more)).ranks
+    if not more:
+        assert inflight(program) == [4, 3, 2, 1]
+
+
 @pytest.mark.parametrize(("p", "v", "laps"), [*product((1, 2, 3, 4), (1, 2, 3), (1, 2, 3))])
 def test_the_bubble_of_loops_shrinks_by_the_number_of_chunks(p, v, laps):
     m = laps * p

@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from cyclopts import CoercionError, Parameter, Token, convert
 
 from pipefit.errors import PipefitError
-from pipefit.spec.options import from_flat, groups_of, key_of, setting
+from pipefit.spec.options import as_flat, from_flat, groups_of, key_of, setting
 from pipefit.units import parse_quantity
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
@@ -194,7 +194,11 @@ def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
         def called(*places: Any, **given: Any) -> Any:
             plain = {name: value for name, value in given.items() if name in hints.keys() - groups.keys()}
-            return command(*places, **plain, **{name: from_flat(group, given) for name, group in groups.items()})
+            made = {}
+            for name in groups:
+                known = as_flat(hints[name]())
+                made[name] = from_flat(hints[name], {key: value for key, value in given.items() if key in known})
+            return command(*places, **plain, **made)
 
         called.__doc__ = command.__doc__
         called.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]

@@ -48,6 +48,12 @@ class Graph:
         """The rank of an instruction and its index there."""
         return self.ranks[number], number - self.starts[self.ranks[number]]
 
+    def sides(self, number: int) -> tuple[int, ...]:
+        """All sides of a message or collective; anything else has one."""
+        if number in self.partner:
+            return number, self.partner[number]
+        return self.collectives[self.collective_of[number]] if number in self.collective_of else (number,)
+
 
 def dependency_graph(program: Program) -> Graph:
     """The dependency graph of a program, valid or not: what is missing or unmatched is listed, never raised.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction, bwd, fwd
-from pipefit.schedules.one_f_one_b import alternate
+from pipefit.schedules.one_f_one_b import alternate, num_warmup
 from pipefit.schedules.registry import Task, schedule
 from pipefit.schedules.shape import Shape
 
@@ -38,7 +38,7 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
 
     F2.0: forward of stage 2 on micro-batch 0; rank 0 holds stages 0 and 2, rank 1 stages 1 and 3; drawn for f = b.
     Time (m+(p−1)/v)(f+b). Option `group` sets the micro-batches of a group (0: p). A last group that is not full works
-    too; counts that p divides have the shortest bubble.
+    too; counts that p divides have the shortest bubble. With one chunk per rank it is 1F1B.
     Source: Megatron-LM (SC 2021) §2.2.2, figure 4.
     """
     size = task.options["group"] or task.depth
@@ -51,8 +51,9 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
         groups = [slots[start : start + size] for start in range(0, len(slots), size)]
         forwards = [fwd(stage, mb) for group in groups for stage in stages for mb in group]
         backwards = [bwd(stage, mb) for group in groups for stage in reversed(stages) for mb in group]
-        position = stages[0] % task.depth
-        warmup = 2 * (task.depth - 1 - position) + (len(stages) - 1) * size
+        warmup = 2 * (task.depth - 1 - stages[0] % task.depth) + (len(stages) - 1) * size
+        if task.header.num_chunks == 1:
+            warmup = num_warmup(task.header, stages[0])
         yield [i for i in alternate(forwards, backwards, warmup) if i.mb >= 0]
 
 

@@ -157,7 +157,7 @@ class EventEngine:
         layout, prices = self.layout, self.prices
         if self.end[n] >= 0:
             return
-        base, sides = n - i, layout.sides(i)
+        base, sides = n - i, layout.graph.sides(i)
         travels, lanes = prices.travel[base > 0], prices.lanes.get(i, ())
         travel = travels[i]
         finish = max([self.free.get(lane, 0) for lane in lanes]) + travel if lanes else 0

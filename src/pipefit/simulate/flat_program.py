@@ -48,13 +48,6 @@ class FlatProgram:
     kinds: list[tuple[Instruction, int]]
     partners: list[int]
 
-    def sides(self, number: int) -> tuple[int, ...]:
-        """All sides of a message or collective; anything else has one."""
-        if self.partners[number] >= 0:
-            return number, self.partners[number]
-        graph = self.graph
-        return graph.collectives[graph.collective_of[number]] if number in graph.collective_of else (number,)
-
 
 def flat_program(program: Program) -> FlatProgram:
     """The flat form of a program, kept with it."""

@@ -172,7 +172,7 @@ def _awaited_sides(engine: EventEngine, n: int) -> str:
     graph = engine.layout.graph
     i = n % len(graph.instructions)
     names = []
-    for side in engine.layout.sides(i):
+    for side in graph.sides(i):
         rank, index = graph.place(side)
         if engine.posted[n - i + side] < 0:
             names.append(f"which rank {rank} has not reached (its instruction {index}: {graph.instructions[side]})")

@@ -7,11 +7,11 @@ with the help that stands under "Attributes" and the names given here; a TOML fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_type_hints
 
-from pipefit.errors import PlanError
+from pipefit.errors import PlanError, nearest
 from pipefit.units import parse_quantity
 
 AUTO: Final = "auto"
@@ -215,12 +215,6 @@ def in_bytes(value: float | str | None, name: str) -> float | None:
     return None if value is None else parse_quantity(value, "bytes", name)
 
 
-def flag_of(one: Any) -> str:
-    """The long name of a field on the command line, such as "--data-parallel"."""
-    flags = one.metadata.get("flags")
-    return str(flags[0]) if flags else f"--{one.name.replace('_', '-')}"
-
-
 def as_flat(group: Any) -> dict[str, Any]:
     """All visible options of a group and of the groups in it, by their names with underscores."""
     flat: dict[str, Any] = {}
@@ -239,25 +233,37 @@ def from_flat(kind: type[Group], values: Mapping[str, Any], usual: Group | None 
 
     Args:
         kind: of the group.
-        values: by names as `as_flat` gives them; others are ignored.
+        values: by names as `as_flat` gives them.
         usual: the group that gives what is not named; None: the defaults.
+
+    Raises:
+        PlanError: a name is none of an option.
     """
     usual = kind() if usual is None else usual
-    made: dict[str, Any] = {}
-    groups = groups_of(kind)
-    for one in fields(kind):  # type: ignore[arg-type]
-        value = getattr(usual, one.name)
+    known = as_flat(usual)
+    for name in values:
+        if name not in known:
+            raise PlanError(f"unknown option {name!r}; {nearest(name, known)}")
+    return _with_values(usual, values)
+
+
+def _with_values(group: Group, values: Mapping[str, Any]) -> Group:
+    changes: dict[str, Any] = {}
+    groups = groups_of(type(group))
+    for one in fields(group):  # type: ignore[arg-type]
         if one.name in groups:
-            found = from_flat(groups[one.name], values, value)
-            made[one.name] = None if value is None and found == groups[one.name]() else found
-        else:
-            made[one.name] = value if one.metadata.get("hidden") else values.get(key_of(one), value)
-    return kind(**made)
+            before, default = getattr(group, one.name), groups[one.name]()
+            after = _with_values(default if before is None else before, values)
+            changes[one.name] = None if before is None and after == default else after
+        elif not one.metadata.get("hidden") and key_of(one) in values:
+            changes[one.name] = values[key_of(one)]
+    return replace(group, **changes)  # type: ignore[type-var]
 
 
 def key_of(one: Any) -> str:
     """The name of a field in a flat table, a TOML file and JSON, such as "data_parallel"."""
-    return flag_of(one).removeprefix("--").replace("-", "_")
+    flags = one.metadata.get("flags")
+    return str(flags[0]).removeprefix("--").replace("-", "_") if flags else str(one.name)
 
 
 def groups_of(kind: type[Any]) -> dict[str, type[Any]]:

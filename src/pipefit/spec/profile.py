@@ -67,20 +67,18 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.forward_s + self.backward_s
 
 
-_FIGURES = (
+_FIXED = ("weight_bytes", "step_s")
+_SCALED = (
     "forward_s",
     "backward_input_s",
     "backward_weight_s",
     "output_bytes",
     "saved_bytes",
-    "weight_bytes",
     "split_input_s",
     "spread_s",
-    "step_s",
 )
-
-
-_FIXED = frozenset({"weight_bytes", "step_s"})
+_UNKNOWN = ("grad_bytes", "split_s", "half_bytes")
+"""Figures that may be None, and scale too where they are not."""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -122,10 +120,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                     f"layers[{index}].name: {layer.name!r} is also the name of layers[{seen[layer.name]}]"
                 )
             seen[layer.name] = index
-            for field in _FIGURES:
-                value = getattr(layer, field)
-                if not (math.isfinite(value) and value >= 0):
-                    raise ProfileError(f"layers[{index}].{field}: expected a finite number ≥ 0, got {value}")
+            _check_figures(layer, (*_SCALED, *_FIXED), f"layers[{index}].")
+        _check_figures(self, ("loss_s", "optimizer_s"), "")
         for index, (tail, head) in enumerate(self.edges or ()):
             if not (0 <= tail < len(self.layers) and 0 <= head < len(self.layers)):
                 raise ProfileError(f"edges[{index}]: layers {tail} → {head}, but there are {len(self.layers)} layers")
@@ -134,10 +130,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                     f"edges[{index}]: {self.layers[tail].name} → {self.layers[head].name} goes backward; "
                     "list the layers in an order in which data flows forward (the graph must have no cycle)"
                 )
-        for name in ("loss_s", "optimizer_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ProfileError(f"{name}: expected a finite number ≥ 0, got {value}")
         for index, other in enumerate(self.others):
             if [layer.name for layer in other.layers] != [layer.name for layer in self.layers] or other.others:
                 raise ProfileError(f"others[{index}]: expected the same layers at another micro-batch size")
@@ -241,36 +233,35 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         return decode("profile", read_json(path, ProfileError), cls, ProfileError, str(path))
 
 
+def _check_figures(of: Layer | Profile, names: Iterable[str], place: str) -> None:
+    for name in names:
+        value = getattr(of, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ProfileError(f"{place}{name}: expected a finite number ≥ 0, got {value}")
+
+
 def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: int) -> Profile:
     """Every figure at `share` of the way from `low` (None: from zero) to `high`; never below zero."""
 
-    def mix(above: float, below: float) -> float:
+    def mix(above: float, below: float | None) -> float:
+        below = below or 0.0
         return max(below + share * (above - below), 0.0)
 
+    nothing = Layer("", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     layers = []
     for index, layer in enumerate(high.layers):
-        other = low.layers[index] if low else None
-        figures = {
-            name: mix(getattr(layer, name), getattr(other, name) if other else 0.0)
-            for name in _FIGURES
-            if name not in _FIXED
-        }
-        if layer.grad_bytes is not None:
-            before = 0.0 if other is None else other.output_bytes if other.grad_bytes is None else other.grad_bytes
-            figures["grad_bytes"] = mix(layer.grad_bytes, before)
-        if layer.split_s is not None:
-            figures["split_s"] = mix(layer.split_s, (other.split_s or 0.0) if other else 0.0)
-        if layer.half_bytes is not None:
-            figures["half_bytes"] = mix(layer.half_bytes, other.kept_bytes if other else 0.0)
+        other = low.layers[index] if low else nothing
+        grad_bytes = other.output_bytes if other.grad_bytes is None else other.grad_bytes
+        other = msgspec.structs.replace(other, grad_bytes=grad_bytes, half_bytes=other.kept_bytes)
+        known = [name for name in (*_SCALED, *_UNKNOWN) if getattr(layer, name) is not None]
+        figures = {name: mix(getattr(layer, name), getattr(other, name)) for name in known}
         layers.append(msgspec.structs.replace(layer, **figures))
-    step_s = None
-    if high.step_s is not None and (low is None or low.step_s is not None):
-        step_s = mix(high.step_s, 0.0 if low is None or low.step_s is None else low.step_s)
+    is_measured = high.step_s is not None and (low is None or low.step_s is not None)
     return msgspec.structs.replace(
         high,
         microbatch_size=microbatch_size,
         layers=tuple(layers),
-        step_s=step_s,
+        step_s=mix(high.step_s or 0.0, low.step_s if low else 0.0) if is_measured else None,
         loss_s=mix(high.loss_s, low.loss_s if low else 0.0),
         source=f"{high.source}; estimated for this micro-batch size",
         others=(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
     edges = [(index_of[tail], index_of[head]) for tail, head in graph.edges]
     tails, heads = {tail for tail, _ in edges}, {head for _, head in edges}
     unused = {i for i, node in enumerate(graph.nodes) if node.desc.startswith("__getitem__") and i not in tails}
-    kept = [i for i in _topological(len(graph.nodes), edges, graph.nodes, where) if i not in unused]
+    kept = [i for i in _topological(graph, edges, where) if i not in unused]
     place = {old: new for new, old in enumerate(kept)}
     layers = tuple(_layer(graph.nodes[i], is_source=i not in heads) for i in kept)
     links = sorted({(place[tail], place[head]) for tail, head in edges if head in place})
@@ -126,36 +127,24 @@ def _check(graph: _Graph, where: str) -> dict[str, int]:
     return index_of
 
 
-def _topological(num_nodes: int, edges: Sequence[tuple[int, int]], nodes: Sequence[_Node], where: str) -> list[int]:
+def _topological(graph: _Graph, edges: Sequence[tuple[int, int]], where: str) -> list[int]:
     """An order in which data flows forward; among nodes that could be next, the earlier in the file."""
-    after: list[list[int]] = [[] for _ in range(num_nodes)]
-    missing = [0] * num_nodes
+    sorter = TopologicalSorter[int]({node: () for node in range(len(graph.nodes))})
     for tail, head in edges:
-        after[tail].append(head)
-        missing[head] += 1
-    ready = [i for i in range(num_nodes) if missing[i] == 0]
-    order: list[int] = []
+        sorter.add(head, tail)
+    try:
+        sorter.prepare()
+    except CycleError as problem:
+        cycle = " → ".join(graph.nodes[node].id for node in problem.args[1])
+        raise ProfileError(f"{where}: edges: the graph has a cycle: {cycle}; data must flow forward") from None
+    ready, order = list(sorter.get_ready()), []
+    heapq.heapify(ready)
     while ready:
-        node = heapq.heappop(ready)
-        order.append(node)
-        for head in after[node]:
-            missing[head] -= 1
-            if missing[head] == 0:
-                heapq.heappush(ready, head)
-    if len(order) < num_nodes:
-        cycle = " → ".join(nodes[i].id for i in _cycle(missing, edges))
-        raise ProfileError(f"{where}: edges: the graph has a cycle: {cycle}; data must flow forward")
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+        for node in sorter.get_ready():
+            heapq.heappush(ready, node)
     return order
-
-
-def _cycle(missing: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """A cycle among the nodes that never became ready, its first node repeated at the end."""
-    before = {head: tail for tail, head in edges if missing[tail] > 0 and missing[head] > 0}
-    walk = [next(iter(before))]
-    while (node := before[walk[-1]]) not in walk:
-        walk.append(node)
-    # The walk goes against the edges; what comes before the first visit of `node` leads into the cycle only.
-    return [node, *reversed(walk[walk.index(node) :])]
 
 
 def _layer(node: _Node, is_source: bool) -> Layer:

@@ -23,7 +23,7 @@ import msgspec
 from pipefit.errors import PipefitError
 from pipefit.spec.files import write_atomically
 
-_FORMAT = re.compile(rb'"format": ?"([^"\n]*)"')
+_FORMAT = re.compile(r'"format": ?"([^"\n]*)"')
 _CHECKSUM = re.compile(r'(?:,\n +|, )"checksum": "([0-9a-f]{64})"(\n?)}\n\Z')
 
 
@@ -94,33 +94,6 @@ def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
     return f'{text[:-2]},\n{" " * indent}"checksum": "{_checksum(text)}"\n}}\n'
 
 
-def unseal(content: bytes, form: str, where: str, error: type[PipefitError] = PipefitError) -> dict[str, Any]:
-    """Reads what `seal` made.
-
-    Args:
-        content: of the file.
-        form: the format it must have, such as "pipefit.checkpoint/1".
-        where: its name, for messages.
-        error: what to raise.
-
-    Raises:
-        PipefitError: of kind `error`: it is damaged, or of another version.
-    """
-    found = _FORMAT.search(content)
-    name = found[1].decode(errors="replace") if found else ""
-    if name != form and name.partition("/")[0] == form.partition("/")[0]:
-        raise error(f"{where}: has format {name}, this version of pipefit reads {form}")
-    text = content.decode(errors="replace")
-    end = _CHECKSUM.search(text)
-    body = f"{text[: end.start()]}{end[2]}}}" if end else ""
-    if end is None or end[1] != _checksum(body):
-        raise error(f"{where}: damaged (it does not have the checksum it states)")
-    data: dict[str, Any] = json.loads(body)
-    if data.get("format") != form:
-        raise error(f"{where}: format: expected {form!r}, got {data.get('format')!r}; is this another kind of file?")
-    return data
-
-
 def _checksum(text: str) -> str:
     return hashlib.sha256(f"{text}\n".encode()).hexdigest()
 
@@ -141,7 +114,12 @@ def write_sealed(path: Path, data: Mapping[str, Any], *, indent: int | None = No
 
 
 def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError) -> dict[str, Any]:
-    """The data of a document; see `unseal`.
+    """The data of a document that `write_sealed` wrote.
+
+    Args:
+        path: of the document.
+        form: the format it must have, such as "pipefit.checkpoint/1".
+        error: what to raise.
 
     Raises:
         PipefitError: of kind `error`: it cannot be read, is damaged, or of another version.
@@ -153,4 +131,15 @@ def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError)
         raise FileNotFoundError(path) from None
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror}") from None
-    return unseal(content, form, str(path), error)
+    text = content.decode(errors="replace")
+    name = found[1] if (found := _FORMAT.search(text)) else ""
+    if name != form and name.partition("/")[0] == form.partition("/")[0]:
+        raise error(f"{path}: has format {name}, this version of pipefit reads {form}")
+    end = _CHECKSUM.search(text)
+    body = f"{text[: end.start()]}{end[2]}}}" if end else ""
+    if end is None or end[1] != _checksum(body):
+        raise error(f"{path}: damaged (it does not have the checksum it states)")
+    data: dict[str, Any] = json.loads(body)
+    if data.get("format") != form:
+        raise error(f"{path}: format: expected {form!r}, got {data.get('format')!r}; is this another kind of file?")
+    return data

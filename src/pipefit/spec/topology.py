@@ -81,18 +81,13 @@ class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _UNITS = {
-    "memory_bytes": "bytes",
-    "capacity_bytes": "bytes",
-    "flops": "flops",
-    "memory_bandwidth_bytes_per_s": "bytes/s",
-    "bandwidth_bytes_per_s": "bytes/s",
-    "read_bytes_per_s": "bytes/s",
-    "write_bytes_per_s": "bytes/s",
-    "step_bytes_per_s": "bytes/s",
-    "check_bytes_per_s": "bytes/s",
-    "latency_s": "s",
-    "commit_s": "s",
+    name: kind
+    for end, kind in (("_s", "s"), ("_bytes", "bytes"), ("_bytes_per_s", "bytes/s"), ("flops", "flops"))
+    for noun in (Device, Level, Tier)
+    for name in noun.__struct_fields__
+    if name.endswith(end)
 }
+"""The kind of quantity that a field is, by the end of its name; the longer end counts."""
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -152,11 +147,16 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         >>> two.level_between(0, 3).name, two.level_between(3, 4).name
         ('server', 'rack')
         """
-        span = 1
-        for level in self.levels:
-            span *= level.width
+        return self._joining(a, b)[2]
+
+    def _joining(self, a: int, b: int) -> tuple[int, int, Level]:
+        """The index of the level between two ranks, the devices of one of its units, and the level."""
+        unit = 1
+        for index, level in enumerate(self.levels):
+            span = unit * level.width
             if a // span == b // span:
-                return level
+                return index, unit, level
+            unit = span
         raise TopologyError(f"ranks {a} and {b} are not both among the {self.num_devices} devices of this topology")
 
     def ports(self, a: int, b: int) -> tuple[tuple[object, ...], ...]:
@@ -165,13 +165,8 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         >>> Topology((Level("server", 4, 12e9), Level("rack", 2, 1e9, one_port=True))).ports(1, 6)
         (('out', 1, 0), ('in', 1, 1))
         """
-        unit = 1
-        for index, level in enumerate(self.levels):
-            span = unit * level.width
-            if a // span == b // span:
-                return (("out", index, a // unit), ("in", index, b // unit)) if level.one_port else ()
-            unit = span
-        raise TopologyError(f"ranks {a} and {b} are not both among the {self.num_devices} devices of this topology")
+        index, unit, level = self._joining(a, b)
+        return (("out", index, a // unit), ("in", index, b // unit)) if level.one_port else ()
 
     @property
     def machine(self) -> tuple[int, float]:
@@ -201,13 +196,9 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def tiers_among(self, num_ranks: int) -> tuple[Tier, ...]:
         """The tiers, at the rates that are left for each of so many ranks when all of a machine copy at once."""
         count = self.tier_shares(num_ranks)
+        rates = ("read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s")
         return tuple(
-            msgspec.structs.replace(
-                tier,
-                read_bytes_per_s=tier.read_bytes_per_s / count,
-                write_bytes_per_s=tier.write_bytes_per_s / count,
-                step_bytes_per_s=tier.step_bytes_per_s / count,
-            )
+            msgspec.structs.replace(tier, **{rate: getattr(tier, rate) / count for rate in rates})
             for tier in self.tiers
         )
 
@@ -257,13 +248,13 @@ def _with_units(data: Any, where: str) -> Any:
     if isinstance(data, list):
         return [_with_units(item, f"{where}[{index}]") for index, item in enumerate(data)]
     if isinstance(data, dict):
-        result = {}
-        for key, item in data.items():
-            place = f"{where}.{key}" if where else key
-            quantity = key in _UNITS and not isinstance(item, list | dict)
-            result[key] = parse_quantity(item, _UNITS[key], place) if quantity else _with_units(item, place)
-        return result
+        places = {key: f"{where}.{key}" if where else key for key in data}
+        return {key: _quantity(key, _with_units(item, places[key]), places[key]) for key, item in data.items()}
     return data
+
+
+def _quantity(key: str, item: Any, place: str) -> Any:
+    return parse_quantity(item, _UNITS[key], place) if key in _UNITS and not isinstance(item, list | dict) else item
 
 
 def _as_toml(topology: Topology) -> str:

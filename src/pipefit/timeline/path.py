@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
-from pipefit.ir.graph import Graph, dependency_graph
-from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
+from pipefit.ir.graph import dependency_graph
+from pipefit.ir.op import COPY_OPS, Lane, Op, Reduction
 from pipefit.timeline.timeline import Event, Timeline
+
+_end = attrgetter("end_s")
 
 
 class Wait(NamedTuple):
@@ -45,7 +49,7 @@ def critical_path(timeline: Timeline) -> list[Event]:
     """
     lanes = (Lane.COMPUTE, Lane.COPY) if timeline.program.header.spill else (Lane.COMPUTE,)
     ending = (event for event in timeline.events if timeline.lane(event) in lanes)
-    current: Event | None = max(ending, key=lambda event: event.end_s, default=None)
+    current: Event | None = max(ending, key=_end, default=None)
     path: list[Event] = []
     # No path is longer than there are events; a measured timeline with broken clocks must not run for ever.
     while current is not None and len(path) <= len(timeline.events):
@@ -60,47 +64,30 @@ def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
     issued = timeline.by_place.get(_place_before(timeline, event))
     if issued is not None and issued is not before and timeline.lane(issued) is not Lane.COPY:
         free = max(free, issued.start_s)
-    arrival = max(_arrivals(timeline, event), key=lambda item: item.end_s, default=None)
+    arrival = max(_arrivals(timeline, event), key=_end, default=None)
+    waited_s = max(event.start_s - free, 0)
     if arrival is not None and arrival.end_s > free:
-        return Wait(_name(timeline, arrival), arrival, max(event.start_s - free, 0))
-    if before is None:
-        return Wait("start", None, 0)
-    return Wait("rank", before, max(event.start_s - free, 0))
+        return Wait(_name(timeline, arrival), arrival, waited_s)
+    return Wait("rank", before, waited_s) if before else Wait("start", None, 0)
 
 
 def _copy_waited_for(timeline: Timeline, event: Event) -> Wait:
     """The latest of: what it needs or what made room for it, the copy before it on its lane, and its rank's asking."""
-    found = [(item.end_s, _name(timeline, item), item) for item in _arrivals(timeline, event)]
+    found = [(_name(timeline, item), item) for item in _arrivals(timeline, event)]
     before = _held_before(timeline, event)
     if before is not None:
-        found.append((before.end_s, "rank", before))
-    ahead = _copies_by_end(timeline).get(_copy_lane(timeline, event), [])
-    place = bisect_right(ahead, event.start_s, key=lambda other: other.end_s) - 1
+        found.append(("rank", before))
+    (lane,) = _lanes(timeline, event)
+    ahead = _by_lane(timeline)[lane]
+    place = bisect_right(ahead, event.start_s, key=_end) - 1
     while place >= 0 and (ahead[place] is event or ahead[place].start_s > event.start_s):
         place -= 1
     if place >= 0:
-        found.append((ahead[place].end_s, "lane", ahead[place]))
+        found.append(("lane", ahead[place]))
     if not found:
         return Wait("start", None, 0)
-    _, reason, by = max(found, key=lambda item: item[0])
     asked = before.end_s if before else timeline.start_s
-    return Wait(reason, by, max(event.start_s - asked, 0))
-
-
-def _copy_lane(timeline: Timeline, event: Event) -> tuple[int, Op, str]:
-    i = timeline.instruction(event)
-    return event.rank, i.op, i.tier
-
-
-def _copies_by_end(timeline: Timeline) -> dict[tuple[int, Op, str], list[Event]]:
-    """The copies of each lane by their end, kept with the timeline."""
-    kept: dict[tuple[int, Op, str], list[Event]] | None = timeline.__dict__.get("_copies_by_end")
-    if kept is None:
-        kept = timeline.__dict__["_copies_by_end"] = {}
-        for event in sorted(timeline.events, key=lambda event: (event.end_s, event.start_s)):
-            if timeline.lane(event) is Lane.COPY:
-                kept.setdefault(_copy_lane(timeline, event), []).append(event)
-    return kept
+    return Wait(*max(found, key=lambda item: item[1].end_s), max(event.start_s - asked, 0))
 
 
 def _name(timeline: Timeline, event: Event) -> str:
@@ -123,7 +110,7 @@ def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
     if last is not event:
         reasons = {Op.SEND: "sender", Op.RECV: "receiver"}
         return Wait(reasons.get(timeline.instruction(last).op, "member"), last, max(ready - event.start_s, 0))
-    arrival = max(_arrivals(timeline, event), key=lambda item: item.end_s, default=None)
+    arrival = max(_arrivals(timeline, event), key=_end, default=None)
     if arrival is not None and arrival.end_s > event.start_s:
         return Wait(_name(timeline, arrival), arrival, arrival.end_s - event.start_s)
     before = _held_before(timeline, event)
@@ -136,27 +123,23 @@ def _ready_s(timeline: Timeline, side: Event) -> float:
 
 def _arrivals(timeline: Timeline, event: Event) -> list[Event]:
     """The messages, reductions and copies that an event needs."""
-    graph = _graph(timeline)
-    start = graph.starts[event.rank]
-    numbers = [n for n in graph.preds[start + event.position] if not _on_compute(graph, n)]
-    positions = [n - start for n in numbers]
-    place = timeline.by_place
-    return [place[event.rank, event.repeat, p] for p in positions if (event.rank, event.repeat, p) in place]
+    graph = dependency_graph(timeline.program)
+    needed = graph.preds[graph.starts[event.rank] + event.position]
+    return [e for e in _events(timeline, event.repeat, needed) if timeline.lane(e) is not Lane.COMPUTE]
 
 
 def _sides(timeline: Timeline, event: Event) -> list[Event]:
-    """The events of all sides of a message or collective, this one included."""
-    graph = _graph(timeline)
-    number = graph.starts[event.rank] + event.position
-    if number in graph.partner:
-        numbers: tuple[int, ...] = (number, graph.partner[number])
-    elif number in graph.collective_of:
-        numbers = graph.collectives[graph.collective_of[number]]
-    else:
-        return [event]
-    places = [(rank, event.repeat, position) for rank, position in map(graph.place, numbers)]
-    found = [timeline.by_place[place] for place in places if place in timeline.by_place]
-    return [event, *(side for side in found if side != event)]
+    """The events of all sides of a message or collective, this one first."""
+    graph = dependency_graph(timeline.program)
+    sides = graph.sides(graph.starts[event.rank] + event.position)
+    return [event, *(side for side in _events(timeline, event.repeat, sides) if side != event)]
+
+
+def _events(timeline: Timeline, repeat: int, numbers: Iterable[int]) -> list[Event]:
+    """The events of some instructions of the graph in one pass, as far as they ran."""
+    places = map(dependency_graph(timeline.program).place, numbers)
+    found = (timeline.by_place.get((rank, repeat, position)) for rank, position in places)
+    return [event for event in found if event is not None]
 
 
 _Queue = tuple[object, ...]
@@ -167,21 +150,22 @@ def _ahead_on_lane(timeline: Timeline, event: Event, ready: float) -> Event | No
     found = []
     for lane in _lanes(timeline, event):
         users = _by_lane(timeline).get(lane, [])
-        before = bisect_left(users, event.end_s, key=lambda other: other.end_s) - 1
+        before = bisect_left(users, event.end_s, key=_end) - 1
         if before >= 0 and users[before].end_s > ready:
             found.append(users[before])
-    return max(found, key=lambda other: other.end_s, default=None)
+    return max(found, key=_end, default=None)
 
 
 def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
-    """The link of a message and the ports that it or a reduction keeps busy, where one has them at a time."""
-    i, graph = timeline.instruction(event), _graph(timeline)
+    """What an event has at a time: a copy its lane, a message its link, and with a reduction its ports."""
+    i, graph = timeline.instruction(event), dependency_graph(timeline.program)
+    if i.op in COPY_OPS:
+        return [(event.rank, i.op, i.tier)]
     hops: list[tuple[int, int]] = []
     if i.op is Op.SEND or i.op is Op.RECV:
         hops = [(event.rank, i.peer) if i.op is Op.SEND else (i.peer, event.rank)]
     elif i.op is Op.REDUCE and i.kind != Reduction.NORM:
-        number = graph.starts[event.rank] + event.position
-        members = sorted(graph.ranks[side] for side in graph.collectives[graph.collective_of[number]])
+        members = sorted(graph.ranks[side] for side in graph.sides(graph.starts[event.rank] + event.position))
         hops = list(zip(members, [*members[1:], *members[:1]], strict=True))
     found: list[_Queue] = list(hops) if "contention" in timeline.notes and i.op is not Op.REDUCE else []
     unit = int(timeline.notes.get("port_unit", 0))
@@ -192,12 +176,12 @@ def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
 
 
 def _by_lane(timeline: Timeline) -> dict[_Queue, list[Event]]:
-    """The messages and reductions of each link and port by their end, kept with the timeline."""
+    """The events of each lane by their end, kept with the timeline; of a message, its send."""
     kept: dict[_Queue, list[Event]] | None = timeline.__dict__.get("_by_lane")
     if kept is None:
         kept = timeline.__dict__["_by_lane"] = {}
-        for event in sorted(timeline.events, key=lambda event: event.end_s):
-            if timeline.instruction(event).op in (Op.SEND, Op.REDUCE):
+        for event in sorted(timeline.events, key=_end):
+            if timeline.instruction(event).op is not Op.RECV:
                 for lane in _lanes(timeline, event):
                     kept.setdefault(lane, []).append(event)
     return kept
@@ -205,13 +189,10 @@ def _by_lane(timeline: Timeline) -> dict[_Queue, list[Event]]:
 
 def _held_before(timeline: Timeline, event: Event) -> Event | None:
     """The last work of its rank before this event."""
-    place = _place_before(timeline, event)
-    while place[1] >= 0:
-        before = timeline.by_place.get(place)
-        if before is None or timeline.lane(before) is Lane.COMPUTE:
-            return before
-        place = _place_before(timeline, before)
-    return None
+    before = timeline.by_place.get(_place_before(timeline, event))
+    while before is not None and timeline.lane(before) is not Lane.COMPUTE:
+        before = timeline.by_place.get(_place_before(timeline, before))
+    return before
 
 
 def _place_before(timeline: Timeline, event: Event) -> tuple[int, int, int]:
@@ -219,11 +200,3 @@ def _place_before(timeline: Timeline, event: Event) -> tuple[int, int, int]:
     if event.position:
         return event.rank, event.repeat, event.position - 1
     return event.rank, event.repeat - 1, len(timeline.program.ranks[event.rank]) - 1
-
-
-def _graph(timeline: Timeline) -> Graph:
-    return dependency_graph(timeline.program)
-
-
-def _on_compute(graph: Graph, number: int) -> bool:
-    return OP_SPEC[graph.instructions[number].op].lane is Lane.COMPUTE

@@ -27,8 +27,7 @@ def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """A JSON object in Chrome's trace event format (times there in microseconds)."""
     threads = _threads(timeline)
     items: list[dict[str, Any]] = list(_names(timeline, threads))
-    for event in timeline.events:
-        items.append(_slice(timeline, event, threads[event]))
+    items += [_slice(timeline, event, threads[event]) for event in timeline.events]
     items += _arrows(timeline, threads)
     for rank, samples in enumerate(timeline.memory):
         for time, size in samples:
@@ -60,8 +59,7 @@ def from_chrome_trace(data: object, where: str = "trace") -> Timeline:
     try:
         other = data["otherData"]
         program = text.parse(other["program"], f"{where}: program")
-        rows = [item["args"] for item in data["traceEvents"] if item["ph"] == "X"]
-        events = [Event(row["rank"], row["position"], row["repeat"], row["start_s"], row["end_s"]) for row in rows]
+        events = [Event(**item["args"]) for item in data["traceEvents"] if item["ph"] == "X"]
         memory = tuple(tuple((time, size) for time, size in samples) for samples in other["memory"])
         notes = {str(name): float(value) for name, value in other["notes"].items()}
         timeline = Timeline(program, tuple(events), memory, other["source"], other["num_repeats"], notes)
@@ -136,13 +134,7 @@ def _slice(timeline: Timeline, event: Event, thread: int) -> dict[str, Any]:
         "tid": thread,
         "ts": start * _US,
         "dur": max(end - start, 0.0) * _US,
-        "args": {
-            "rank": event.rank,
-            "position": event.position,
-            "repeat": event.repeat,
-            "start_s": start,
-            "end_s": end,
-        },
+        "args": event._replace(start_s=start, end_s=end)._asdict(),
     }
 
 
@@ -150,10 +142,8 @@ def _arrows(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str,
     graph = dependency_graph(timeline.program)
     number = 0
     for event in timeline.events:
-        if timeline.instruction(event).op is not Op.SEND:
-            continue
         partner = graph.partner.get(graph.starts[event.rank] + event.position)
-        if partner is None:
+        if partner is None or timeline.instruction(event).op is not Op.SEND:
             continue
         rank, position = graph.place(partner)
         receive = timeline.by_place.get((rank, event.repeat, position))

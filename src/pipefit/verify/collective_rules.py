@@ -21,25 +21,22 @@ def collectives(s: Subject) -> Iterator[Finding]:
     """Each due reduction once on each member, between the gradients it sums and the steps that use them."""
     header = s.header
     due = _due(header)
-    found: dict[Key, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[tuple[int, Key], list[int]] = defaultdict(list)
     for _, _, number in s.each(Op.REDUCE):
         i = s.graph.instructions[number]
-        found[i.kind, i.stage, i.version][s.graph.ranks[number]].append(number)
-    for key, by_rank in found.items():
-        for rank, numbers in by_rank.items():
-            is_due = rank in due.get(key, ())
-            problem = f"is already reduced: {s.where(numbers[0])}" if is_due else "nothing to reduce"
-            for number in numbers[is_due:]:
-                yield s.at("collectives", number, problem)
-    for (kind, stage, update), members in due.items():
-        reduce = Instruction(Op.REDUCE, stage, version=update, kind=kind)
+        found[s.graph.ranks[number], (i.kind, i.stage, i.version)].append(number)
+    for (rank, key), numbers in found.items():
+        is_due = rank in due.get(key, ())
+        problem = f"is already reduced: {s.where(numbers[0])}" if is_due else "nothing to reduce"
+        for number in numbers[is_due:]:
+            yield s.at("collectives", number, problem)
+    for key, members in due.items():
         for rank in members:
-            if not found.get((kind, stage, update), {}).get(rank):
-                together = ", ".join(map(str, members))
-                message = f"{reduce} is missing: ranks {together} take part in it together"
+            if (rank, key) not in found:
+                reduce = Instruction(Op.REDUCE, key[1], version=key[2], kind=key[0])
+                message = f"{reduce} is missing: ranks {', '.join(map(str, members))} take part in it together"
                 yield Finding("collectives", rank, -1, message)
-    positions = {(rank, key): numbers[0] for key, by_rank in found.items() for rank, numbers in by_rank.items()}
-    yield from _misplaced(s, positions)
+    yield from _misplaced(s, {place: numbers[0] for place, numbers in found.items()})
     yield from _barriers(s)
     yield from _out_of_order(s)
 
@@ -79,7 +76,7 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
         last_gradient[key] = max(last_gradient.get(key, -1), number)
     steps = {
         (ranks[number], stage, update): number
-        for (stage, update), numbers in s.by_version[Op.STEP].items()
+        for (stage, update), numbers in s.places[Op.STEP].items()
         for number in reversed(numbers)
     }
     for (rank, (kind, stage, update)), number in positions.items():

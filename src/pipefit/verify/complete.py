@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import product
 
 from pipefit.ir.op import OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, Kind, Lane, Op
 from pipefit.verify.subject import Finding, Subject
@@ -29,49 +31,29 @@ def ownership(s: Subject) -> Iterator[Finding]:
 
 def complete(s: Subject) -> Iterator[Finding]:
     """One of each for every stage, micro-batch and update."""
-    yield from _forwards_and_backwards(s)
-    yield from _data(s)
-    yield from _steps(s)
-
-
-def _forwards_and_backwards(s: Subject) -> Iterator[Finding]:
-    header = s.header
-    forward, replay = s.by_microbatch[Op.FWD], s.by_microbatch[Op.RECOMPUTE]
-    whole, first, second = (s.by_microbatch[op] for op in (Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT))
-    for stage in range(header.num_stages):
-        for mb in range(header.total_microbatches):
-            key = stage, mb
-            yield from _exactly_one(s, Op.FWD, key, forward.get(key, []))
-            numbers = whole.get(key, [])
-            if key in first or key in second:
-                yield from _exactly_one(s, Op.BWD_INPUT, key, first.get(key, []))
-                yield from _exactly_one(s, Op.BWD_WEIGHT, key, second.get(key, []))
-                for number in numbers:
-                    yield s.at("complete", number, f"the backward of s{stage} m{mb} is also there in its two halves")
-            else:
-                yield from _exactly_one(s, Op.BWD, key, numbers)
-    for (stage, mb), numbers in replay.items():
+    header, split = s.header, s.places[Op.BWD_INPUT].keys() | s.places[Op.BWD_WEIGHT].keys()
+    ends = {0, header.last_stage}
+    for stage, mb in product(range(header.num_stages), range(header.total_microbatches)):
+        due = [Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT] if (stage, mb) in split else [Op.FWD, Op.BWD]
+        due += [Op.LOAD] if stage in ends else []
+        due += [Op.LOSS] if stage == header.last_stage else []
+        for op in due:
+            yield from _exactly_one(s, op, stage, mb)
+    for stage, mb, number in s.each(Op.BWD):
+        if (stage, mb) in split:
+            yield s.at("complete", number, f"the backward of s{stage} m{mb} is also there in its two halves")
+    for (stage, mb), numbers in s.places[Op.RECOMPUTE].items():
         for number in numbers[1:]:
             yield s.at("complete", number, f"s{stage} m{mb} is already replayed: {s.where(numbers[0])}")
-
-
-def _data(s: Subject) -> Iterator[Finding]:
-    header = s.header
-    loads, losses = s.by_microbatch[Op.LOAD], s.by_microbatch[Op.LOSS]
-    ends = {0, header.last_stage}
-    for mb in range(header.total_microbatches):
-        for stage in ends:
-            yield from _exactly_one(s, Op.LOAD, (stage, mb), loads.get((stage, mb), []))
-        yield from _exactly_one(s, Op.LOSS, (header.last_stage, mb), losses.get((header.last_stage, mb), []))
     for stage, _, number in s.each(Op.LOAD):
         if stage not in ends:
             yield s.at("complete", number, f"only stages 0 and {header.last_stage} take data, not stage {stage}")
+    yield from _steps(s)
+    yield from _accumulated(s)
 
 
-def _exactly_one(s: Subject, op: Op, key: tuple[int, int], numbers: list[int]) -> Iterator[Finding]:
-    if len(numbers) == 1:
-        return
-    stage, mb = key
+def _exactly_one(s: Subject, op: Op, stage: int, mb: int) -> Iterator[Finding]:
+    numbers = s.places[op].get((stage, mb), [])
     what = f"{op.value} m{mb}" if op is Op.LOSS else f"{op.value} s{stage} m{mb}"
     if not numbers:
         yield Finding("complete", s.header.rank_of(stage, mb), -1, f"{what} is missing")
@@ -81,32 +63,23 @@ def _exactly_one(s: Subject, op: Op, key: tuple[int, int], numbers: list[int]) -
 
 def _steps(s: Subject) -> Iterator[Finding]:
     header, ranks = s.header, s.graph.ranks
-    steps = s.by_version[Op.STEP]
     for stage in range(header.num_stages):
-        for update in range(header.num_updates(stage)):
-            for rank in header.placement[stage]:
-                there = [number for number in steps.get((stage, update), ()) if ranks[number] == rank]
-                if not there:
-                    yield Finding("complete", rank, -1, f"step s{stage} w{update} is missing")
-                for number in there[1:]:
-                    yield s.at("complete", number, f"this update is already stepped: {s.where(there[0])}")
-    yield from _accumulated(s)
+        for update, rank in product(range(header.num_updates(stage)), header.placement[stage]):
+            there = [number for number in s.places[Op.STEP].get((stage, update), ()) if ranks[number] == rank]
+            if not there:
+                yield Finding("complete", rank, -1, f"step s{stage} w{update} is missing")
+            for number in there[1:]:
+                yield s.at("complete", number, f"this update is already stepped: {s.where(there[0])}")
 
 
 def _accumulated(s: Subject) -> Iterator[Finding]:
     """Gradients of a stage accumulate for one update at a time, between the step before and the step that uses them."""
-    header, graph = s.header, s.graph
-    for rank, instructions in enumerate(s.program.ranks):
-        steps: dict[int, list[int]] = {}
-        for number, i in enumerate(instructions, graph.starts[rank]):
-            if i.op in STEP_OPS:
-                steps.setdefault(i.stage, []).append(number)
-            elif i.op in WEIGHT_GRADIENT_OPS:
-                update = header.update_of(i.stage, i.mb)
-                done = steps.get(i.stage, [])
-                if update < len(done):
-                    late = s.where(done[update])
-                    yield s.at("complete", number, f"its gradient belongs to update {update}, which is done: {late}")
-                elif update > len(done):
-                    why = f"step s{i.stage} w{len(done)} has not used the gradients before"
-                    yield s.at("complete", number, f"its gradient belongs to update {update}, but {why}")
+    steps: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, (i, rank) in enumerate(zip(s.graph.instructions, s.graph.ranks, strict=True)):
+        done = steps[rank, i.stage]
+        if i.op in STEP_OPS:
+            done.append(number)
+        elif i.op in WEIGHT_GRADIENT_OPS and (update := s.header.update_of(i.stage, i.mb)) != len(done):
+            why = f"step s{i.stage} w{len(done)} has not used the gradients before"
+            late = f"which is done: {s.where(done[update])}" if update < len(done) else f"but {why}"
+            yield s.at("complete", number, f"its gradient belongs to update {update}, {late}")

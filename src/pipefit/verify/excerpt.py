@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Op, Reduction
+from pipefit.units import columns
 
 _ABBREVIATED = {
     Reduction.REPLICAS.value: "sum",
@@ -47,13 +48,11 @@ def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int, aroun
         rows: the most ranks that are shown.
     """
     first = max(0, min(rank - rows // 2, len(ranks) - rows))
-    columns = range(max(0, index - around), index + around + 1)
-    table = [["", *(str(column) for column in columns)]]
+    shown = range(max(0, index - around), index + around + 1)
+    table = [["", *(str(column) for column in shown)]]
     for row in range(first, min(first + rows, len(ranks))):
-        cells = [cell(ranks[row][column]) if column < len(ranks[row]) else "" for column in columns]
+        cells = [cell(ranks[row][column]) if column < len(ranks[row]) else "" for column in shown]
         if row == rank:
-            cells[index - columns.start] = f">{cells[index - columns.start]}<"
+            cells[index - shown.start] = f">{cells[index - shown.start]}<"
         table.append([f"rank {row}", *cells])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in table]
-    return "\n".join(f"    {line.rstrip()}" for line in lines)
+    return "\n".join(f"    {line}" for line in columns(table))

@@ -1,9 +1,10 @@
-"""Rules `dependencies` and `use-after-free`: the needs of an instruction are on its rank when it runs."""
+"""Rules `dependencies`, `use-after-free` and `deadlock`: what an instruction waits for is there when it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.ir.blocking import Blocking
 from pipefit.ir.op import Op
 from pipefit.ir.values import Value, consumes, makes
 from pipefit.verify.subject import Finding, Subject
@@ -15,8 +16,8 @@ def dependencies(s: Subject) -> Iterator[Finding]:
         if _last_gone(s, number, value) is None:
             yield s.at("dependencies", number, f"needs {value}, which {_later_maker(s, number, value)}")
     # A replay uses the random numbers its forward drew, which no value stands for.
-    for key, numbers in s.by_microbatch[Op.RECOMPUTE].items():
-        forwards = s.by_microbatch[Op.FWD].get(key, [])
+    for key, numbers in s.places[Op.RECOMPUTE].items():
+        forwards = s.places[Op.FWD].get(key, [])
         for number in numbers:
             if forwards and number < forwards[0] and s.graph.ranks[number] == s.graph.ranks[forwards[0]]:
                 yield s.at("dependencies", number, f"replays a forward that comes later: {s.where(forwards[0])}")
@@ -28,6 +29,19 @@ def use_after_free(s: Subject) -> Iterator[Finding]:
         gone = _last_gone(s, number, value)
         if gone is not None:
             yield s.at("use-after-free", number, f"needs {value}, which is gone since {s.where(gone)}")
+
+
+def deadlock(s: Subject) -> Iterator[Finding]:
+    """Every cycle of ranks that wait for each other, as a list, under the strictest run (`pipefit.ir.blocking`)."""
+    run = Blocking(s.graph)
+    stuck = run.run()
+    for cycle in run.cycles(stuck):
+        lines = ["these wait for each other:"]
+        for rank in cycle:
+            _, index = s.place(stuck[rank])
+            text = s.graph.instructions[stuck[rank]]
+            lines.append(f"      rank {rank} waits at [{index}] {text}, for {s.where(run.waits_for(stuck[rank]))}")
+        yield s.at("deadlock", stuck[cycle[0]], "\n".join(lines))
 
 
 def _last_gone(s: Subject, number: int, value: Value) -> int | None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
-
-Places = defaultdict[tuple[int, int], list[int]]
 
 
 class Finding(NamedTuple):
@@ -38,38 +36,32 @@ class Subject:
         program: without malformed instructions.
         graph: its dependencies.
         kept: of each of its instructions, the index in the program that was given (None: the same).
-        by_microbatch: for each operation with a micro-batch, the numbers of its instructions by (stage, micro-batch).
-        by_version: for each operation with a version and no micro-batch, by (stage, version); a step on the host is a
-            step.
+        places: for each operation, the numbers of its instructions by stage and micro-batch, or, where it has none,
+            version; a loss is the last stage's, a step on the host is a step.
     """
 
     program: Program
     graph: Graph
-    kept: list[list[int]] | None = None
-    by_microbatch: dict[Op, Places] = field(default_factory=dict)
-    by_version: dict[Op, Places] = field(default_factory=dict)
+    kept: list[list[int]] | None
+    places: dict[Op, defaultdict[tuple[int, int], list[int]]]
 
     @classmethod
     def of(cls, program: Program, kept: list[list[int]] | None = None) -> Subject:
         """The subject of a program."""
         graph = dependency_graph(program)
-        by_microbatch: dict[Op, Places] = {op: defaultdict(list) for op in Op}
-        by_version: dict[Op, Places] = {op: defaultdict(list) for op in Op}
-        last = program.header.last_stage
+        places: dict[Op, defaultdict[tuple[int, int], list[int]]] = {op: defaultdict(list) for op in Op}
         for number, i in enumerate(graph.instructions):
-            if i.mb >= 0:
-                by_microbatch[i.op][last if i.op is Op.LOSS else i.stage, i.mb].append(number)
-            else:
-                by_version[Op.STEP if i.op is Op.HOST_STEP else i.op][i.stage, i.version].append(number)
-        return cls(program, graph, kept, by_microbatch, by_version)
+            op = Op.STEP if i.op is Op.HOST_STEP else i.op
+            stage = program.header.last_stage if op is Op.LOSS else i.stage
+            places[op][stage, i.mb if i.mb >= 0 else i.version].append(number)
+        return cls(program, graph, kept, places)
 
     def each(self, *ops: Op) -> Iterator[tuple[int, int, int]]:
         """The stage, the micro-batch or version, and the number of every instruction of these operations."""
         for op in ops:
-            for places in (self.by_microbatch[op], self.by_version[op]):
-                for (stage, at), numbers in places.items():
-                    for number in numbers:
-                        yield stage, at, number
+            for (stage, at), numbers in self.places[op].items():
+                for number in numbers:
+                    yield stage, at, number
 
     @property
     def header(self) -> Header:

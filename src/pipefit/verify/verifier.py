@@ -9,11 +9,10 @@ from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 from pipefit.verify.collective_rules import collectives
 from pipefit.verify.complete import complete, ownership
-from pipefit.verify.deadlock import deadlock
 from pipefit.verify.excerpt import excerpt
 from pipefit.verify.memory_rules import capacities, memory, tiers
 from pipefit.verify.messages import fifo, messages
-from pipefit.verify.order import dependencies, use_after_free
+from pipefit.verify.order import deadlock, dependencies, use_after_free
 from pipefit.verify.report import RULES, Report, Violation
 from pipefit.verify.sense import set_aside
 from pipefit.verify.spill_rules import residency
@@ -63,13 +62,12 @@ def verify(
     for rule in _PLAIN:
         findings += rule(subject)
     findings += versions(subject, max_versions)
-    if capacity_bytes is not None:
-        if size is None:
-            raise PipefitError("capacity_bytes needs size: how many bytes a value takes")
+    for limit, name in ((capacity_bytes, "capacity_bytes"), (tier_bytes, "tier_bytes")):
+        if limit is not None and size is None:
+            raise PipefitError(f"{name} needs size: how many bytes a value takes")
+    if size is not None and capacity_bytes is not None:
         findings += memory(subject, capacities(capacity_bytes, program.header.num_ranks), size)
-    if tier_bytes is not None:
-        if size is None:
-            raise PipefitError("tier_bytes needs size: how many bytes a value takes")
+    if size is not None and tier_bytes is not None:
         findings += tiers(subject, tier_bytes, size)
     return Report(program.header.schedule, len(program), _violations(program, findings))
 
