@@ -9,7 +9,7 @@ from tests.verbs import refused
 from pipefit.cli import main, train
 from pipefit.cli.answer import Answer
 from pipefit.cli.train import _remove_if_only_logs
-from pipefit.cli.watch import Watcher, plan_table, report
+from pipefit.cli.watch import Watcher, report
 from pipefit.run.config import RunConfig, with_defaults
 from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile
 from pipefit.spec.options import as_flat
@@ -129,11 +129,16 @@ def a_plan() -> tuple[Plan, Profile]:
 
 
 def test_the_plan_is_a_row_for_each_stage():
-    lines = plan_table(*a_plan()).splitlines()
-    assert lines[0] == "1f1b, 4 micro-batches per update, 2 ranks"
-    assert lines[2].split() == ["0", "0", "first", "…", "middle", "(2)", "2", "KiB", "2", "ms", "4", "ms", "2", "KiB"]
-    assert lines[3].split() == ["1", "1", "last", "1", "KiB", "1", "ms", "2", "ms", "4", "KiB"]
-    assert lines[4] == "predicted: 11 ms per step, 90.9 samples/s"
+    stream = io.StringIO()
+    bundle, source = (
+        SimpleNamespace(name="toy", layers=[1] * 3, num_parameters=9),
+        SimpleNamespace(name="digits", tokens_per_sample=0),
+    )
+    Watcher(1, 1, stream).planned(*a_plan(), bundle, source)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "toy: 3 layers, 9 parameters; data: digits"
+    assert [line.split()[:3] for line in lines[4:6]] == [["0", "0…1", "0"], ["1", "2", "1"]]
+    assert lines[-1] == "predicted: 11 ms per update, 90.9 samples/s"
 
 
 def test_a_file_gets_ten_lines_and_a_terminal_one_that_moves():

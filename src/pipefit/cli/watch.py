@@ -38,16 +38,16 @@ class Watcher:
         self._flop: Any = None
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
-        """Prints the plan as a table of stages."""
+        """Prints the plan, without the candidates that lost."""
+        import msgspec
+
+        from pipefit.planner.explain import explain
+
         self._tokens = source.tokens_per_sample
         self._print(
             f"{bundle.name}: {len(bundle.layers)} layers, {bundle.num_parameters:,} parameters; data: {source.name}"
         )
-        self._print(plan_table(plan, profile))
-        if plan.spill is not None:
-            from pipefit.planner.explain import spill_lines
-
-            self._print("\n".join(spill_lines(plan)))
+        self._print(explain(msgspec.structs.replace(plan, candidates=()), profile))
 
     def counted(self, flop: Any) -> None:
         """Takes the FLOP that MFU follows from, and names their convention."""
@@ -94,35 +94,6 @@ def _of_ranks(figures: Any) -> list[str]:
         return []
     memory = [format_bytes(size) for size in figures.memory_bytes if size]
     return [f"bubble {sum(figures.bubble) / len(figures.bubble):.0%}", "memory " + " + ".join(memory)]
-
-
-def plan_table(plan: Any, profile: Any) -> str:
-    """The stages of a plan with their layers, ranks, weights and times."""
-    ranks = f"{plan.placement.num_ranks} rank{'s' * (plan.placement.num_ranks > 1)}"
-    head = f"{plan.schedule}, {plan.num_microbatches} micro-batches per update, {ranks}"
-    if plan.tensor > 1:
-        head += f" of {plan.tensor} processes" + (" that also divide the sequence" if plan.sequence_parallel else "")
-    rows = [("stage", "ranks", "layers", "weights", "forward", "backward", "memory")]
-    peaks = plan.prediction.peak_bytes if plan.prediction else ()
-    for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        layers = [profile.layers[layer] for layer in stage.layers]
-        names = layers[0].name if len(layers) == 1 else f"{layers[0].name} … {layers[-1].name} ({len(layers)})"
-        rows.append(
-            (
-                str(index),
-                ",".join(map(str, ranks)),
-                names,
-                format_bytes(sum(layer.weight_bytes for layer in layers)),
-                format_seconds(sum(layer.forward_s for layer in layers)),
-                format_seconds(sum(layer.backward_s for layer in layers)),
-                format_bytes(peaks[ranks[0]]) if ranks[0] < len(peaks) else "",
-            )
-        )
-    lines = [head, *columns(rows)]
-    if plan.prediction:
-        predicted = plan.prediction
-        lines.append(f"predicted: {format_seconds(predicted.period_s)} per step, {predicted.throughput:.1f} samples/s")
-    return "\n".join(lines)
 
 
 def report(result: Any) -> str:

@@ -68,24 +68,20 @@ class ArrayBatches(Resumable):
         y: targets along the first dimension.
         batch: samples per batch.
         seed: of the orders.
-        shuffle: False keeps the given order (for evaluation).
         ragged: keep the last, smaller batch of an epoch; otherwise those samples wait for another epoch's order.
 
     Raises:
         DataError: no samples, unequal lengths, or a batch larger than the data when `ragged` is off.
     """
 
-    def __init__(
-        self, x: Tensor, y: Tensor, batch: int, seed: int = 0, shuffle: bool = True, ragged: bool = False
-    ) -> None:
+    def __init__(self, x: Tensor, y: Tensor, batch: int, seed: int = 0, ragged: bool = False) -> None:
         if len(x) != len(y):
             raise DataError(f"data: {len(x)} samples but {len(y)} targets")
         if len(x) == 0:
             raise DataError("data: no samples")
         if batch < 1 or (batch > len(x) and not ragged):
             raise DataError(f"data: batch must lie between 1 and the {len(x)} samples there are, got {batch}")
-        self._x, self._y, self._batch, self._seed = x, y, batch, seed
-        self._shuffle, self._ragged = shuffle, ragged
+        self._x, self._y, self._batch, self._seed, self._ragged = x, y, batch, seed, ragged
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __len__(self) -> int:
@@ -99,11 +95,7 @@ class ArrayBatches(Resumable):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The rest of the current epoch."""
-        end = (self.epoch + 1) * len(self)
-        while self._position < end:
-            index = self._position
-            self._position += 1
-            yield self.batch_at(index)
+        return self._until((self.epoch + 1) * len(self))
 
     def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
         """Batch number `index`, counted over all epochs, without moving the position."""
@@ -112,14 +104,11 @@ class ArrayBatches(Resumable):
         return self._x[rows], self._y[rows]
 
     def _order(self, epoch: int) -> Tensor:
-        if not self._shuffle:
-            epoch = 0
         if self._cached[0] != epoch:
             generator = torch.Generator().manual_seed(batch_seed(self._seed, epoch))
-            order = torch.randperm(len(self._x), generator=generator) if self._shuffle else torch.arange(len(self._x))
-            self._cached = (epoch, order)
+            self._cached = (epoch, torch.randperm(len(self._x), generator=generator))
         return self._cached[1]
 
     def _identity(self) -> dict[str, Any]:
         sizes = {"seed": self._seed, "batch": self._batch, "num_samples": len(self._x)}
-        return sizes | {"shuffle": self._shuffle, "ragged": self._ragged}
+        return sizes | {"shuffle": True, "ragged": self._ragged}

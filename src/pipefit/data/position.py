@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from torch import Tensor
 
 from pipefit.errors import DataError
 
@@ -15,6 +18,17 @@ class Resumable:
     def _identity(self) -> dict[str, Any]:
         """Seed and sizes: where one differs, a position means other batches."""
         raise NotImplementedError
+
+    def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
+        """Batch number `index`, counted from the start, without moving the position."""
+        raise NotImplementedError
+
+    def _until(self, end: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches from the position on, which moves with every batch taken."""
+        while end is None or self._position < end:
+            index = self._position
+            self._position += 1
+            yield self.batch_at(index)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and seed, and the sizes the position counts in."""

@@ -9,10 +9,8 @@ from typing import Any
 from pipefit.errors import DataError
 
 
-def synthetic(
-    example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0, num_batches: int | None = None
-) -> Iterator[tuple[Any, Any]]:
-    """Batches (x, y) made by a model's `example(batch, seed)`.
+def synthetic(example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Endless batches (x, y) made by a model's `example(batch, seed)`.
 
     A few batches are made once and then repeat, so that a benchmark does not measure the making.
 
@@ -20,11 +18,7 @@ def synthetic(
         example: gives random (x, y) for a batch size and a seed, as `ModelBundle.example` does.
         batch: samples per batch.
         seed: of the first batch; the others follow.
-        num_batches: batches in all; None never ends.
     """
     if batch < 1:
         raise DataError(f"data: batch must be at least 1, got {batch}")
-    if num_batches is not None and num_batches < 0:
-        raise DataError(f"data: num_batches must not be negative, got {num_batches}")
-    distinct = [example(batch, seed + index) for index in range(4 if num_batches is None else min(4, num_batches))]
-    return itertools.islice(itertools.cycle(distinct), num_batches)
+    return itertools.cycle([example(batch, seed + index) for index in range(4)])

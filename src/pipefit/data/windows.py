@@ -25,22 +25,12 @@ class TextBatches(Resumable):
         context: bytes per window.
         seed: of the window starts.
         num_batches: batches until the iterator ends; None never ends.
-        sequential: consecutive windows from the start of the corpus instead of random ones (for evaluation); the
-            iterator ends with the corpus, and the last batch may be smaller.
 
     Raises:
         DataError: the corpus is shorter than one window and its next byte.
     """
 
-    def __init__(
-        self,
-        corpus: bytes,
-        batch: int,
-        context: int,
-        seed: int = 0,
-        num_batches: int | None = None,
-        sequential: bool = False,
-    ) -> None:
+    def __init__(self, corpus: bytes, batch: int, context: int, seed: int = 0, num_batches: int | None = None) -> None:
         if batch < 1 or context < 1:
             raise DataError(f"data: batch and context must be at least 1, got batch={batch}, context={context}")
         if len(corpus) < context + 1:
@@ -49,12 +39,7 @@ class TextBatches(Resumable):
                 "give more text or a smaller context"
             )
         self._tokens = as_tokens(corpus)
-        self._batch, self._context, self._seed = batch, context, seed
-        self._sequential = sequential
-        num_windows = (len(corpus) - 1) // context
-        whole = -(-num_windows // batch) if sequential else None
-        limits = [limit for limit in (whole, num_batches) if limit is not None]
-        self._end = min(limits) if limits else None
+        self._batch, self._context, self._seed, self._end = batch, context, seed, num_batches
 
     def __len__(self) -> int:
         """Batches from the start to the end; an endless stream has no length."""
@@ -64,25 +49,14 @@ class TextBatches(Resumable):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Continues at the current position, which moves with every batch taken."""
-        while self._end is None or self._position < self._end:
-            index = self._position
-            self._position += 1
-            yield self.batch_at(index)
+        return self._until(self._end)
 
     def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
         """Batch number `index`, without moving the position."""
-        starts = self._starts(index)
+        generator = torch.Generator().manual_seed(batch_seed(self._seed, index))
+        starts = torch.randint(0, len(self._tokens) - self._context, (self._batch,), generator=generator)
         windows = self._tokens[starts[:, None] + torch.arange(self._context + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    def _starts(self, index: int) -> Tensor:
-        last_start = len(self._tokens) - self._context - 1
-        if self._sequential:
-            num_windows = (len(self._tokens) - 1) // self._context
-            first = index * self._batch
-            return torch.arange(first, min(first + self._batch, num_windows)) * self._context
-        generator = torch.Generator().manual_seed(batch_seed(self._seed, index))
-        return torch.randint(0, last_start + 1, (self._batch,), generator=generator)
 
     def _identity(self) -> dict[str, Any]:
         sizes = {"seed": self._seed, "batch": self._batch, "context": self._context}

@@ -16,7 +16,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> str:
         plan: to explain.
         profile: of the model, for the seconds and weights of each stage.
     """
-    lines = [f"{plan.model or 'plan'}: {plan.schedule} by {plan.method}, {_counts(plan)}", ""]
+    lines = [f"{plan.model or 'plan'}: {plan.schedule} by {plan.method.removeprefix('by ')}, {_counts(plan)}", ""]
     lines += _table(_stages(plan, profile))
     prediction = plan.prediction
     if prediction is not None:
