@@ -5,7 +5,8 @@ from tests.pipelines import grouped
 
 import pipefit as pf
 from pipefit.study.execute.admission import recipe_of
-from pipefit.study.execute.runner import TrialRunner
+from pipefit.study.execute.open_trial import OpenTrial
+from pipefit.study.execute.runner import take_turn
 from pipefit.study.execute.trial_files import read_losses
 from pipefit.study.trial import Trial
 
@@ -41,10 +42,25 @@ def by_pipeline(trial, recipe, **how):
 
 def in_turns(trial: Trial, folder, workers: int = 2) -> list[float]:
     """The trial's losses when every turn falls to another worker than the last."""
-    runners = [TrialRunner(0, trial, folder, CPU) for _ in range(workers)]
-    admitted = runners[0].admit()
-    for runner in runners[1:]:
-        runner.admit()
-    for count in range(trial.steps * admitted.num_turns):
-        runners[count % workers].turn()
+    opened = [OpenTrial(0, trial, folder, CPU) for _ in range(workers)]
+    for count in range(trial.steps * opened[0].state.figures.num_turns):
+        take_turn(opened[count % workers])
     return read_losses(folder, trial.steps)[0]
+
+
+class Listed:
+    """The simplest search: values from a list, with the scores of the trials that have ended."""
+
+    def __init__(self, values):
+        self._left = [dict(chosen) for chosen in values]
+        self.scores = []
+
+    def ask(self):
+        return self._left.pop(0) if self._left else None
+
+    def tell(self, values, score):
+        self.scores.append((values, score))
+
+    def again(self, values):
+        if dict(values) in self._left:
+            self._left.remove(dict(values))

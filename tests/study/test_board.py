@@ -177,7 +177,7 @@ def test_the_bound_is_that_of_the_measured_turns():
     outcome = game.measured()
     totals = [sum(t.end_s - t.start_s for t in game.turns if t.trial == n) for n in range(3)]
     assert outcome.bound_s == lower_bound_s(totals, 2) and outcome.gap >= 0
-    assert game.predicted("fifo").makespan_s >= outcome.bound_s - 1e-9
+    assert game.predicted().makespan_s >= outcome.bound_s - 1e-9
 
 
 def test_the_best_is_the_lowest_mean_of_the_last_tenth():

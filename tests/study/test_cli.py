@@ -54,6 +54,7 @@ def test_the_table_that_moves_has_a_row_for_every_trial():
 
     from pipefit.cli.study import _Table
     from pipefit.study.board import Board, TrialProgress
+    from pipefit.study.simulation import StudyTimeline
     from pipefit.study.trial import Trial
 
     entries = [TrialProgress(n, Trial(steps=9), f"trial-{n}", losses=[0.5] * n) for n in range(3)]
@@ -62,12 +63,12 @@ def test_the_table_that_moves_has_a_row_for_every_trial():
     shown = []
     console = Console(width=100, height=50)
     live = type("Live", (), {"update": lambda self, table: shown.append(table), "console": console})()
-    table = _Table(live)
-    table.predicted(12.0, 11.0)
-    table.changed(Board(entries, 2, "lrtf"))
+    board = Board(entries, 2, "lrtf")
+    board.prediction = StudyTimeline((), 12.0, 11.0)
+    _Table(live)(board)
     text = StringIO()
     Console(file=text, width=100).print(shown[0])
-    assert "predicted 12 s, lower bound 11 s" in text.getvalue()
+    assert "predicted: 12 s in all, lower bound 11 s" in text.getvalue()
     assert all(words in text.getvalue() for words in ("trial-0", "trial-1", "2/9", "FAILED", "0.5000"))
     assert "37% of the steps  1 of 3 trials over  lowest trial-1 0.5000" in text.getvalue()
 
@@ -87,7 +88,7 @@ def test_of_many_trials_a_low_terminal_shows_those_that_something_happens_to():
     shown = []
     console = Console(width=100, height=12)
     live = type("Live", (), {"update": lambda self, table: shown.append(table), "console": console})()
-    _Table(live).changed(Board(entries, 2, "lrtf"))
+    _Table(live)(Board(entries, 2, "lrtf"))
     text = StringIO()
     Console(file=text, width=100).print(shown[0])
     assert text.getvalue().count("\n") <= 12
@@ -103,9 +104,9 @@ def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys):
     board, lines = Board(entries, 2, "lrtf"), _Lines()
     for _ in range(50):
         entries[0].losses.append(0.25)
-        lines.changed(board)
+        lines(board)
     entries[0].status = "finished"
-    lines.changed(board)
+    lines(board)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 6 and said[0] == "10% of the steps  0 of 2 trials over  lowest trial-0 0.2500"
     assert said[-1] == "trial-0 finished after 50 steps, loss 0.2500"

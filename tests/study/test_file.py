@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/study.toml"
 def test_the_example_is_a_study_of_twelve():
     spec = load_study(EXAMPLE)
     assert len(spec.trials) == 12 and spec.workers == 2 and spec.stop == Halving(first=15, factor=2)
-    assert spec.device_memory_bytes == 3 * 2**20
+    assert spec.device_bytes == 3 * 2**20
     assert {(trial.lr, trial.options["width"]) for trial in spec.trials} == {
         (lr, width) for lr in (1e-2, 3e-3, 1e-3, 3e-4) for width in (64, 128, 256)
     }

@@ -11,7 +11,8 @@ from torch import nn
 import pipefit as pf
 from pipefit.errors import DataError
 from pipefit.study.execute.admission import recipe_of
-from pipefit.study.execute.runner import TrialRunner
+from pipefit.study.execute.open_trial import OpenTrial
+from pipefit.study.execute.runner import take_turn
 from pipefit.study.execute.trial_files import read_losses
 from pipefit.study.trial import StudyError, StudySpec, Trial
 
@@ -41,15 +42,15 @@ def by_pipeline(trial):
 @pytest.mark.parametrize("shards", [1, 3])
 def test_a_trial_is_evaluated_as_a_pipeline_is_and_trains_as_without(shards, tmp_path):
     trial = replace(DIGITS, shards=shards)
-    runners = [TrialRunner(0, trial, tmp_path / "judged", CPU) for _ in range(2)]
-    admitted, _ = [runner.admit() for runner in runners]
-    reports = [runners[count % 2].turn() for count in range(trial.steps * admitted.num_turns)]
+    opened = [OpenTrial(0, trial, tmp_path / "judged", CPU) for _ in range(2)]
+    count = trial.steps * opened[0].state.figures.num_turns
+    reports = [take_turn(opened[number % 2]) for number in range(count)]
     found = read_losses(tmp_path / "judged", trial.steps)[1]
     assert found == by_pipeline(trial)
     assert [r.held_out for r in reports if r.held_out == r.held_out] == [value for _, value in found]
-    other = TrialRunner(0, replace(trial, evaluate=0), tmp_path / "plain", CPU)
-    for _ in range(trial.steps * other.admit().num_turns):
-        other.turn()
+    other = OpenTrial(0, replace(trial, evaluate=0), tmp_path / "plain", CPU)
+    for _ in range(count):
+        take_turn(other)
     plain = read_losses(tmp_path / "plain", trial.steps)
     assert read_losses(tmp_path / "judged", trial.steps)[0] == plain[0]
     assert not plain[1]

@@ -20,7 +20,8 @@ from torch import nn
 
 from pipefit.errors import ModelError
 from pipefit.study.execute.admission import build_trial, recipe_of
-from pipefit.study.execute.runner import TrialRunner
+from pipefit.study.execute.open_trial import OpenTrial
+from pipefit.study.execute.runner import export, take_turn
 from pipefit.study.file import load_study
 from pipefit.study.trial import Trial
 
@@ -30,7 +31,8 @@ import json, sys
 from pathlib import Path
 import torch
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
-from pipefit.study.execute.runner import TrialRunner
+from pipefit.study.execute.open_trial import OpenTrial
+from pipefit.study.execute.runner import export, take_turn
 from pipefit.study.trial import Trial
 
 def memory(field):
@@ -39,18 +41,18 @@ def memory(field):
 
 options = {"layers": 12, "hidden": 768, "heads": 8, "context": 16, "tied": False}
 trial = Trial("large", options=options, data=("synthetic",), batch=1, microbatches=1, steps=2, optimizer="sgd")
-runner = TrialRunner(0, trial, Path(sys.argv[1]) / "large", torch.device("cpu"), 128 << 20)
 Path("/proc/self/clear_refs").write_text("5")
 before = memory("VmRSS")
-admitted = runner.admit()
+opened = OpenTrial(0, trial, Path(sys.argv[1]) / "large", torch.device("cpu"), 128 << 20)
+figures = opened.state.figures
 admission = memory("VmHWM") - before
 Path("/proc/self/clear_refs").write_text("5")
-for _ in range(2 * admitted.num_turns):
-    runner.turn()
+for _ in range(2 * figures.num_turns):
+    take_turn(opened)
 turns = memory("VmHWM") - before
 Path("/proc/self/clear_refs").write_text("5")
-runner.export(sys.argv[1] + "/weights.safetensors")
-print(json.dumps([admitted.parameters, admitted.shards, admission, turns, memory("VmHWM") - before]))
+export(opened, sys.argv[1] + "/weights.safetensors")
+print(json.dumps([figures.parameters, figures.shards, admission, turns, memory("VmHWM") - before]))
 """
 
 
@@ -118,12 +120,12 @@ def test_a_trial_that_has_ended_gives_its_memory_back_at_once(tmp_path):
     gc.collect()
     gc.disable()
     try:
-        runner = TrialRunner(0, Trial("gpt", **GPT, **SMALL), tmp_path / "t", CPU, 300_000)
-        runner.admit()
-        runner.turn()
-        slots = weakref.ref(runner._opened.spilling.arena)
-        assert runner.held_bytes > 100_000
-        runner.close()
+        opened = OpenTrial(0, Trial("gpt", **GPT, **SMALL), tmp_path / "t", CPU, 300_000)
+        take_turn(opened)
+        slots = weakref.ref(opened.spilling.arena)
+        assert opened.held_bytes > 100_000
+        opened.close()
+        del opened
         assert slots() is None
     finally:
         gc.enable()
@@ -151,15 +153,13 @@ def test_a_study_of_trials_larger_than_the_cap_keeps_it_and_can_be_interrupted(t
 @pytest.mark.parametrize("trial", [Trial("gpt", **GPT, **SMALL)], ids=["gpt"])
 def test_the_numbers_are_those_without_a_cap(trial, tmp_path):
     losses, weights = alone(trial)
-    runner = TrialRunner(0, trial, tmp_path / "capped", CPU, 300_000)
-    other = TrialRunner(0, trial, tmp_path / "capped", CPU, 300_000)
-    admitted = runner.admit()
-    assert build_trial(trial, 300_000)[0].is_empty and admitted.shards > 1
-    other.admit()
-    found = [(runner, other)[count % 2].turn().loss for count in range(trial.steps * admitted.num_turns)]
+    opened = [OpenTrial(0, trial, tmp_path / "capped", CPU, 300_000) for _ in range(2)]
+    figures = opened[0].state.figures
+    assert build_trial(trial, 300_000)[0].is_empty and figures.shards > 1
+    found = [take_turn(opened[count % 2]).loss for count in range(trial.steps * figures.num_turns)]
     assert [loss for loss in found if loss == loss] == losses
     assert in_turns(replace(trial, shards=2), tmp_path / "whole") == losses
-    runner.export(str(tmp_path / "weights.safetensors"))
+    export(opened[0], str(tmp_path / "weights.safetensors"))
     from safetensors.torch import load_file
 
     saved = load_file(tmp_path / "weights.safetensors")

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.study.cases import MLP, SMALL, alone
+from tests.study.cases import MLP, SMALL, Listed, alone
 
 import pipefit as pf
 from pipefit.errors import PipefitError, TierError
 from pipefit.study.execute.admission import recipe_of
 from pipefit.study.trial import StudyError, Trial
-from pipefit.study.trial_search import Listed
 from pipefit.units import format_seconds
 
 # Forks inherit what is loaded: the first optimizer of a process otherwise takes seconds.
@@ -99,17 +98,13 @@ def test_a_killed_worker_loses_nothing_that_was_committed(tmp_path):
     given = trials(3, steps=12)
     killed = []
 
-    class Killer:
-        def changed(self, board):
-            if not killed and len(board.turns) >= 9:
-                killed.append(True)
-                pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and is_child(p)]
-                os.kill(max(pids), signal.SIGKILL)
+    def kill(board):
+        if not killed and len(board.turns) >= 9:
+            killed.append(True)
+            pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and is_child(p)]
+            os.kill(max(pids), signal.SIGKILL)
 
-        def predicted(self, seconds, bound_s):
-            pass
-
-    result = study(given, tmp_path / "s").run(observer=Killer())
+    result = study(given, tmp_path / "s").run(observer=kill)
     assert killed and [row.status for row in result.trials] == ["finished"] * 3
     assert [row.losses for row in result.trials] == [alone(trial)[0] for trial in given]
 
@@ -203,16 +198,12 @@ def test_a_folder_that_is_in_use_or_is_the_users_is_left_alone(tmp_path, monkeyp
 
     monkeypatch.setattr(folder, "_PATIENCE_S", 0.1)
 
-    class Second:
-        def changed(self, board):
-            with pytest.raises(StudyError, match="another process is running this study"):
-                study(given, tmp_path / "s").run(resume=True)
-
-        def predicted(self, seconds, bound_s):
-            pass
+    def run_again(board):
+        with pytest.raises(StudyError, match="another process is running this study"):
+            study(given, tmp_path / "s").run(resume=True)
 
     given = trials(1)
-    assert study(given, tmp_path / "s").run(observer=Second()).trials[0].status == "finished"
+    assert study(given, tmp_path / "s").run(observer=run_again).trials[0].status == "finished"
     mine = tmp_path / "u/state/mine.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("years of work")
@@ -224,27 +215,27 @@ def test_a_folder_that_is_in_use_or_is_the_users_is_left_alone(tmp_path, monkeyp
 def test_the_best_weights_outlast_a_worker_that_dies_over_them_and_a_disk_that_does_not_take_them(
     tmp_path, monkeypatch
 ):
-    from pipefit.study.execute.runner import TrialRunner
+    from pipefit.study.execute import runner
 
-    real, given = TrialRunner.export, trials(2)
+    real, given = runner.export, trials(2)
 
-    def dies_once(runner, path):
+    def dies_once(opened, path):
         if (flag := tmp_path / "died").exists():
-            return real(runner, path)
+            return real(opened, path)
         flag.touch()
         suicidal()
 
-    monkeypatch.setattr(TrialRunner, "export", dies_once)
+    monkeypatch.setattr(runner, "export", dies_once)
     assert Path(study(given, tmp_path / "s").run().paths["best"]).exists()
 
-    def full(runner, path):
+    def full(opened, path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(TrialRunner, "export", full)
+    monkeypatch.setattr(runner, "export", full)
     with pytest.raises(TierError, match=r"weights could not be written.*No space left.*resume"):
         study(given, tmp_path / "f").run()
     assert len(json.loads((tmp_path / "f/results.json").read_text())["trials"]) == 2
-    monkeypatch.setattr(TrialRunner, "export", real)
+    monkeypatch.setattr(runner, "export", real)
     again = study(given, tmp_path / "f").run(resume=True)
     assert load_file(again.paths["best"]).keys() == load_file(tmp_path / "s/best/model.safetensors").keys()
     assert not (tmp_path / "f/state").exists()
@@ -311,15 +302,11 @@ def test_a_damaged_list_of_chosen_trials_names_the_file_when_the_study_is_resume
 def test_a_study_that_was_damaged_names_the_file_when_it_is_resumed(kind, tmp_path):
     given = trials(2, steps=4)
 
-    class Stop:
-        def changed(self, board):
-            if board.entries[0].has_ended:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def stop(board):
+        if board.entries[0].has_ended:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-        def predicted(self, seconds, bound_s):
-            pass
-
-    first = study(given, tmp_path / "s", workers=1, policy="fifo").run(observer=Stop())
+    first = study(given, tmp_path / "s", workers=1, policy="fifo").run(observer=stop)
     assert first.interrupted and first.trials[0].status == "finished"
 
     def change(name, old, new):

@@ -7,11 +7,11 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from tests.study.cases import MLP, SMALL
+from tests.study.cases import MLP, SMALL, Listed
 
 import pipefit as pf
 from pipefit.study.trial import StudyError, Trial
-from pipefit.study.trial_search import Listed, OptunaSearch
+from pipefit.study.trial_search import OptunaSearch
 
 # Forks inherit what is loaded: the first optimizer of a process otherwise takes seconds.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
@@ -96,16 +96,12 @@ def test_a_search_that_was_cut_off_goes_on_and_is_told_of_all(own, tmp_path):
             kept.append(optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)))
         return OptunaSearch(kept[-1], lambda trial: {"lr": trial.suggest_float("lr", 1e-4, 1e-1)}, 5)
 
-    class Stop:
-        def changed(self, board):
-            if sum(entry.has_ended for entry in board.entries) == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def predicted(self, seconds, bound_s):
-            pass
+    def stop(board):
+        if sum(entry.has_ended for entry in board.entries) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     how = {"define": define, "output": tmp_path / "s", "threads": 1, "workers": 1, "policy": "fifo"}
-    first = pf.Study([], search=search(), **how).run(observer=Stop())
+    first = pf.Study([], search=search(), **how).run(observer=stop)
     assert first.interrupted and 2 <= sum(row.status == "finished" for row in first.trials) < 5
     second = search()
     result = pf.Study([], search=second, **how).run(resume=True)

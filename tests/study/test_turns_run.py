@@ -9,7 +9,8 @@ from pipefit.errors import InfeasibleError, TierError
 from pipefit.spill.tier_file import TierFile
 from pipefit.study.execute import runner as runner_module
 from pipefit.study.execute.admission import recipe_of
-from pipefit.study.execute.runner import TrialRunner
+from pipefit.study.execute.open_trial import OpenTrial
+from pipefit.study.execute.runner import export, take_turn
 from pipefit.study.execute.trial_files import read_losses, read_state
 from pipefit.study.trial import NoRoomError, Trial
 
@@ -24,8 +25,8 @@ def one_thread():
 
 def run(trial, folder, workers=2):
     losses = in_turns(trial, folder, workers)
-    file = TrialRunner(0, trial, folder, CPU).export(str(folder / "out.safetensors"))
-    return losses, load_file(file)
+    export(OpenTrial(0, trial, folder, CPU), str(folder / "out.safetensors"))
+    return losses, load_file(folder / "out.safetensors")
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05], ids=["free", "clipped"])
@@ -82,27 +83,24 @@ def test_cut_off_before_any_write_and_taken_up_by_another_worker_the_numbers_are
     for name in ("write", "commit", "write_table"):
         monkeypatch.setattr(TierFile, name, counting(getattr(TierFile, name)))
     monkeypatch.setattr(runner_module, "write_loss", counting(runner_module.write_loss))
-    runner = TrialRunner(0, trial, tmp_path / "whole", CPU)
-    runner.admit()
+    runner = OpenTrial(0, trial, tmp_path / "whole", CPU)
     admitted = written["count"]
     while read_state(tmp_path / "whole")[0] < trial.steps:
-        runner.turn()
+        take_turn(runner)
     total = written["count"]
     assert total > admitted + 4
     # Every place where one-shard trials write, a third of those of several shards.
     for cut in range(admitted, total, 1 if shards == 1 else 3):
         folder = tmp_path / f"cut-{cut}"
         written.update(count=0, cut=cut)
-        runner = TrialRunner(0, trial, folder, CPU)
         with pytest.raises(Cut):
-            runner.admit()
+            runner = OpenTrial(0, trial, folder, CPU)
             while True:
-                runner.turn()
+                take_turn(runner)
         written.update(cut=-1)
-        other = TrialRunner(0, trial, folder, CPU)
-        other.admit()
+        other = OpenTrial(0, trial, folder, CPU)
         while read_state(folder)[0] < trial.steps:
-            other.turn()
+            take_turn(other)
         assert read_losses(folder, trial.steps)[0] == expected, cut
 
 
@@ -111,31 +109,31 @@ def test_a_trial_whose_admission_was_cut_off_is_admitted_anew(tmp_path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(TierFile, "commit", lambda *args: (_ for _ in ()).throw(Cut()))
         with pytest.raises(Cut):
-            TrialRunner(0, trial, tmp_path, CPU).admit()
+            OpenTrial(0, trial, tmp_path, CPU)
     assert read_state(tmp_path) is None
     assert in_turns(trial, tmp_path) == alone(trial)[0]
 
 
 def test_a_worker_that_failed_in_a_turn_goes_on_with_what_the_tier_has(tmp_path, monkeypatch):
     trial = Trial(**SMALL, **MLP)
-    runner = TrialRunner(0, trial, tmp_path, CPU)
-    runner.admit()
-    runner.turn()
+    runner = OpenTrial(0, trial, tmp_path, CPU)
+    take_turn(runner)
     with monkeypatch.context() as patched:
         patched.setattr(TierFile, "commit", lambda *args: (_ for _ in ()).throw(OSError("the disk is gone")))
         with pytest.raises(OSError, match="disk is gone"):
-            runner.turn()
-    runner.turn()
-    runner.turn()
+            take_turn(runner)
+    runner.close()
+    runner = OpenTrial(0, trial, tmp_path, CPU)
+    take_turn(runner)
+    take_turn(runner)
     assert read_losses(tmp_path, 3)[0] == alone(trial)[0]
 
 
 def test_whatever_is_damaged_between_two_turns_is_found_and_named(tmp_path):
     trial = Trial(**SMALL, **MLP, shards=2)
-    runner = TrialRunner(0, trial, tmp_path / "t", CPU)
-    runner.admit()
+    runner = OpenTrial(0, trial, tmp_path / "t", CPU)
     for _ in range(4):
-        runner.turn()
+        take_turn(runner)
     whole = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
     assert set(whole) == {"trial.tier", "trial.json", "trial.commit", "losses"}
 
@@ -143,10 +141,9 @@ def test_whatever_is_damaged_between_two_turns_is_found_and_named(tmp_path):
         for file, data in whole.items():
             (tmp_path / "t" / file).write_bytes(content if file == name else data)
         read_losses(tmp_path / "t", read_state(tmp_path / "t")[0])
-        other = TrialRunner(0, trial, tmp_path / "t", CPU)
-        other.admit()
+        other = OpenTrial(0, trial, tmp_path / "t", CPU)
         for _ in range(3):  # every record is read
-            other.turn()
+            take_turn(other)
 
     turns_with("", b"")
     for name in ("trial.json", "trial.commit", "losses"):
@@ -171,15 +168,15 @@ def test_whatever_is_damaged_between_two_turns_is_found_and_named(tmp_path):
 
 def test_under_a_limit_the_model_is_cut_so_that_each_shard_fits_and_an_impossible_limit_names_the_least(tmp_path):
     trial = Trial(**{**SMALL, "steps": 2}, model="mlp", options={"layers": 6, "width": 64})
-    runner = TrialRunner(0, trial, tmp_path / "a", CPU, capacity_bytes=150_000)
-    admitted = runner.admit()
-    assert admitted.shards > 1 and 0 < admitted.device_bytes <= 150_000
+    runner = OpenTrial(0, trial, tmp_path / "a", CPU, capacity_bytes=150_000)
+    figures = runner.state.figures
+    assert figures.shards > 1 and 0 < figures.device_bytes <= 150_000
     while read_state(tmp_path / "a")[0] < 2:
-        runner.turn()
+        take_turn(runner)
         assert runner.held_bytes <= 150_000
     assert read_losses(tmp_path / "a", 2)[0] == alone(trial)[0]
     with pytest.raises(InfeasibleError, match="the smallest capacity that works is"):
-        TrialRunner(0, trial, tmp_path / "b", CPU, capacity_bytes=10_000).admit()
+        OpenTrial(0, trial, tmp_path / "b", CPU, capacity_bytes=10_000)
     assert not (tmp_path / "b").exists()
 
 
@@ -197,7 +194,7 @@ def test_batches_may_change_their_size_from_step_to_step(tmp_path):
 def test_what_an_optimizer_of_the_users_keeps_is_counted_where_the_model_is_cut(tmp_path):
     def admitted(name, optimizer):
         trial = Trial(**{**SMALL, "optimizer": optimizer}, model="mlp", options={"layers": 6, "width": 64})
-        return TrialRunner(0, trial, tmp_path / name, CPU, capacity_bytes=150_000).admit()
+        return OpenTrial(0, trial, tmp_path / name, CPU, capacity_bytes=150_000).state.figures
 
     plain = admitted("plain", "adam")
     more = admitted("more", lambda p: torch.optim.Adam(p, 1e-2, amsgrad=True))
@@ -214,10 +211,9 @@ def test_nothing_is_built_before_admission_and_nothing_written_without_room(tmp_
         return [torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)]
 
     trial = Trial("own", model, loss=torch.nn.functional.mse_loss, data=lambda k: (torch.ones(4, 4), torch.ones(4, 2)))
-    runner = TrialRunner(0, trial, tmp_path / "t", CPU)
     assert not built
     with pytest.raises(NoRoomError):
-        runner.admit(room_bytes=10)
+        OpenTrial(0, trial, tmp_path / "t", CPU, room_bytes=10)
     assert built and not (tmp_path / "t").exists()
 
 

@@ -7,7 +7,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ from pipefit.study.results import loss_text
 from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
-    from pipefit.study.board import Board
+    from pipefit.study.board import Board, TrialProgress
 
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
 _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}
@@ -72,8 +72,8 @@ def command(
 
 
 @contextlib.contextmanager
-def _observer(quiet: bool) -> Iterator[Any]:
-    """The observer that shows the study: a live table in a terminal, lines elsewhere; None under --json."""
+def _observer(quiet: bool) -> Iterator[Callable[[Board], None] | None]:
+    """Shows the study: a live table in a terminal, lines elsewhere; None under --json."""
     if quiet:
         yield None
     elif sys.stdout.isatty():
@@ -86,25 +86,33 @@ def _observer(quiet: bool) -> Iterator[Any]:
 
 
 class _Lines:
-    """Plain lines: each trial's end, and the progress after every tenth of the steps."""
+    """Plain lines: each trial's end, the prediction, and the progress after every tenth of the steps."""
 
     def __init__(self) -> None:
-        self._ended: set[int] = set()
+        self._said: set[object] = set()
         self._tenths = 0
 
-    def changed(self, board: Board) -> None:
-        for entry in board.entries:
-            if entry.has_ended and entry.number not in self._ended:
-                self._ended.add(entry.number)
-                why = f": {entry.reason}" if entry.reason else ""
-                loss = f", loss {loss_text(entry.last_loss)}" if entry.losses else ""
-                _say(f"{entry.name} {entry.status} after {entry.steps} steps{loss}{why}")
+    def __call__(self, board: Board) -> None:
+        lines = {entry.number: _end_of(entry) for entry in board.entries if entry.has_ended}
+        for key, line in (*lines.items(), ("predicted", _prediction(board))):
+            if line and key not in self._said:
+                self._said.add(key)
+                _say(line)
         if (tenths := int(10 * board.done)) > self._tenths and not board.is_over:
             self._tenths = tenths
             _say(_standing(board))
 
-    def predicted(self, seconds: float, bound_s: float) -> None:
-        _say(f"predicted: {format_seconds(seconds)} in all, lower bound {format_seconds(bound_s)}")
+
+def _end_of(entry: TrialProgress) -> str:
+    loss = f", loss {loss_text(entry.last_loss)}" if entry.losses else ""
+    return f"{entry.name} {entry.status} after {entry.steps} steps{loss}{': ' if entry.reason else ''}{entry.reason}"
+
+
+def _prediction(board: Board) -> str:
+    """The predicted makespan, once it is known."""
+    if (found := board.prediction) is None:
+        return ""
+    return f"predicted: {format_seconds(found.makespan_s)} in all, lower bound {format_seconds(found.bound_s)}"
 
 
 def _say(line: str) -> None:
@@ -130,46 +138,39 @@ class _Table:
     """A live table of the trials, drawn at most four times a second."""
 
     def __init__(self, live: Any) -> None:
-        self._live, self._last_s, self._predicted = live, 0.0, ""
-        self._most = 10_000
+        self._live, self._last_s = live, 0.0
 
-    def predicted(self, seconds: float, bound_s: float) -> None:
-        self._predicted = f"predicted {format_seconds(seconds)}, lower bound {format_seconds(bound_s)}"
-
-    def changed(self, board: Board) -> None:
+    def __call__(self, board: Board) -> None:
         now = time.monotonic()
-        if now - self._last_s < 0.25 and not board.is_over:
-            return
-        self._last_s = now
-        # The terminal cuts off what does not fit: of many trials only the active ones are shown.
-        self._most = max(self._live.console.size.height - 7, 3)
-        self._live.update(self._drawn(board))
+        if now - self._last_s >= 0.25 or board.is_over:
+            self._last_s = now
+            # The terminal cuts off what does not fit: of many trials only the active ones are shown.
+            self._live.update(_table(board, most=max(self._live.console.size.height - 7, 3)))
 
-    def _drawn(self, board: Board) -> Any:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
 
-        shown = board.entries
-        if len(shown) > self._most:
-            first = sorted(shown, key=lambda entry: (_ORDER[entry.status], entry.score or math.inf))[: self._most]
-            shown = sorted(first, key=lambda entry: entry.number)
-        more = len(board.entries) - len(shown)
-        below = _standing(board) + (f"  ({more} trials more)" if more else "")
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, title=self._predicted or None, title_justify="left")
-        evaluates = any(entry.trial.evaluate for entry in board.entries)
-        for head in ("trial", "", "step", "loss", *(["held-out"] if evaluates else []), "left", "device"):
-            table.add_column(head, justify="left" if head in ("trial", "") else "right")
-        for entry in shown:
-            left = entry.remaining_s
-            table.add_row(
-                entry.name,
-                _MARKS.get(entry.status, entry.status),
-                f"{entry.steps}/{entry.trial.steps}",
-                loss_text(entry.last_loss),
-                *([loss_text(entry.score)] if evaluates else []),
-                "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
-                str(entry.device) if entry.status == "running" else "",
-            )
-        return Group(table, Text(below))
+def _table(board: Board, most: int) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    first = sorted(board.entries, key=lambda entry: (_ORDER[entry.status], entry.score or math.inf))[:most]
+    shown = sorted(first, key=lambda entry: entry.number)
+    more = len(board.entries) - len(shown)
+    below = _standing(board) + (f"  ({more} trials more)" if more else "")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=_prediction(board) or None, title_justify="left")
+    evaluates = any(entry.trial.evaluate for entry in board.entries)
+    for head in ("trial", "", "step", "loss", *(["held-out"] if evaluates else []), "left", "device"):
+        table.add_column(head, justify="left" if head in ("trial", "") else "right")
+    for entry in shown:
+        left = entry.remaining_s
+        table.add_row(
+            entry.name,
+            _MARKS.get(entry.status, entry.status),
+            f"{entry.steps}/{entry.trial.steps}",
+            loss_text(entry.last_loss),
+            *([loss_text(entry.score)] if evaluates else []),
+            "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
+            str(entry.device) if entry.status == "running" else "",
+        )
+    return Group(table, Text(below))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pipefit.study.board import Observer
 from pipefit.study.file import load_study, spec_of
 from pipefit.study.results import StudyResult
 from pipefit.study.simulation import StudyTimeline, TrialCost, simulate_study
 from pipefit.study.trial import StudyError, Trial
 from pipefit.study.trial_search import Search
-
-if TYPE_CHECKING:
-    from pipefit.study.execute.study_run import StudyObserver
 
 __all__ = ["Study", "StudyResult"]
 
@@ -70,7 +68,7 @@ class Study:
         """A simulated study; see `pipefit.study.simulation.simulate_study`."""
         return simulate_study(costs, workers, policy)
 
-    def run(self, *, resume: bool = False, observer: StudyObserver | None = None, forked: bool = True) -> StudyResult:
+    def run(self, *, resume: bool = False, observer: Observer | None = None, forked: bool = True) -> StudyResult:
         """Runs the study to its end.
 
         A trial that fails has the reason in its row; the others continue. Ctrl-C and SIGTERM end the run after the
@@ -78,7 +76,7 @@ class Study:
 
         Args:
             resume: continue from the output folder.
-            observer: called when something happens.
+            observer: called when something has happened.
             forked: workers are forks of this program and have all its functions. False: they are processes of their
                 own, which needs trials that can be pickled, and a program with `if __name__ == "__main__"`.
 

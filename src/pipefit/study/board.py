@@ -157,19 +157,38 @@ class TrialProgress:
 
 
 class Board:
-    """All trials of a study, and the rules by which devices take them."""
+    """All trials of a study, and the rules by which devices take them.
+
+    Args:
+        entries: its trials.
+        num_devices: that take turns.
+        policy: by which they do.
+        stop: stops trials early.
+        on_end: called when a trial has ended.
+        admits_singly: each admission changes the room of the next, as under a limit on the tier.
+
+    Attributes:
+        entries: its trials; more may be added.
+        turns: taken so far, and admissions.
+        prediction: of the whole study, once it is known.
+    """
 
     def __init__(
-        self, entries: Sequence[TrialProgress], num_devices: int, policy: str, stop: Rule | None = None
+        self,
+        entries: Sequence[TrialProgress],
+        num_devices: int,
+        policy: str,
+        stop: Rule | None = None,
+        on_end: Callable[[TrialProgress], None] = lambda entry: None,
+        admits_singly: bool = False,
     ) -> None:
-        self.entries = list(entries)
-        self.num_devices, self.policy, self.stop = num_devices, policy, stop
+        self.entries, self.num_devices, self.policy = list(entries), num_devices, policy
         self.turns: list[TimedTurn] = []
-        self._choose = POLICIES[policy]
+        self.prediction: StudyTimeline | None = None
+        self._choose, self._stop, self._on_end = POLICIES[policy], stop, on_end
+        self._admits_singly = admits_singly
         self._count = 0
-        self.admits_singly = False  # under a limit on the tier, each admission changes the room of the next
         self._sent_back = False  # a trial was, for want of room, and nothing has ended since
-        self.on_end: Callable[[TrialProgress], None] = lambda entry: None
 
     # ---- the next job ----------------------------------------------------------------------------------------------
 
@@ -194,7 +213,7 @@ class Board:
             return 1
         if cost is None:
             return left
-        if self.stop is None:
+        if self._stop is None:
             left += (entry.trial.steps - entry.steps - 1) * num_turns
         most_s = _AHEAD_S
         if self.policy == "lrtf":
@@ -209,7 +228,7 @@ class Board:
     def _may_begin(self, device: int) -> bool:
         """Whole tasks are admitted one at a time, as devices come free; else all are, so that any can be chosen."""
         if self._sent_back or (
-            self.admits_singly and any(e.status == "running" and not e.is_built for e in self.entries)
+            self._admits_singly and any(e.status == "running" and not e.is_built for e in self.entries)
         ):
             return False
         if self.policy != "whole-task":
@@ -324,13 +343,13 @@ class Board:
                     self._apply_rule(entry)
 
     def _apply_rule(self, entry: TrialProgress) -> None:
-        if self.stop is None or entry.turn or not entry.losses:
+        if self._stop is None or entry.turn or not entry.losses:
             return
-        looks_at_held_out = self.stop.on == HELD_OUT
+        looks_at_held_out = self._stop.on == HELD_OUT
         if looks_at_held_out and entry.steps not in dict(entry.held_out):
             return
         losses = {e.number: e.curve if looks_at_held_out else e.losses for e in self.entries if e.losses}
-        verdict = self.stop.judge(entry.number, losses, self.alive)
+        verdict = self._stop.judge(entry.number, losses, self.alive)
         if verdict in (None, WAIT):
             entry.status = "held" if verdict else "ready"
         else:
@@ -339,7 +358,7 @@ class Board:
     def _end(self, entry: TrialProgress, status: str, reason: str = "") -> None:
         entry.status, entry.reason = status, reason
         self._sent_back = False
-        self.on_end(entry)
+        self._on_end(entry)
         self._review()
 
     # ---- figures ---------------------------------------------------------------------------------------------------
@@ -367,7 +386,14 @@ class Board:
             spent[turn.trial].append(turn.seconds)
         return spent
 
-    def predicted(self, policy: str | None = None) -> StudyTimeline | None:
+    def predict(self) -> None:
+        """Simulates the whole study once every trial was measured twice, for its first turns are slow."""
+        entries = [entry for entry in self.entries if not entry.has_ended]
+        is_known = all(min((n for _, n in entry.turn_s.values()), default=0) >= 2 for entry in entries)
+        if self.prediction is None and entries and is_known:
+            self.prediction = self.predicted()
+
+    def predicted(self) -> StudyTimeline | None:
         """This run, simulated with the mean times of turns so far; None until every trial that continues was measured.
 
         Trials that failed are left out, stopped ones count with the steps they have done. Steps of an earlier run do
@@ -382,7 +408,7 @@ class Board:
             end = entry.steps if entry.status == "stopped" else entry.trial.steps
             admission_s = sum(turn.seconds for turn in self.turns if turn.trial == entry.number and turn.step < 0)
             costs.append(entry.cost._replace(num_steps=end - entry.first_step, admission_s=admission_s))
-        return simulate_study(coarser(costs), self.num_devices, policy or self.policy) if costs else None
+        return simulate_study(coarser(costs), self.num_devices, self.policy) if costs else None
 
     @property
     def left_s(self) -> float:
@@ -400,3 +426,7 @@ class Board:
         """The measured turns, simulated under a policy."""
         costs = coarser([TrialCost(tuple(spent), 1) for spent in self._spent() if spent])
         return simulate_study(costs, self.num_devices, policy)
+
+
+Observer = Callable[[Board], None]
+"""A function that a study calls when something has happened."""

@@ -14,13 +14,11 @@ from pipefit.spec.files import parse_toml, read_text
 from pipefit.spec.options import check_least
 from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Patience, Rule
 from pipefit.study.trial import StudyError, StudySpec, Trial, at, file_name, is_amount
-from pipefit.units import parse_quantity
 
 _FORMAT = "pipefit.study/1"
-_BYTES = {"device_memory": "device_memory_bytes", "memory": "tier_bytes"}
-_STUDY = (*_BYTES, *(f.name for f in fields(StudySpec) if f.name != "trials" and f.name not in _BYTES.values()))
+_STUDY = tuple(f.name for f in fields(StudySpec) if f.name != "trials")
 _TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
-_OPTIONS = "options"
+_OPTIONS = "options."
 
 
 def load_study(path: str | Path) -> StudySpec:
@@ -57,12 +55,7 @@ def spec_of(trials: Sequence[Trial], options: Mapping[str, Any]) -> StudySpec:
         PipefitError: an unknown option, or a value that does not fit.
     """
     _check_keys(options, _STUDY)
-    given = {_BYTES.get(key, key): value for key, value in options.items() if value is not None}
-    for key, name in _BYTES.items():
-        if name in given:
-            given[name] = parse_quantity(given[name], "bytes", key)
-            if not 0 < given[name] < float("inf"):
-                raise StudyError(f"{key}: expected more than 0 bytes, got {options[key]!r}")
+    given = {key: value for key, value in options.items() if value is not None}
     if isinstance(given.get("output"), Path):
         given["output"] = str(given["output"])
     if isinstance(stop := given.get("stop"), str | Mapping):
@@ -104,32 +97,38 @@ def rule_of(data: Any) -> Rule:
 
 
 def _trials(data: Mapping[str, Any]) -> list[Trial]:
-    shared = {key: data[key] for key in _TRIAL if key in data}
+    shared = _flat({key: data[key] for key in _TRIAL if key in data})
     listed = data.get("trials", [{}])
     if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
         raise StudyError("trials: expected [[trials]] tables, one for each trial")
     space = _space(data["grid"]) if "grid" in data else {}
     found = []
-    for index, listed_trial in enumerate(listed):
+    for index, own in enumerate(listed):
         with at(f"trials[{index}]") if "trials" in data else contextlib.nullcontext():
-            _check_keys(listed_trial, ("name", *_TRIAL))
-            found += [_trial(shared, listed_trial, point) for point in grid(space)]
+            _check_keys(own, ("name", *_TRIAL))
+            found += [_trial(shared, _flat(own), point) for point in grid(space)]
     return found
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with the options of the model by name, as "options.width", after all others."""
+    options = table.get("options", {})
+    if not isinstance(options, dict):
+        raise StudyError(f"options: expected a table such as {{layers = 4}}, as in options.width = …, got {options!r}")
+    others = {key: value for key, value in table.items() if key != "options"}
+    return {**others, **{_OPTIONS + key: value for key, value in options.items()}}
 
 
 @at("grid")
 def _space(given: Any) -> dict[str, list[Any]]:
-    """The lists of a grid; those of the model's options as `options.NAME`."""
+    """The lists of a grid."""
     if not isinstance(given, dict) or not given:
         raise StudyError(f"expected a table of lists, such as lr = [1e-3, 3e-4], got {given!r}")
-    space: dict[str, Any] = {}
-    for key, values in given.items():
-        nested = key == _OPTIONS and isinstance(values, dict)
-        space |= {f"{_OPTIONS}.{name}": listed for name, listed in values.items()} if nested else {key: values}
+    space = _flat(given)
     for key, values in space.items():
-        head, _, option = key.partition(".")
+        head, dot, _ = key.partition(".")
         _check_keys([head], _TRIAL)
-        if (head == _OPTIONS) != bool(option):
+        if dot and not key.startswith(_OPTIONS):
             raise StudyError(f"{key}: options of the model stand by name, as in options.width = [64, 128]")
         if not isinstance(values, list) or not values:
             raise StudyError(f"{key}: expected a list of values, as in lr = [1e-3, 3e-4], got {values!r}")
@@ -146,27 +145,18 @@ def _check_different(trials: Iterable[Trial]) -> None:
             raise StudyError(f"{before} and {name} are the same training: change a value, or its seed")
 
 
-def _trial(shared: Mapping[str, Any], listed: Mapping[str, Any], point: Mapping[str, Any]) -> Trial:
+def _trial(shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str, Any]) -> Trial:
     """A trial: the settings of all, its own over them, and those of a point of the grid over both."""
-    options = [table.get(_OPTIONS, {}) for table in (shared, listed)]
-    for value in options:
-        if not isinstance(value, dict):
-            raise StudyError(f"{_OPTIONS}: expected a table such as {{layers = 4}}, got {value!r}")
-    settings = {**shared, **listed, _OPTIONS: options[0] | options[1]}
-    values = {key: value for key, value in listed.items() if key not in ("name", _OPTIONS)} | options[1]
-    for key, value in point.items():
-        head, _, option = key.partition(".")
-        if option:
-            settings[head][option] = value
-        else:
-            settings[key] = value
-        values[option or key] = value
-    if settings.get("name") and point:
+    settings, chosen = {**shared, **own, **point}, {**own, **point}
+    values = {key.removeprefix(_OPTIONS): value for key, value in chosen.items() if key != "name"}
+    options = {key.removeprefix(_OPTIONS): value for key, value in settings.items() if key.startswith(_OPTIONS)}
+    fixed = {key: value for key, value in settings.items() if not key.startswith(_OPTIONS)}
+    if fixed.get("name") and point:
         parts = (f"{key.rpartition('.')[2]}={value}" for key, value in point.items())
-        settings["name"] = "-".join([str(settings["name"]), *parts])
-    if isinstance(settings.get("data"), list):
-        settings["data"] = tuple(settings["data"])
-    return Trial(**settings, values=values)
+        fixed["name"] = "-".join([str(fixed["name"]), *parts])
+    if isinstance(fixed.get("data"), list):
+        fixed["data"] = tuple(fixed["data"])
+    return Trial(**fixed, options=options, values=values)
 
 
 def _check_keys(given: Iterable[str], known: Iterable[str]) -> None:

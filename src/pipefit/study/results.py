@@ -74,15 +74,12 @@ class StudyResult:
         return {"format": _RESULT, **vars(self), "trials": [row.as_dict() for row in self.trials]}
 
 
-def result_of(
-    board: Board, name: str, predicted_s: float | None, interrupted: bool, resumed: bool, folder: Path
-) -> StudyResult:
+def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder: Path) -> StudyResult:
     """The result so far.
 
     Args:
         board: the study.
         name: of the study.
-        predicted_s: its makespan, as predicted.
         interrupted: it has not come to its end.
         resumed: it was resumed. Where nothing was left to do, times are those that the earlier run has measured.
         folder: of the study.
@@ -96,6 +93,7 @@ def result_of(
         measured = board.measured()
         simulated = {policy: board.in_hindsight(policy) for policy in POLICIES if board.turns}
         policies = {policy: {"makespan_s": found.makespan_s, "gap": found.gap} for policy, found in simulated.items()}
+        predicted_s = board.prediction.makespan_s if board.prediction else None
         times = measured.makespan_s, measured.bound_s, measured.gap, predicted_s
         figures = dict(zip(_FIGURES, (board.policy, board.num_devices, *times, policies, resumed), strict=True))
     best_name = best.name if best else None

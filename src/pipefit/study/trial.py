@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipefit.errors import PipefitError, nearest
-from pipefit.spec.options import check_least, setting
+from pipefit.spec.options import check_least, in_bytes, setting
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
 
@@ -159,9 +159,10 @@ class StudySpec:
         trials: in the order in which they were given.
         workers: processes, one per device.
         policy: which trial a free worker takes; see `POLICIES`.
-        device_memory_bytes: the most that a shard may need on a device; 0: no limit, models are not split for it.
+        device_memory: the most that a shard may need on a device, as 64 << 20 or "64 MiB"; None: no limit, models are
+            not split for it.
         tier: "disk": trials live in the study's folder; "host": in shared memory, which is lost when the machine stops.
-        tier_bytes: the most that all trials may take there together; 0: all that is free.
+        memory: the most that all trials may take there together; None: all that is free.
         threads: CPU threads of each worker; 0: an equal share of the cores.
         stop: the rule that stops trials early; None: none does.
         output: the study's folder.
@@ -172,9 +173,9 @@ class StudySpec:
     trials: tuple[Trial, ...]
     workers: int = setting(2, least=1)
     policy: str = "lrtf"
-    device_memory_bytes: float = 0.0
+    device_memory: float | str | None = None
     tier: str = "disk"
-    tier_bytes: float = 0.0
+    memory: float | str | None = None
     threads: int = setting(0, least=0)
     stop: Rule | None = None
     output: str = "runs/study"
@@ -192,10 +193,24 @@ class StudySpec:
         )
         if str(self.policy) not in POLICIES:
             raise StudyError(f"unknown policy {self.policy!r}; {nearest(str(self.policy), POLICIES)}")
+        for key in ("device_memory", "memory"):
+            size = in_bytes(vars(self)[key], key)
+            if size is not None and not 0 < size < math.inf:
+                raise StudyError(f"{key}: expected more than 0 bytes, got {vars(self)[key]!r}")
         names = [file_name(number, trial) for number, trial in enumerate(self.trials)]
         if twice := {name for name in names if names.count(name) > 1}:
             raise StudyError(f"two trials are called {sorted(twice)[0]}: give them names of their own")
         self._check_evaluations()
+
+    @property
+    def device_bytes(self) -> float:
+        """The limit on a device's memory; 0: none."""
+        return in_bytes(self.device_memory, "device_memory") or 0.0
+
+    @property
+    def tier_bytes(self) -> float:
+        """The limit on the tier; 0: none."""
+        return in_bytes(self.memory, "memory") or 0.0
 
     def _check_evaluations(self) -> None:
         """Scores are compared, so they must be of one kind; a rule needs the losses that it looks at."""

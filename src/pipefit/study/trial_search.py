@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from pipefit.study.trial import StudyError
@@ -22,31 +22,6 @@ class Search(Protocol):
 
     def again(self, values: Values) -> None:
         """Takes values that it chose before the study was resumed: `tell` follows, `ask` must not give them again."""
-
-
-class Listed:
-    """The simplest search: values from a list.
-
-    Attributes:
-        scores: (values, score) of the trials that have ended.
-    """
-
-    def __init__(self, values: Iterable[Values]) -> None:
-        self._left = [dict(chosen) for chosen in values]
-        self.scores: list[tuple[Values, float | None]] = []
-
-    def ask(self) -> Values | None:
-        """The next of the list."""
-        return self._left.pop(0) if self._left else None
-
-    def tell(self, values: Values, score: float | None) -> None:
-        """Remembers it."""
-        self.scores.append((values, score))
-
-    def again(self, values: Values) -> None:
-        """Takes them off the list."""
-        if dict(values) in self._left:
-            self._left.remove(dict(values))
 
 
 class OptunaSearch:

@@ -146,7 +146,7 @@ def build_trial(trial: Trial, capacity_bytes: float) -> tuple[Recipe, list[int],
             "module with weights has reset_parameters()"
         )
     batch = pair_of(recipe.batch_at(0))
-    partition, device_bytes = _known_split(trial, recipe, batch, capacity_bytes)
+    partition, device_bytes = _split(trial, recipe, batch, capacity_bytes)
     weights = sum(_record_bytes([recipe.layers[n] for n in shard.layers]) for shard in partition.stages)
     leaves = [leaf for leaf in pytree.tree_leaves(batch[0]) if isinstance(leaf, Tensor)]
     counts = [len(shard.layers) for shard in partition.stages]
@@ -161,22 +161,6 @@ def _record_bytes(layers: Sequence[NamedLayer]) -> int:
     """Bytes of a record with the weights and buffers of some layers."""
     tensors = {id(t): t for layer in layers for t in (*layer.module.parameters(), *layer.module.buffers())}
     return HEADER_BYTES + Layout(tensors.values()).num_bytes
-
-
-def _known_split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) -> tuple[Partition, float]:
-    """As `_split`; trials that differ only in numbers of the training are measured once per process."""
-    if not isinstance(trial.model, str) or not capacity_bytes:
-        return _split(trial, recipe, batch, capacity_bytes)
-    shapes = [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    options = sorted((key, repr(value)) for key, value in trial.options.items())
-    training = (trial.microbatches, trial.shards, recipe.state_per_weight, capacity_bytes)
-    key = repr((trial.model, options, shapes, training))
-    if key not in _SPLITS:
-        _SPLITS[key] = _split(trial, recipe, batch, capacity_bytes)
-    return _SPLITS[key]
-
-
-_SPLITS: dict[str, tuple[Partition, float]] = {}
 
 
 def _split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) -> tuple[Partition, float]:
@@ -214,7 +198,7 @@ def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
             recipe.training.loss,
             y,
             microbatch_sizes=[size],
-            repeats=3,
+            repeats=1,
             limit_s=2.0,
             threads=None,
         )

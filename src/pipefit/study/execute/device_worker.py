@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+import multiprocessing as mp
 import os
 import signal
 import sys
@@ -12,49 +14,47 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from pipefit.errors import DamageError, PipefitError, TierError
+from pipefit.runtime.malloc import give_back_freed
+from pipefit.runtime.signals import die_with, die_with_parent
+from pipefit.study.execute import runner
+from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.simulation import TimedTurn
-from pipefit.study.trial import Job, NoRoomError, Trial
-
-if TYPE_CHECKING:
-    from pipefit.study.execute.runner import TrialRunner
+from pipefit.study.trial import Job, NoRoomError, StudySpec, Trial
 
 _KEPT_BYTES = 1 << 30
 """Bytes of trials that a worker keeps on its device between turns where no limit is given."""
 
 
-@dataclass
-class Settings:
+class Settings(NamedTuple):
     """The data that a worker starts with.
 
     Attributes:
         number: of the worker, and of its device.
-        threads: for computing.
-        device: as torch names it; "": a GPU when there are some, else the CPU.
-        capacity_bytes: of the device; 0: no limit.
+        spec: of the study.
         folder: of the trials' folders.
         log: file of its output.
         trials: by number.
         define: makes a trial of values, for those that a search chooses later on.
-        environment: of the study's process.
-        inherited: pipes of all workers, which a fork has and must close.
     """
 
     number: int
-    threads: int
-    device: str
-    capacity_bytes: float
+    spec: StudySpec
     folder: Path
     log: Path
-    trials: dict[int, Trial]
-    define: Callable[[Mapping[str, Any]], Trial] | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    inherited: list[Any] = field(default_factory=list)
+    trials: Sequence[Trial]
+    define: Callable[[Mapping[str, Any]], Trial] | None
+
+    @property
+    def threads(self) -> int:
+        """Threads for computing."""
+        return self.spec.threads or max(1, (os.cpu_count() or 1) // self.spec.workers)
 
 
 class Answer(NamedTuple):
@@ -85,26 +85,20 @@ def work(settings: Settings, pipe: Connection) -> None:
 
 
 def _work(settings: Settings, pipe: Connection) -> None:
-    import torch
-
-    from pipefit.runtime.malloc import give_back_freed
-
-    if settings.capacity_bytes:
+    if settings.spec.device_bytes:
         give_back_freed()
     torch.set_num_threads(settings.threads)
     # The first optimizer of a process imports torch's compiler, which takes seconds: not in the first turn.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
-    import pipefit.study.execute.runner  # noqa: F401
-
     answer = Answer("done")
     try:
-        runners = _Runners(settings, _device(settings))
+        trials = _OpenTrials(settings, _device(settings))
     except RuntimeError as problem:
         answer = Answer("failed", str(problem).splitlines()[0])
     with contextlib.suppress(EOFError, OSError):  # the study has ended
         pipe.send(answer)
         while (job := pipe.recv()).kind != "close":
-            answer = runners.answer(job, pipe.poll)
+            answer = trials.answer(job, pipe.poll)
             sys.stdout.flush()
             sys.stderr.flush()
             pipe.send(answer)
@@ -113,28 +107,19 @@ def _work(settings: Settings, pipe: Connection) -> None:
 
 def _settle(settings: Settings) -> None:
     """Leaves signals to the study; the worker ends with it."""
-    import multiprocessing as mp
-
-    from pipefit.runtime.signals import die_with, die_with_parent
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems send it to every process of a job
     die_with_parent()
     if (parent := mp.parent_process()) is not None:
         die_with(parent.sentinel)
-    for foreign in settings.inherited:
-        foreign.close()
-    os.environ.update(settings.environment)
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     handle = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
 
 
-def _device(settings: Settings) -> Any:
-    import torch
-
-    device = torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _device(settings: Settings) -> torch.device:
+    device = torch.device(settings.spec.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("torch sees no GPU on this machine")
     if device.type == "cuda" and device.index is None:
@@ -143,29 +128,30 @@ def _device(settings: Settings) -> Any:
     return device
 
 
-class _Runners:
+class _OpenTrials:
     """The trials that the worker has on its device."""
 
-    def __init__(self, settings: Settings, device: Any) -> None:
+    def __init__(self, settings: Settings, device: torch.device) -> None:
         self._settings, self._device = settings, device
-        self._runners: OrderedDict[int, TrialRunner] = OrderedDict()
+        self._trials: OrderedDict[int, OpenTrial] = OrderedDict()
 
     def answer(self, job: Job, is_called: Callable[[], bool]) -> Answer:
         """Does a job; turns end early where `is_called`, for a job that comes meanwhile can only be to end."""
-        for number in self._runners.keys() - job.alive - {job.trial}:
+        for number in self._trials.keys() - job.alive - {job.trial}:
             self._drop(number)
         turns: list[TimedTurn] = []
         start_s = time.monotonic()
         try:
             self._make_room(job.trial)
-            runner = self._runner(job)
-            if job.kind == "export":
-                return Answer("done", runner.export(job.argument))
+            opened = self._opened(job)
             if job.kind == "admit":
-                figures = runner.admit(job.argument)
-                return Answer("done", figures, [TimedTurn(job.trial, -1, -1, 0, start_s, time.monotonic())])
+                turns.append(TimedTurn(job.trial, -1, -1, 0, start_s, time.monotonic()))
+                return Answer("done", opened.state.figures, turns)
+            if job.kind == "export":
+                runner.export(opened, job.argument)
+                return Answer("done")
             while len(turns) < job.argument and not (turns and is_called()):
-                turns.append(runner.turn())
+                turns.append(runner.take_turn(opened))
             return Answer("done", None, turns)
         except NoRoomError as problem:
             outcome, reason = "no-room", str(problem)
@@ -176,32 +162,32 @@ class _Runners:
         self._drop(job.trial)
         return Answer(outcome, reason, turns)
 
-    def _runner(self, job: Job) -> TrialRunner:
-        from pipefit.study.execute.runner import TrialRunner
-
+    def _opened(self, job: Job) -> OpenTrial:
         settings, number = self._settings, job.trial
-        if number not in self._runners:
-            trial = settings.trials.get(number)
-            if trial is None:  # a search chose it after this worker began
+        if number not in self._trials:
+            if number < len(settings.trials):
+                trial = settings.trials[number]
+            else:  # a search chose it after this worker began
                 assert settings.define is not None and job.values is not None
                 trial = settings.define(job.values)
-            folder = settings.folder / job.name
-            self._runners[number] = TrialRunner(number, trial, folder, self._device, settings.capacity_bytes)
-        self._runners.move_to_end(number)
-        return self._runners[number]
+            room = job.argument if job.kind == "admit" else math.inf
+            place, limit = settings.folder / job.name, settings.spec.device_bytes
+            self._trials[number] = OpenTrial(number, trial, place, self._device, limit, room)
+        self._trials.move_to_end(number)
+        return self._trials[number]
 
     def _make_room(self, number: int) -> None:
         """Releases shards of other trials: under a limit all of them, else those that had no turn for longest."""
-        allowed = 0 if self._settings.capacity_bytes else _KEPT_BYTES
-        held = sum(runner.held_bytes for runner in self._runners.values())
-        for other, runner in self._runners.items():
+        allowed = 0 if self._settings.spec.device_bytes else _KEPT_BYTES
+        held = sum(opened.held_bytes for opened in self._trials.values())
+        for other, opened in self._trials.items():
             if other != number and held > allowed:
-                held -= runner.held_bytes
-                runner.release()
+                held -= opened.held_bytes
+                opened.release()
 
     def _drop(self, number: int) -> None:
-        if runner := self._runners.pop(number, None):
-            runner.close()
+        if opened := self._trials.pop(number, None):
+            opened.close()
 
 
 def reason_of(problem: BaseException, doing: str = "") -> str:

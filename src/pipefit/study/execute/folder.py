@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from pipefit.spec.options import in_bytes
 from pipefit.spec.sealed import write_sealed
 from pipefit.study.results import reread
 from pipefit.study.trial import StudyError, StudySpec, plain
@@ -61,7 +62,7 @@ class StudyFolder:
             for key in ("trials", "stop", "tier"):
                 if before.get(key) != given[key]:
                     raise StudyError(f"{self.path} holds another study: its {key} differ; give another output")
-            _check_cut(before["device_memory_bytes"], spec.device_memory_bytes)
+            _check_cut(in_bytes(before["device_memory"], "device_memory") or 0.0, spec.device_bytes)
         elif self._file.exists():
             raise StudyError(f"{self.path} holds a study already: resume it (--resume), or give another output")
         elif spec.tier == "disk" and self.state.exists():

@@ -6,6 +6,8 @@ keeps; another worker may have the same trial open, and the study gives a turn t
 
 from __future__ import annotations
 
+import hashlib
+import math
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -28,56 +30,74 @@ from pipefit.spill.rank import Spilling
 from pipefit.spill.tiers import Key
 from pipefit.stage.materialise import is_meta, stand_in
 from pipefit.stage.ties import tied_groups
-from pipefit.study.execute.admission import Recipe
+from pipefit.study.execute.admission import build_trial, on_meta, recipe_of
 from pipefit.study.execute.resident import ResidentState, shared_parameters
-from pipefit.study.execute.trial_files import TrialState, commit_mark, open_tier, state_of
+from pipefit.study.execute.trial_files import TrialState, commit_mark, open_tier, read_state, state_of
+from pipefit.study.trial import NoRoomError, Trial
 from pipefit.study.turns import Turn, step_program, turns_of
 
 _RESIDENT = "resident"
 
 
 class OpenTrial:
-    """An open trial.
+    """An open trial, where its last commit left it; one that has none is built, split and written to the tier.
+
+    The first weights go to the tier shard by shard, so that there is never more than one in memory of a model that came
+    without.
 
     Args:
-        recipe: what trains.
-        microbatches: of a step.
-        state: where the trial stands; of a new one, how it is cut.
-        folder: its own.
-        device: where it computes.
-        is_limited: whether one shard at a time may be on the device; else each has a slot of its own.
-        is_new: the first weights go to the tier, shard by shard, so that there is never more than one in memory of a
-            model that came without; else the tier has the weights.
+        number: in the study.
+        trial: its definition.
+        folder: of the trial, on the tier.
+        device: where this worker computes.
+        capacity_bytes: of the device. Under a limit one shard at a time is there; without one (0) each has a slot.
+        room_bytes: free on the tier.
 
     Attributes:
-        recipe: as given.
+        number, trial, folder: as given.
+        recipe: what trains.
         program: of a step.
         worker: the rank.
         engine: of that one rank.
         spilling: of the rank.
         step: of the last commit that was read or written.
         state: of that commit; changed in place until the next.
+
+    Raises:
+        InfeasibleError: it needs more memory than the device has, however it is split.
+        NoRoomError: the tier has no room for it now.
     """
 
     def __init__(
         self,
-        recipe: Recipe,
-        microbatches: int,
-        state: TrialState,
+        number: int,
+        trial: Trial,
         folder: Path,
         device: torch.device,
-        is_limited: bool,
-        is_new: bool,
+        capacity_bytes: float = 0.0,
+        room_bytes: float = math.inf,
     ) -> None:
-        self.recipe, self.state, self.step = recipe, state, 0
-        self._folder, self._device = folder, device
+        self.number, self.trial, self.folder, self.step = number, trial, folder, 0
+        self._device, self._is_limited = device, capacity_bytes > 0
         self._mark: object = None
         self._loaded: dict[int, tuple[int, bytes]] = {}
+        found = read_state(folder)
+        is_new = found is None
+        if found is not None:
+            recipe, state = on_meta(trial) or recipe_of(trial), found[1]
+        else:
+            recipe, counts, figures = build_trial(trial, capacity_bytes)
+            needed = figures.tier_bytes
+            if needed > room_bytes:
+                raise NoRoomError(f"its state needs {needed} bytes on the tier, {int(room_bytes)} are free")
+            folder.mkdir(parents=True, exist_ok=True)
+            state = TrialState(counts, figures)
+        self.recipe, self.state = recipe, state
         partition = Partition.from_counts(state.counts, len(recipe.layers))
         tied_groups(recipe.layers, partition)  # refuses shards that share a batch norm
         layers = {s: [recipe.layers[n] for n in part.layers] for s, part in enumerate(partition.stages)}
-        training, slots = recipe.training, 1 if is_limited else len(layers)
-        self.program = step_program(len(layers), microbatches, training.clip_norm is not None, slots)
+        training, slots = recipe.training, 1 if self._is_limited else len(layers)
+        self.program = step_program(len(layers), trial.microbatches, training.clip_norm is not None, slots)
         drawn = {stage for stage, listed in layers.items() if is_meta(listed)}
         stand_in(recipe.layers, partial(make_stand_in, device=device))
         shared, rules = shared_parameters(layers), state_rules(training.optimizer, device)
@@ -100,6 +120,11 @@ class OpenTrial:
         self.worker = Worker.create(0, training, layers, {}, device, self.spilling)
         self.engine = Engine([self.worker], len(layers), Session(0, 1, None, Progress()), device)
         self.resident = ResidentState(self.worker, shared)
+        if is_new:
+            for stage in stores:
+                self.keep_resident(stage)
+            self.commit(0)
+            self.release()
 
     def _reserve(self) -> None:
         """Makes room on the tier for all records but data at the cuts."""
@@ -122,7 +147,7 @@ class OpenTrial:
         Raises:
             DamageError: it is damaged.
         """
-        if self._mark != (mark := commit_mark(self._folder)):
+        if self._mark != (mark := commit_mark(self.folder)):
             commit = self.tier.recover(check=False)
             self.step, self.state, self._mark = commit.step, state_of(commit), mark
             self.spilling.parked.restore(self.state.parked)
@@ -132,7 +157,7 @@ class OpenTrial:
         self.state.parked = self.spilling.parked.describe()
         self.spilling.commit(step, msgspec.to_builtins(self.state, str_keys=True))
         self.spilling.settle()
-        self.step, self._mark = step, commit_mark(self._folder)
+        self.step, self._mark = step, commit_mark(self.folder)
 
     # ---- the device's memory ---------------------------------------------------------------------------------------
 
@@ -145,9 +170,14 @@ class OpenTrial:
             self._has_slots = True
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of its slots."""
+    def held_bytes(self) -> int:
+        """Bytes of the device that the trial holds between turns."""
         return self.spilling.arena.num_bytes if self._has_slots else 0
+
+    def end_turn(self) -> None:
+        """Releases the weights that shards share, under a limit."""
+        if self._is_limited and self.resident.is_shared:
+            self.release()
 
     def release(self) -> None:
         """Releases the device's memory; the tier has everything."""
@@ -156,6 +186,11 @@ class OpenTrial:
         if self.resident.is_shared:
             self.resident.release()
             self._loaded.clear()
+
+    def close(self) -> None:
+        """Ends the use of the tier; turns that were not committed are lost."""
+        self.release()  # its tensors and hooks refer to each other: nothing else would free them soon
+        self.spilling.close()
 
     def _attach(self, arena: Arena) -> None:
         self.spilling.arena = arena
@@ -166,22 +201,27 @@ class OpenTrial:
 
     def load_resident(self, stage: int) -> None:
         """Brings what a shard needs in addition to its records up to date."""
-        for home in sorted(self.resident.homes(stage)):
+        for home in sorted(self.resident.homes[stage]):
             version = self.state.residents[home]
             if self._loaded.get(home, (-1, b""))[0] != version:
                 copy, tensors = self.spilling.parked.read(Key(home, _RESIDENT, version % 2), keep=True)
                 copy.wait()
                 data = bytes(tensors()[0].cpu().numpy())
                 self.resident.unpack(home, data)
-                self._loaded[home] = version, data
+                self._loaded[home] = version, _digest(data)
 
     def keep_resident(self, stage: int) -> None:
         """Writes the resident state of a shard where it has changed: not over the one that the last commit names."""
         before, known = self._loaded.get(stage, (-1, b""))
         data = self.resident.pack(stage)
-        if data != known:
+        if (digest := _digest(data)) != known:
             version = before + 1
             tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             self.spilling.writes.append(self.spilling.parked.write(Key(stage, _RESIDENT, version % 2), [tensor]))
-            self._loaded[stage] = version, data
+            self._loaded[stage] = version, digest
             self.state.residents[stage] = version
+
+
+def _digest(data: bytes) -> bytes:
+    """Stands for data that is not kept: weights that shards share may be large."""
+    return hashlib.blake2b(data).digest()

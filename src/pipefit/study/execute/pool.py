@@ -35,8 +35,8 @@ class Pool:
         jobs: of the others; the first is to start.
     """
 
-    def __init__(self, settings_of: Callable[[int, list[Any]], Settings], count: int, forked: bool) -> None:
-        self._settings_of, self._forked = settings_of, forked
+    def __init__(self, settings_of: Callable[[int], Settings], count: int, forked: bool) -> None:
+        self._settings_of = settings_of
         self._context: Any = mp.get_context("fork" if forked else "forkserver")
         if not forked:
             self._context.set_forkserver_preload(["pipefit.pipeline.preload", "pipefit.study.execute.fork_server"])
@@ -55,8 +55,7 @@ class Pool:
         if number in self._workers:
             self._workers.pop(number)[1].close()
         ours, theirs = self._context.Pipe()
-        inherited = [*(pipe for _, pipe in self._workers.values()), ours] if self._forked else []
-        process = self._context.Process(target=work, args=(self._settings_of(number, inherited), theirs), daemon=True)
+        process = self._context.Process(target=work, args=(self._settings_of(number), theirs), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks of programs with threads
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import write_json
-from pipefit.study.board import Board, TrialProgress
+from pipefit.study.board import Board, Observer, TrialProgress
 from pipefit.study.execute.device_worker import Answer, Settings, reason_of
 from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
@@ -30,16 +29,6 @@ _MOST_RESTARTS = 20
 Define = Callable[[Mapping[str, Any]], Trial]
 
 
-class StudyObserver:
-    """Methods that a study calls while it runs; these do nothing."""
-
-    def changed(self, board: Board) -> None:
-        """Something has happened."""
-
-    def predicted(self, seconds: float, bound_s: float) -> None:
-        """Every trial was measured: the study should take so long in all."""
-
-
 class StudyRun:
     """One run of a study, from its start or from where an earlier run left it.
 
@@ -47,13 +36,17 @@ class StudyRun:
         spec: the study.
         define: makes a trial of the values that `search` chooses.
         search: chooses further trials; None: there are those of the spec.
-        observer: called when something happens.
+        observer: called when something has happened.
         resume: continue from the output folder.
         forked: workers are forks of this process and have all its functions; else they come from a server that has
             torch loaded, and trials must be pickled.
 
+    Attributes:
+        board: the state of the study.
+        stopped_by: the signal that ended the run before the study was over.
+
     Raises:
-        StudyError: the folder holds another study, or one that was not to be resumed.
+        StudyError: workers cannot be forks of this program.
     """
 
     def __init__(
@@ -62,7 +55,7 @@ class StudyRun:
         *,
         define: Define | None = None,
         search: Search | None = None,
-        observer: StudyObserver | None = None,
+        observer: Observer | None = None,
         resume: bool = False,
         forked: bool = True,
     ) -> None:
@@ -71,22 +64,11 @@ class StudyRun:
                 "this program has used the GPU already, which a fork of it cannot: run the study first, in another "
                 "program, or from a study file"
             )
-        self._forked = forked
         self.spec, self._define, self._search = spec, define, search
-        self._observer: StudyObserver = observer or StudyObserver()
-        self._resume, self._folder = resume, StudyFolder(spec, resume)
-        try:
-            entries = [
-                read_entry(n, trial, file_name(n, trial), self._folder.path) for n, trial in enumerate(spec.trials)
-            ]
-        except BaseException:
-            self._folder.close()
-            raise
-        self.board = Board(entries, spec.workers, spec.policy, spec.stop)
-        self.board.on_end = self._ended
-        self.board.admits_singly = spec.tier_bytes > 0
-        self._predicted_s: float | None = None
-        self._stop: int | None = None
+        self._observer = observer or (lambda board: None)
+        self._resume, self._forked = resume, forked
+        self.board = Board([], spec.workers, spec.policy, spec.stop, self._ended, admits_singly=spec.tier_bytes > 0)
+        self.stopped_by: int | None = None
         self._trouble: str | None = None
         self._restarts = 0
         self._has_died_over_weights = False
@@ -99,41 +81,31 @@ class StudyRun:
         """Runs to the end, or to the first signal; everything that was committed is kept either way.
 
         Raises:
+            StudyError: the folder holds another study, or one that was not to be resumed.
             TierError: the tier is full or gone; the study can be resumed when that is repaired.
         """
-        with contextlib.closing(self._folder), self._listening():
+        with contextlib.closing(StudyFolder(self.spec, self._resume)) as self._folder, self._listening():
+            for number, trial in enumerate(self.spec.trials):
+                self._place(trial, file_name(number, trial))
             self._recall()
             self._ask()
-            pool = None
             try:
-                pool = Pool(self._settings, self.spec.workers, self._forked)
-                self._loop(pool)
+                with contextlib.closing(Pool(self._settings, self.spec.workers, self._forked)) as pool:
+                    self._loop(pool)
             except PipefitError:
-                if self._stop is None:  # a signal ends workers, too, before they can ignore it
+                if self.stopped_by is None:  # a signal ends workers, too, before they can ignore it
                     raise
-            finally:
-                if pool is not None:
-                    pool.close()
             return self._finish()
 
-    @property
-    def stopped_by(self) -> int | None:
-        """The signal that ended the run before the study was over."""
-        return self._stop
+    def _place(self, trial: Trial, name: str) -> TrialProgress:
+        """Adds a trial to the board; it may have ended in an earlier run."""
+        self.board.entries.append(read_entry(len(self.board.entries), trial, name, self._folder.path))
+        return self.board.entries[-1]
 
-    def _settings(self, number: int, inherited: list[Any]) -> Settings:
-        return Settings(
-            number,
-            self.spec.threads or max(1, (os.cpu_count() or 1) // self.spec.workers),
-            self.spec.device,
-            self.spec.device_memory_bytes,
-            self._folder.state,
-            self._folder.logs / f"worker-{number}.log",
-            {entry.number: entry.trial for entry in self.board.entries},
-            self._define,
-            dict(os.environ),
-            inherited,
-        )
+    def _settings(self, number: int) -> Settings:
+        log = self._folder.logs / f"worker-{number}.log"
+        trials = [entry.trial for entry in self.board.entries]
+        return Settings(number, self.spec, self._folder.state, log, trials, self._define)
 
     def _loop(self, pool: Pool) -> None:
         deadline_s = math.inf
@@ -143,20 +115,21 @@ class StudyRun:
                     pool.give(number, job)
             if not pool.jobs:
                 break
-            if self._stop is not None:
+            if self.stopped_by is not None:
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
             for number, job, answer in pool.answers(0.2):
                 if answer is None:
                     self._lost(pool, number, job)
                 else:
                     self._take(number, job, answer)
-                self._predict()
+                if self._search is None:
+                    self.board.predict()
                 self._ask()
-                self._observer.changed(self.board)
+                self._observer(self.board)
 
     def _next_job(self, number: int, pool: Pool) -> Job | None:
         """The next job of a free worker; at the end that is to write the best trial's weights."""
-        if self._stop is not None or self._trouble is not None:
+        if self.stopped_by is not None or self._trouble is not None:
             return None
         job = self.board.next_job(number)
         if job is None and not pool.jobs and (best := self._unwritten_best()) is not None:
@@ -226,17 +199,6 @@ class StudyRun:
     def _state_of(self, number: int) -> Path:
         return self._folder.state / self.board.entries[number].name
 
-    def _predict(self) -> None:
-        """Simulates the whole study once every trial was measured twice; the first turns are slow."""
-        if self._predicted_s is not None or self._search is not None:
-            return
-        entries = [entry for entry in self.board.entries if not entry.has_ended]
-        if not entries or any(min((n for _, n in e.turn_s.values()), default=0) < 2 for e in entries):
-            return
-        if found := self.board.predicted():
-            self._predicted_s = found.makespan_s
-            self._observer.predicted(found.makespan_s, found.bound_s)
-
     # ---- trials come and go ----------------------------------------------------------------------------------------
 
     def _recall(self) -> None:
@@ -249,7 +211,7 @@ class StudyRun:
 
     def _ask(self) -> None:
         """Asks for further trials while there are fewer than workers could take."""
-        while self._search is not None and self._stop is None and len(self.board.alive) < 2 * self.spec.workers:
+        while self._search is not None and self.stopped_by is None and len(self.board.alive) < 2 * self.spec.workers:
             if (values := self._search.ask()) is None:
                 return
             self._folder.choose([*self._chosen.values(), values])
@@ -269,8 +231,7 @@ class StudyRun:
         name = file_name(number, trial)
         if name in {entry.name for entry in self.board.entries}:
             name = f"{name}-{number}"  # a search may choose the same twice
-        entry = read_entry(number, trial, name, self._folder.path)
-        self.board.entries.append(entry)
+        entry = self._place(trial, name)
         if entry.has_ended:  # in an earlier run
             self._report(entry)
         elif reason:
@@ -306,7 +267,7 @@ class StudyRun:
     def _finish(self) -> StudyResult:
         over = self.board.is_over and self._trouble is None and self._unwritten_best() is None
         place = self._folder.path
-        result = result_of(self.board, self.spec.name, self._predicted_s, not over, self._resume, place)
+        result = result_of(self.board, self.spec.name, not over, self._resume, place)
         if self._folder.best.exists():
             result.paths["best"] = str(self._folder.best)
         if self._trouble is not None:
@@ -328,9 +289,9 @@ class StudyRun:
             return
 
         def on_signal(number: int, frame: object) -> None:
-            if self._stop is not None:
+            if self.stopped_by is not None:
                 raise KeyboardInterrupt
-            self._stop = number
+            self.stopped_by = number
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

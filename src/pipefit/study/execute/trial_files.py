@@ -69,11 +69,6 @@ def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> DiskTier:
     return DiskTier(folder, _NAME, lanes, False, device, shared=True)
 
 
-def has_state(folder: Path) -> bool:
-    """Whether a trial was admitted."""
-    return (folder / f"{_NAME}.commit").exists()
-
-
 def commit_mark(folder: Path) -> tuple[int, int]:
     """A mark of the last commit of a trial; it differs from that of any other commit."""
     found = (folder / f"{_NAME}.commit").stat()
