@@ -11,6 +11,7 @@ a scaled-down model, measured here, has the same ρ on fewer devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ class Scaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model of the paper at a size for a few processes.
 
     Attributes:
-        model: built-in.
+        model: built-in, or FILE:FACTORY.
         options: its size.
         microbatch: samples of a mini-batch, on one device.
         published: name of the layer graph that gives the ratio.
@@ -44,9 +45,12 @@ class Scaled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speedup: float
 
 
+_MODELS = Path(__file__).parents[2] / "examples/models"
 SCALED = {
-    "vgg": Scaled("vgg16", "image=96,width=0.125,classes=2400", 32, "vgg16", "15-1", 5.28),
-    "resnet": Scaled("resnet50", "image=32,width=0.125,classes=150", 24, "resnet50", "data parallelism", 1.0),
+    "vgg": Scaled(f"{_MODELS}/vgg.py:vgg16", "image=96,width=0.125,classes=2400", 32, "vgg16", "15-1", 5.28),
+    "resnet": Scaled(
+        f"{_MODELS}/resnet.py:resnet50", "image=32,width=0.125,classes=150", 24, "resnet50", "data parallelism", 1.0
+    ),
 }
 """The classes are such that the convolutions hold as large a share of the weights as in the paper's models."""
 

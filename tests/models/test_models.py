@@ -1,8 +1,10 @@
-"""Built-in models: what they are made of, that every cut of them computes the same, and how they are asked for."""
+"""Built-in models and those of the examples: what they are made of, that every cut of them computes the same, and how
+they are asked for."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,26 +15,32 @@ from pipefit.errors import ModelError
 from pipefit.models import BUILT_IN, build, gpt, parse_options
 
 SMALL = {
-    "alexnet": {"image": 64, "width": 0.0625, "classes": 10},
     "convnet": {"layers": 5, "channels": 8},
-    "gnmt": {"layers": 6, "hidden": 16, "vocab": 40, "length": 7},
     "gpt": {"layers": 2, "hidden": 32, "heads": 2, "vocab": 50, "context": 16},
     "mlp": {"layers": 4, "width": 16},
-    "resnet50": {"image": 16, "width": 0.0625, "classes": 10},
-    "vgg16": {"image": 32, "width": 0.0625, "classes": 10},
 }
+EXAMPLES = Path(__file__).parents[2] / "examples/models"
+ALEXNET, VGG = f"{EXAMPLES}/vgg.py:alexnet", f"{EXAMPLES}/vgg.py:vgg16"
+RESNET, GNMT = f"{EXAMPLES}/resnet.py:resnet50", f"{EXAMPLES}/gnmt.py:gnmt"
+LARGE = {
+    ALEXNET: {"image": 64, "width": 0.0625, "classes": 10},
+    GNMT: {"layers": 6, "hidden": 16, "vocab": 40, "length": 7},
+    RESNET: {"image": 16, "width": 0.0625, "classes": 10},
+    VGG: {"image": 32, "width": 0.0625, "classes": 10},
+}
+EVERY = pytest.mark.parametrize("name", [pytest.param(name, id=name.rpartition(":")[2]) for name in SMALL | LARGE])
 
 
 def small(name, **more):
     torch.manual_seed(0)
-    return build(name, **{**SMALL[name], **more})
+    return build(name, **{**(SMALL | LARGE)[name], **more})
 
 
 def test_every_built_in_model_has_a_small_form_here():
     assert set(SMALL) == set(BUILT_IN)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@EVERY
 def test_loss_is_a_finite_scalar_and_every_parameter_gets_a_gradient(name):
     bundle = small(name)
     x, y = bundle.example(3, 0)
@@ -43,7 +51,7 @@ def test_loss_is_a_finite_scalar_and_every_parameter_gets_a_gradient(name):
     assert without == []
 
 
-@pytest.mark.parametrize("name", SMALL)
+@EVERY
 def test_the_same_seed_gives_the_same_weights_and_the_same_example(name):
     first, second = small(name), small(name)
     for (key, a), (_, b) in zip(first.layers.state_dict().items(), second.layers.state_dict().items(), strict=True):
@@ -54,7 +62,7 @@ def test_the_same_seed_gives_the_same_weights_and_the_same_example(name):
     assert not all(torch.equal(a, b) for a, b in zip(leaves[0], other, strict=True))
 
 
-@pytest.mark.parametrize("name", SMALL)
+@EVERY
 def test_the_initial_loss_is_near_that_of_guessing(name):
     # In training mode: before the first step the running statistics of batch norm say nothing yet.
     bundle = small(name)
@@ -65,7 +73,7 @@ def test_the_initial_loss_is_near_that_of_guessing(name):
     assert loss == pytest.approx(torch.tensor(float(classes)).log().item(), rel=0.5)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@EVERY
 def test_every_value_between_layers_is_a_pytree_of_tensors_with_the_batch_first(name):
     bundle = small(name)
     value, _ = bundle.example(3, 0)
@@ -75,7 +83,7 @@ def test_every_value_between_layers_is_a_pytree_of_tensors_with_the_batch_first(
         assert all(isinstance(leaf, torch.Tensor) and leaf.shape[0] == 3 for leaf in leaves), layer_name
 
 
-@pytest.mark.parametrize("name", sorted(set(SMALL) - {"gnmt"}))
+@pytest.mark.parametrize("name", [*SMALL, ALEXNET, RESNET, VGG])
 def test_a_layer_does_not_change_its_input(name):
     bundle = small(name)
     value, _ = bundle.example(3, 0)
@@ -86,7 +94,7 @@ def test_a_layer_does_not_change_its_input(name):
         value = output
 
 
-@pytest.mark.parametrize("name", ["gpt", "gnmt", "mlp"])
+@pytest.mark.parametrize("name", ["gpt", GNMT, "mlp"])
 def test_samples_do_not_see_each_other_without_batch_norm(name):
     bundle = small(name)
     bundle.layers.eval()
@@ -97,9 +105,7 @@ def test_samples_do_not_see_each_other_without_batch_norm(name):
 
 
 # Published parameter counts: the figures of torchvision's reference models, of which these three share the layout.
-@pytest.mark.parametrize(
-    ("name", "num_parameters"), [("alexnet", 61_100_840), ("vgg16", 138_357_544), ("resnet50", 25_557_032)]
-)
+@pytest.mark.parametrize(("name", "num_parameters"), [(ALEXNET, 61_100_840), (VGG, 138_357_544), (RESNET, 25_557_032)])
 def test_full_size_parameter_counts_equal_the_published_ones(name, num_parameters):
     with torch.device("meta"):
         assert build(name).num_parameters == num_parameters
@@ -108,7 +114,7 @@ def test_full_size_parameter_counts_equal_the_published_ones(name, num_parameter
 def test_gnmt_has_the_weights_of_pipedreams_profile():
     # PipeDream's profile of GNMT-8 gives weight bytes per LSTM; both bias vectors of torch's LSTM are counted there.
     with torch.device("meta"):
-        model = build("gnmt").layers
+        model = build(GNMT).layers
     lstm_bytes = {
         name: 4 * sum(p.numel() for p in layer.lstm.parameters())
         for name, layer in model.named_children()
@@ -121,7 +127,7 @@ def test_gnmt_has_the_weights_of_pipedreams_profile():
 
 
 def test_a_full_size_image_passes_on_the_meta_device():
-    for name in ("alexnet", "vgg16", "resnet50"):
+    for name in (ALEXNET, VGG, RESNET):
         with torch.device("meta"):
             assert build(name).layers(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
 
@@ -157,7 +163,7 @@ def test_gpt_refuses_more_positions_than_its_context():
 
 
 def test_gnmt_attends_to_the_source_and_not_to_the_coming_target():
-    bundle = small("gnmt", dropout=0.0)
+    bundle = small(GNMT, dropout=0.0)
     (source, target), _ = bundle.example(1, 0)
     before = bundle.layers((source, target))
     other_source, other_target = source.clone(), target.clone()
@@ -171,8 +177,8 @@ def test_gnmt_attends_to_the_source_and_not_to_the_coming_target():
 
 def test_small_image_stem_keeps_the_size_of_the_image():
     x = torch.zeros(1, 3, 16, 16)
-    assert small("resnet50").layers.stem(x).shape[-2:] == (16, 16)
-    assert small("resnet50", small=False).layers.stem(x).shape[-2:] == (4, 4)
+    assert small(RESNET).layers.stem(x).shape[-2:] == (16, 16)
+    assert small(RESNET, small=False).layers.stem(x).shape[-2:] == (4, 4)
 
 
 def test_mlp_takes_images_and_counts_its_linear_maps_as_layers():
@@ -201,14 +207,13 @@ def test_convnet_takes_any_depth_and_image(layers, image):
         ),
         ("gpt", {"hidden": 100, "heads": 8}, "hidden=100 is not a multiple of heads=8; .* hidden=96 or 104"),
         ("gpt", {"layers": 0}, "layers must be a whole number of at least 1, got 0"),
-        ("gpt", {"layers": "two"}, "layers must be a whole number, got 'two'"),
+        ("gpt", {"layers": "two"}, "layers: expected a whole number, got 'two'"),
         ("gpt", {"dropout": 1.0}, "dropout must be at least 0 and below 1"),
         ("mlp", {"activation": "swish"}, "activation must be one of gelu"),
         ("convnet", {"layers": 1}, "at least 2 layers"),
-        ("alexnet", {"image": 32}, "the smallest that works is image=63"),
-        ("vgg16", {"image": 48}, "image=32 or 64"),
-        ("gnmt", {"layers": 2}, "at least 3 LSTMs"),
-        ("resnet50", {"width": 0.0}, "must be above 0"),
+        (ALEXNET, {"image": 32}, "the smallest that works is image=63"),
+        (VGG, {"image": 48}, "image=48 is not a multiple of 32"),
+        (GNMT, {"layers": 2}, "at least 3 LSTMs"),
     ],
 )
 def test_a_mistake_in_a_name_or_option_says_what_would_work(name, options, message):
@@ -218,18 +223,18 @@ def test_a_mistake_in_a_name_or_option_says_what_would_work(name, options, messa
 
 def test_alexnets_smallest_image_works_and_one_less_does_not():
     tiny = {"width": 0.01, "classes": 2}
-    assert build("alexnet", image=63, **tiny).layers(torch.zeros(1, 3, 63, 63)).shape == (1, 2)
+    assert build(ALEXNET, image=63, **tiny).layers(torch.zeros(1, 3, 63, 63)).shape == (1, 2)
     with pytest.raises(ModelError):
-        build("alexnet", image=62, **tiny)
+        build(ALEXNET, image=62, **tiny)
 
 
 def test_options_are_read_by_the_type_in_the_signature():
     read = parse_options("layers=2, hidden=32,heads=2,tied=no,dropout=0", "gpt")
     assert read == {"layers": 2, "hidden": 32, "heads": 2, "tied": False, "dropout": 0.0}
     assert isinstance(read["dropout"], float)
-    assert parse_options("small=none,image=64", "resnet50") == {"small": None, "image": 64}
-    assert parse_options("small=true", "resnet50") == {"small": True}
-    assert parse_options("length=9", "gnmt") == {"length": 9}
+    assert parse_options("small=none,image=64", RESNET) == {"small": None, "image": 64}
+    assert parse_options("small=true", RESNET) == {"small": True}
+    assert parse_options("length=9", GNMT) == {"length": 9}
     assert parse_options("", "gpt") == {}
 
 
@@ -240,8 +245,8 @@ def test_options_are_read_by_the_type_in_the_signature():
         ("layers=", "got 'layers='"),
         ("layers=1,layers=2", "layers is given twice, as 1 and 2"),
         ("depth=3", "no option 'depth'; .*layers=4"),
-        ("tied=maybe", "tied must be true or false, got 'maybe'"),
-        ("hidden=1.5", "hidden must be a whole number, got '1.5'"),
+        ("tied=maybe", "tied: expected true or false, got 'maybe'"),
+        ("hidden=1.5", "hidden: expected a whole number, got '1.5'"),
     ],
 )
 def test_malformed_options_are_refused(text, message):

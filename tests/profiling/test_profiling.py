@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import threading
+from pathlib import Path
 from queue import Queue
 
 import numpy as np
@@ -40,6 +41,7 @@ from pipefit.spec.topology import Device, Topology
 
 QUICK = {"repeats": 2, "warmup": 1}
 DEVICE = Device(flops=1e12, memory_bandwidth_bytes_per_s=1e11, efficiency=0.5)
+GNMT = f"{Path(__file__).parents[2]}/examples/models/gnmt.py:gnmt"
 FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "output_bytes", "saved_bytes", "weight_bytes")
 
 
@@ -86,7 +88,7 @@ def test_what_is_no_chain_is_refused(model):
         ("mlp", {}),
         ("convnet", {"dropout": 0.2}),
         ("gpt", {"layers": 2, "hidden": 32, "context": 16, "heads": 2}),
-        ("gnmt", {"layers": 4, "hidden": 16, "vocab": 64, "length": 5}),
+        (GNMT, {"layers": 4, "hidden": 16, "vocab": 64, "length": 5}),
     ],
 )
 def test_every_built_in_kind_gives_a_finite_profile_that_survives_its_file(name, options, tmp_path):
@@ -167,7 +169,7 @@ def test_a_model_that_cannot_learn_has_forward_times_only():
 
 
 def test_integer_parts_of_a_payload_travel_but_have_no_gradient():
-    model = build("gnmt", layers=3, hidden=16, vocab=64, length=5)
+    model = build(GNMT, layers=3, hidden=16, vocab=64, length=5)
     layers = by_name(profile_layers(model.layers, model.example(2, 0)[0], **QUICK))
     assert layers["embed_source"].output_bytes == 2 * 5 * 16 * 4 + 2 * 5 * 8
     assert layers["embed_source"].grad_bytes == 2 * 5 * 16 * 4
@@ -447,7 +449,7 @@ def test_the_time_of_an_activation_is_its_bytes_over_the_bandwidth():
     ("name", "options"),
     [
         ("gpt", {"layers": 3, "hidden": 32, "context": 16, "heads": 2}),
-        ("gnmt", {"layers": 4, "hidden": 16, "vocab": 64, "length": 5}),
+        (GNMT, {"layers": 4, "hidden": 16, "vocab": 64, "length": 5}),
         ("convnet", {}),
     ],
 )

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 ModelName = Annotated[
     str,
-    Parameter(
-        help="A built-in model (gpt, mlp, convnet, resnet50, …), or your own as package.module:factory or "
-        "file.py:factory."
-    ),
+    Parameter(help="A built-in model (gpt, mlp, convnet), or your own as package.module:factory or file.py:factory."),
 ]
 ModelOptions = Annotated[
     list[str] | None, Parameter(help="Options of the model, like layers=8,hidden=256; may be repeated.")

@@ -1,23 +1,17 @@
 """Built-in models as named layers, and those of users."""
 
 from pipefit.models import gpt_tensor as gpt_tensor  # gives the GPT's layers their tensor rules
-from pipefit.models.convolution import alexnet, convnet, vgg16
-from pipefit.models.gnmt import gnmt
+from pipefit.models.convolution import convnet
 from pipefit.models.gpt import gpt
 from pipefit.models.mlp import mlp
 from pipefit.models.registry import BUILT_IN, ModelBundle, build, parse_options
-from pipefit.models.resnet import resnet50
 
 __all__ = [
     "BUILT_IN",
     "ModelBundle",
-    "alexnet",
     "build",
     "convnet",
-    "gnmt",
     "gpt",
     "mlp",
     "parse_options",
-    "resnet50",
-    "vgg16",
 ]

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 Loss = Callable[[Any, Any], Tensor]
 Example = Callable[[int, int], tuple[Any, Any]]
-Draw = Callable[[Mapping[str, Any], int, torch.Generator], tuple[Any, Any]]
-"""A random (x, y) of a model, from its options, the number of samples and a generator."""
 
 
 def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -24,32 +22,16 @@ def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 mean_cross_entropy.is_mean_cross_entropy = True
 
 
-def example_of(draw: Draw, options: Mapping[str, Any]) -> Example:
-    """The example of a model with these options."""
-
-    def example(batch: int, seed: int = 0) -> tuple[Any, Any]:
-        return draw(options, batch, torch.Generator().manual_seed(seed))
-
-    return example
-
-
-def text(options: Mapping[str, Any], batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def text(options: Mapping[str, Any], batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Windows of random tokens: x, y (batch, context) int64, y one token later than x."""
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, options["vocab"], (batch, options["context"] + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
-def classified(options: Mapping[str, Any], batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def classified(options: Mapping[str, Any], batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Normal features (batch, inputs), or images (batch, inputs, image, image), and classes (batch,) int64."""
+    generator = torch.Generator().manual_seed(seed)
     image = (options["image"],) * 2 if "image" in options else ()
     x = torch.randn(batch, options["inputs"], *image, generator=generator)
     return x, torch.randint(0, options["classes"], (batch,), generator=generator)
-
-
-def translation(
-    options: Mapping[str, Any], batch: int, generator: torch.Generator
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Random sentences: x = (source, target) and y, the target one token later; all (batch, length) int64."""
-    source = torch.randint(0, options["vocab"], (batch, options["length"]), generator=generator)
-    x, y = text(options | {"context": options["length"]}, batch, generator)
-    return (source, x), y

@@ -4,45 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
-from pipefit.models.convolution import alexnet, convnet, vgg16
-from pipefit.models.examples import Draw, Example, Loss, example_of, mean_cross_entropy
+from pipefit.models.convolution import convnet
+from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.models.factory import call_factory, find_factory
-from pipefit.models.factory_options import check_options, parse_text, valid_options
-from pipefit.models.gnmt import gnmt
+from pipefit.models.factory_options import check_options, parse_text, signature_of
 from pipefit.models.gpt import gpt
 from pipefit.models.mlp import mlp
-from pipefit.models.resnet import resnet50
 
 
-@dataclass(frozen=True)
-class BuiltIn:
-    """A model that comes with pipefit.
-
-    `sizes` are options of the example only, such as the length of a sentence; `data` names the data set that suits
-    the default sizes, None where only random data do.
-    """
+class BuiltIn(NamedTuple):
+    """A model that comes with pipefit: its factory, its example, and the data set that suits its default sizes."""
 
     factory: Callable[..., nn.Sequential]
-    example: Draw
-    data: str | None = None
-    sizes: Mapping[str, Any] = field(default_factory=dict)
+    example: Callable[..., tuple[Any, Any]]
+    data: str
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
-    "alexnet": BuiltIn(alexnet, examples.classified),
-    "convnet": BuiltIn(convnet, examples.classified, data="digits"),
-    "gnmt": BuiltIn(gnmt, examples.translation, sizes={"length": 24}),
-    "gpt": BuiltIn(gpt, examples.text, data="text"),
-    "mlp": BuiltIn(mlp, examples.classified, data="digits"),
-    "resnet50": BuiltIn(resnet50, examples.classified),
-    "vgg16": BuiltIn(vgg16, examples.classified),
+    "convnet": BuiltIn(convnet, examples.classified, "digits"),
+    "gpt": BuiltIn(gpt, examples.text, "text"),
+    "mlp": BuiltIn(mlp, examples.classified, "digits"),
 }
 
 
@@ -93,19 +82,25 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
         ModelError: an unknown name (the nearest is suggested) or option, or a factory that cannot be found, raises,
             or returns something else.
     """
-    if ":" in name_or_path:
-        return _build_users(name_or_path, options)
+    factory = _factory(name_or_path)
+    given = check_options(factory, options, name_or_path)
+    made = call_factory(factory, given, name_or_path)
     entry = BUILT_IN.get(name_or_path)
     if entry is None:
+        return _users(name_or_path, made, given)
+    defaults = {name: parameter.default for name, parameter in signature_of(factory).parameters.items()}
+    complete = defaults | given
+    example = partial(entry.example, complete)
+    return ModelBundle(name_or_path, made, mean_cross_entropy, example, entry.data, complete)
+
+
+def _factory(name_or_path: str) -> Callable[..., Any]:
+    if ":" in name_or_path:
+        return find_factory(name_or_path)
+    if name_or_path not in BUILT_IN:
         hint = nearest(name_or_path, BUILT_IN)
         raise ModelError(f"unknown model {name_or_path!r}; {hint} Your own model is given as package.module:factory.")
-    given = check_options(entry.factory, options, name_or_path, entry.sizes)
-    defaults = {name: parameter.default for name, parameter in valid_options(entry.factory).items()}
-    complete = {**defaults, **entry.sizes, **given}
-    arguments = {name: value for name, value in given.items() if name not in entry.sizes}
-    layers = call_factory(entry.factory, arguments, name_or_path)
-    example = example_of(entry.example, complete)
-    return ModelBundle(name_or_path, layers, mean_cross_entropy, example, entry.data, complete)
+    return BUILT_IN[name_or_path].factory
 
 
 def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
@@ -114,19 +109,11 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
     Raises:
         ModelError: not NAME=VALUE, an unknown option (the valid ones are listed), or a word of another type.
     """
-    words = parse_text(text, name_or_path)
-    if ":" in name_or_path:
-        return check_options(find_factory(name_or_path), words, name_or_path)
-    if name_or_path not in BUILT_IN:
-        raise ModelError(f"unknown model {name_or_path!r}; {nearest(name_or_path, BUILT_IN)}")
-    entry = BUILT_IN[name_or_path]
-    return check_options(entry.factory, words, name_or_path, entry.sizes)
+    return check_options(_factory(name_or_path), parse_text(text, name_or_path), name_or_path)
 
 
-def _build_users(path: str, options: Mapping[str, object]) -> ModelBundle:
-    factory = find_factory(path)
-    given = check_options(factory, options, path)
-    made = call_factory(factory, given, path)
+def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:
+    """The bundle of what a user's factory gave."""
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3:
         raise ModelError(f"{path}: expected a model, (model, loss) or (model, loss, example); got {len(parts)} things")

@@ -16,7 +16,7 @@ class RunConfig:
     """A training run.
 
     Attributes:
-        model: a built-in model (gpt, mlp, convnet, resnet50, …), or your own as package.module:factory or
+        model: a built-in model (gpt, mlp, convnet), or your own as package.module:factory or
             file.py:factory.
         option: options of the model, like layers=8,hidden=256; may be repeated.
         data: data sets: text, digits, synthetic, or your own text files; default: what the model is made for.

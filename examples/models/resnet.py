@@ -1,16 +1,17 @@
 """ResNet-50: He, Zhang, Ren and Sun, "Deep residual learning for image recognition" (2016), one bottleneck per layer.
 
+    pipefit profile --model examples/models/resnet.py:resnet50 --option image=32,width=0.25,classes=10
+
 The stride of a group stands in the 3 × 3 convolution, as the common "v1.5" form has it.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-
-from pipefit.errors import ModelError
-from pipefit.models.blocks import chain, require_positive
-from pipefit.models.convolution import initialise
 
 _GROUPS = ((64, 3), (128, 4), (256, 6), (512, 3))  # (inner channels, blocks)
 _EXPANSION = 4
@@ -43,7 +44,7 @@ class Bottleneck(nn.Module):
 
 def resnet50(
     image: int = 224, inputs: int = 3, classes: int = 1000, width: float = 1.0, small: bool | None = None
-) -> nn.Sequential:
+) -> tuple[nn.Sequential, None, Any]:
     """ResNet-50 of layers `stem`, `block1_0` … `block4_2`, `head`: (b, inputs, image, image) -> (b, classes).
 
     At the defaults it has 25,557,032 parameters. Scaled down: `image=32, width=0.25, classes=10`.
@@ -56,12 +57,9 @@ def resnet50(
         small: a stem of one 3 × 3 convolution that keeps the size, instead of 7 × 7 with stride 2 and a pooling;
             None means: for images below 64.
 
-    Raises:
-        ModelError: a size is not positive.
+    Returns:
+        The model, no loss of its own, and `example(batch, seed)`.
     """
-    require_positive("resnet50", image=image, inputs=inputs, classes=classes)
-    if not width > 0:
-        raise ModelError(f"resnet50: width is a factor on all channels and must be above 0, got {width!r}")
     channels = max(1, round(64 * width))
     if small is None:
         small = image < 64
@@ -76,5 +74,16 @@ def resnet50(
             model.append((f"block{group}_{index}", Bottleneck(before, inner, stride)))
             before = _EXPANSION * inner
     head = [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("linear", nn.Linear(before, classes))]
-    model.append(("head", chain(head)))
-    return initialise(chain(model))
+    model.append(("head", nn.Sequential(OrderedDict(head))))
+    network = nn.Sequential(OrderedDict(model))
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def example(batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Normal images (batch, inputs, image, image) and classes (batch,) int64."""
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.randn(batch, inputs, image, image, generator=draw)
+        return x, torch.randint(0, classes, (batch,), generator=draw)
+
+    return network, None, example

@@ -1,5 +1,7 @@
 """A translator of LSTMs after GNMT (Wu et al. 2016): residual stacks, the first encoder bidirectional, attention.
 
+    pipefit train --model examples/models/gnmt.py:gnmt --option layers=4,hidden=64,vocab=512 --data synthetic
+
 Shapes: b sentences, s source and t target positions, h hidden, V vocabulary. The layers exchange a
 tuple, because the target waits while the source is read, and every decoder layer takes the attention's context:
 
@@ -17,12 +19,12 @@ instead of additive, so no (b, t, s, h) tensor is made. Sentences of a batch hav
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from pipefit.errors import ModelError
-from pipefit.models.blocks import chain, require_positive, require_probability
 
 
 class Embedding(nn.Module):
@@ -101,7 +103,9 @@ class Translation(nn.Module):
         return self.project(payload[0])
 
 
-def gnmt(layers: int = 8, hidden: int = 1024, vocab: int = 32320, dropout: float = 0.2) -> nn.Sequential:
+def gnmt(
+    layers: int = 8, hidden: int = 1024, vocab: int = 32320, dropout: float = 0.2, length: int = 24
+) -> tuple[nn.Sequential, None, Any]:
     """A GNMT-like translator: (source (b, s), target (b, t)) int64 -> logits (b, t, vocab) of the next target token.
 
     The layers are `embed_source`, `encoder0` …, `embed_target`, `decoder0` …, `head`. Residuals start at the third
@@ -113,14 +117,13 @@ def gnmt(layers: int = 8, hidden: int = 1024, vocab: int = 32320, dropout: float
         hidden: width.
         vocab: tokens of either language.
         dropout: rate before each LSTM.
+        length: tokens of a sentence of the example.
 
-    Raises:
-        ModelError: a size is not positive, or there are fewer than 3 LSTMs.
+    Returns:
+        The model, no loss of its own, and `example(batch, seed)`.
     """
-    require_positive("gnmt", layers=layers, hidden=hidden, vocab=vocab)
-    require_probability("gnmt", dropout=dropout)
     if layers < 3:
-        raise ModelError(f"gnmt: expected at least 3 LSTMs (two encode, one decodes), got layers={layers}")
+        raise ValueError(f"expected at least 3 LSTMs (two encode, one decodes), got layers={layers}")
     num_encoders = (layers + 1) // 2
     model: list[tuple[str, nn.Module]] = [("embed_source", Embedding(vocab, hidden, 0))]
     for index in range(num_encoders):
@@ -132,9 +135,17 @@ def gnmt(layers: int = 8, hidden: int = 1024, vocab: int = 32320, dropout: float
     for index in range(1, layers - num_encoders):
         model.append((f"decoder{index}", Decoder(hidden, dropout, residual=index >= 2)))
     model.append(("head", Translation(hidden, vocab)))
-    network = chain(model)
+    network = nn.Sequential(OrderedDict(model))
     # Uniform in ±0.1, as the paper trains it.
     with torch.no_grad():
         for parameter in network.parameters():
             nn.init.uniform_(parameter, -0.1, 0.1)
-    return network
+
+    def example(batch: int, seed: int = 0) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Random sentences: x = (source, target) and y, the target one token later; all (batch, length) int64."""
+        draw = torch.Generator().manual_seed(seed)
+        source = torch.randint(0, vocab, (batch, length), generator=draw)
+        ids = torch.randint(0, vocab, (batch, length + 1), generator=draw)
+        return (source, ids[:, :-1].contiguous()), ids[:, 1:].contiguous()
+
+    return network, None, example
