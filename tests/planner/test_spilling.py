@@ -22,7 +22,7 @@ from pipefit.planner.spilled_candidates import spilled_configs
 from pipefit.planner.spilled_cuts import _even
 from pipefit.planner.under_cap import problem_under_cap
 from pipefit.schedules import Shape, generate
-from pipefit.schedules.from_plan import program_of, shape_of
+from pipefit.schedules.catalogue import program_of, shape_of
 from pipefit.simulate import simulate
 from pipefit.spec import Layer, Level, Partition, Placement, Plan, Profile, SpillSpec, Tier, Topology
 from pipefit.verify import verify

@@ -103,7 +103,7 @@ def read_source(
         PipefitError: with the file and the place in it.
     """
     from pipefit.ir import text
-    from pipefit.schedules.from_plan import program_of
+    from pipefit.schedules.catalogue import program_of
     from pipefit.spec import Plan
 
     plan = Plan.load(path) if path.suffix == ".json" else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from pipefit.errors import PipefitError, ProgramError, nearest
 from pipefit.ir.instruction import Instruction
@@ -20,20 +22,9 @@ _PREFIX = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}
 def dump(program: Program) -> str:
     """The text of a program."""
     header = program.header
-    lines = [
-        _FORMAT,
-        f"schedule {header.schedule}",
-        f"microbatches {header.num_microbatches}",
-        f"steps {header.num_steps}",
-        f"weights {header.weights.value}",
-        f"placement {' '.join('+'.join(map(str, ranks)) for ranks in header.placement)}",
-        f"updates {' '.join(map(str, header.updates))}",
-    ]
-    lines += [f"tie {' '.join(map(str, tie))}" for tie in header.ties]
-    lines += ["clip"] if header.clip else []
-    lines += ["sharded"] if header.sharded else []
-    lines += [f"tensor {header.tensor}{' pieces' * header.pieces}"] if header.tensor > 1 else []
-    lines += [_spill_line(header.spill)] if header.spill else []
+    lines = [_FORMAT]
+    for name, (write, _) in _LINES.items():
+        lines += [f"{name} {words}".rstrip() for words in write(header)]
     for rank, instructions in enumerate(program.ranks):
         lines += ["", f"rank {rank}", *(f"  {instruction}" for instruction in instructions)]
     return "\n".join(lines) + "\n"
@@ -45,8 +36,8 @@ def parse(text: str, where: str = "program") -> Program:
     Raises:
         ProgramError: with `where`, the line number, what was expected and what came.
     """
-    fields: dict[str, list[str]] = {}
-    ties: list[tuple[int, ...]] = []
+    fields: dict[str, Any] = {"ties": ()}
+    named: set[str] = set()
     ranks: list[list[Instruction]] = []
     lines = text.splitlines()
     if not lines or lines[0].strip() != _FORMAT:
@@ -62,47 +53,33 @@ def parse(text: str, where: str = "program") -> Program:
                 ranks.append([])
             elif ranks:
                 ranks[-1].append(parse_instruction(" ".join(words)))
-            elif words[0] == "tie":
-                ties.append(tuple(map(int, words[1:])))
+            elif words[0] in _LINES:
+                found = _LINES[words[0]][1](words[1:])
+                fields |= {"ties": fields["ties"] + found["ties"]} if words[0] == "tie" else found
+                named.add(words[0])
             else:
-                fields[words[0]] = words[1:]
-        except ValueError as problem:
+                raise ProgramError(f"unknown header line {words[0]!r}; {nearest(words[0], _LINES)}")
+        except (ValueError, IndexError) as problem:
             raise ProgramError(f"{where}:{number}: {problem}") from None
-    return Program(_header(fields, tuple(ties), where), tuple(map(tuple, ranks)))
-
-
-def _header(fields: dict[str, list[str]], ties: tuple[tuple[int, ...], ...], where: str) -> Header:
-    expected = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
-    missing = [name for name in expected if name not in fields]
-    unknown = sorted(set(fields) - {*expected, "clip", "sharded", "spill", "tensor"})
-    if missing or unknown:
-        raise ProgramError(f"{where}: header lines missing: {missing or 'none'}; unknown: {unknown or 'none'}")
+    if missing := [name for name in _REQUIRED if name not in named]:
+        raise ProgramError(f"{where}: header lines missing: {missing}")
     try:
-        return Header(
-            schedule=" ".join(fields["schedule"]),
-            num_microbatches=int(fields["microbatches"][0]),
-            num_steps=int(fields["steps"][0]),
-            weights=WeightRule(fields["weights"][0]),
-            placement=tuple(tuple(map(int, ranks.split("+"))) for ranks in fields["placement"]),
-            updates=tuple(map(int, fields["updates"])),
-            ties=ties,
-            clip="clip" in fields,
-            sharded="sharded" in fields,
-            tensor=int(fields.get("tensor", ["1"])[0]),
-            pieces=fields.get("tensor", [])[1:] == ["pieces"],
-            spill=_spill(fields["spill"]) if "spill" in fields else None,
-        )
-    except (ValueError, IndexError) as problem:
+        return Program(Header(**fields), tuple(map(tuple, ranks)))
+    except ValueError as problem:
         raise ProgramError(f"{where}: header: {problem}") from None
 
 
-def _spill_line(spill: Spill) -> str:
-    """How a header says what is spilled: "spill host weights 2 optim 2 stages 0 1 2"."""
-    stages = " ".join(map(str, spill.stages))
+def _spaced(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _spill_words(spill: Spill) -> str:
+    """How a header says what is spilled: "host weights 2 optim 2 stages 0 1 2"."""
     parked = " activations" if spill.activations else ""
     some = (("on-host", spill.on_host), ("keeps", spill.keeps))
-    lists = "".join(f" {word} {' '.join(map(str, those))}" for word, those in some if those)
-    return f"spill {spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {stages}{parked}{lists}"
+    lists = parked + "".join(f" {word} {_spaced(those)}" for word, those in some if those)
+    slots = f"weights {spill.weights_slots} optim {spill.optim_slots}"
+    return f"{spill.tier} {slots} stages {_spaced(spill.stages)}{lists}"
 
 
 def _spill(words: list[str]) -> Spill:
@@ -118,6 +95,29 @@ def _spill(words: list[str]) -> Spill:
     stages = tuple(map(int, words[6:-1] if activations else words[6:]))
     on_host, keeps = some.get("on-host", ()), some.get("keeps", ())
     return Spill(words[0], int(words[2]), optim, optim > 0, stages, activations, on_host, keeps)
+
+
+_REQUIRED = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
+_LINES: dict[str, tuple[Callable[[Header], list[str]], Callable[[list[str]], dict[str, Any]]]] = {
+    "schedule": (lambda h: [h.schedule], lambda words: {"schedule": " ".join(words)}),
+    "microbatches": (lambda h: [str(h.num_microbatches)], lambda words: {"num_microbatches": int(words[0])}),
+    "steps": (lambda h: [str(h.num_steps)], lambda words: {"num_steps": int(words[0])}),
+    "weights": (lambda h: [h.weights.value], lambda words: {"weights": WeightRule(words[0])}),
+    "placement": (
+        lambda h: [" ".join("+".join(map(str, ranks)) for ranks in h.placement)],
+        lambda words: {"placement": tuple(tuple(map(int, ranks.split("+"))) for ranks in words)},
+    ),
+    "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": tuple(map(int, words))}),
+    "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (tuple(map(int, words)),)}),
+    "clip": (lambda h: [""] * h.clip, lambda words: {"clip": True}),
+    "sharded": (lambda h: [""] * h.sharded, lambda words: {"sharded": True}),
+    "tensor": (
+        lambda h: [f"{h.tensor}{' pieces' * h.pieces}"] if h.tensor > 1 else [],
+        lambda words: {"tensor": int(words[0]), "pieces": words[1:] == ["pieces"]},
+    ),
+    "spill": (lambda h: [_spill_words(h.spill)] if h.spill else [], lambda words: {"spill": _spill(words)}),
+}
+"""The lines of a header: how each is written (a tie has several, some have none) and read."""
 
 
 def parse_instruction(text: str) -> Instruction:

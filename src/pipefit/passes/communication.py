@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Kind, Op
-from pipefit.ir.program import Program
+from pipefit.ir.op import GRADIENT_OPS, Kind, Op
+from pipefit.ir.program import Header, Program
+from pipefit.passes.places import computes_back, inserted
 
 
 def with_communication(program: Program, ahead: int = 1) -> Program:
@@ -20,30 +23,24 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
     first-in-first-out and works without tags. Where ranks would wait for each other because a send waits for its
     receive, the receive is posted as much earlier as it takes.
     """
-    sends = [_sends(program, rank) for rank in range(len(program.ranks))]
-    links: dict[tuple[int, int], list[Instruction]] = {}
+    sends = [_sends(program.header, rank, instructions) for rank, instructions in enumerate(program.ranks)]
+    links: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
     for rank, after in enumerate(sends):
-        for index in sorted(after):
-            for send in after[index]:
-                links.setdefault((rank, send.peer), []).append(send)
+        for send in after.values():
+            links[rank, send.peer].append(send)
     needed = [_first_needs(instructions) for instructions in program.ranks]
-    posts: list[dict[int, list[Instruction]]] = [{} for _ in program.ranks]
+    posts: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in program.ranks]
     for (source, target), messages in links.items():
         limit = len(program.ranks[target])
         for message in reversed(messages):
             at = needed[target].get((message.kind, message.stage, message.mb), limit)
             limit = min(limit, computes_back(program.ranks[target], at, ahead))
             receive = Instruction(Op.RECV, message.stage, message.mb, kind=message.kind, peer=source)
-            posts[target].setdefault(limit, []).insert(0, receive)
-    ranks = []
-    for rank, instructions in enumerate(program.ranks):
-        listed: list[Instruction] = []
-        for index, i in enumerate(instructions):
-            listed += posts[rank].get(index, ())
-            listed.append(i)
-            listed += sends[rank].get(index, ())
-        ranks.append(listed + posts[rank].get(len(instructions), []))
-    return _without_deadlock(program.with_ranks(ranks))
+            posts[target][limit].insert(0, receive)
+    for own, posted in zip(sends, posts, strict=True):
+        for index, send in own.items():
+            posted[index + 1].insert(0, send)
+    return _without_deadlock(program.with_ranks(list(map(inserted, program.ranks, posts))))
 
 
 def _without_deadlock(program: Program) -> Program:
@@ -66,33 +63,28 @@ def _without_deadlock(program: Program) -> Program:
                 run.post(send)
     if not run.posted_early:
         return program
-    before: dict[int, list[Instruction]] = {}
+    early: dict[int, list[int]] = defaultdict(list)
     for receive, number in run.posted_early.items():
-        before.setdefault(number, []).append(graph.instructions[receive])
-    ranks: list[list[Instruction]] = []
-    for rank in range(len(program.ranks)):
-        listed: list[Instruction] = []
-        for number in range(graph.starts[rank], graph.starts[rank + 1]):
-            listed += before.get(number, ())
-            if number not in run.posted_early:
-                listed.append(graph.instructions[number])
-        ranks.append(listed)
+        early[number].append(receive)
+    ranks = []
+    for own in pairwise(graph.starts):
+        staying = [(n, [] if n in run.posted_early else [n]) for n in range(*own)]
+        ranks.append([graph.instructions[n] for number, itself in staying for n in early.get(number, []) + itself])
     return program.with_ranks(ranks)
 
 
-def _sends(program: Program, rank: int) -> dict[int, list[Instruction]]:
-    """For the index of each instruction whose result another rank needs: the sends that follow it."""
-    header = program.header
-    result: dict[int, list[Instruction]] = {}
-    for index, i in enumerate(program.ranks[rank]):
+def _sends(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[int, Instruction]:
+    """For the index of each instruction whose result another rank needs: the send that follows it."""
+    result: dict[int, Instruction] = {}
+    for index, i in enumerate(instructions):
         if i.op is Op.FWD and i.stage < header.last_stage:
-            peer, stage, kind = header.rank_of(i.stage + 1, i.mb), i.stage, Kind.ACT
+            user, stage, kind = i.stage + 1, i.stage, Kind.ACT
         elif i.op in GRADIENT_OPS and i.stage > 0:
-            peer, stage, kind = header.rank_of(i.stage - 1, i.mb), i.stage - 1, Kind.GRAD
+            user, stage, kind = i.stage - 1, i.stage - 1, Kind.GRAD
         else:
             continue
-        if peer != rank:
-            result[index] = [Instruction(Op.SEND, stage, i.mb, kind=kind.value, peer=peer)]
+        if (peer := header.rank_of(user, i.mb)) != rank:
+            result[index] = Instruction(Op.SEND, stage, i.mb, kind=kind.value, peer=peer)
     return result
 
 
@@ -105,11 +97,3 @@ def _first_needs(instructions: tuple[Instruction, ...]) -> dict[tuple[str, int, 
         elif i.op in GRADIENT_OPS:
             first.setdefault((Kind.GRAD.value, i.stage, i.mb), index)
     return first
-
-
-def computes_back(instructions: Sequence[Instruction], index: int, count: int) -> int:
-    """The index of the compute instruction that lies `count` compute instructions before `index`."""
-    while index > 0 and count > 0:
-        index -= 1
-        count -= instructions[index].op in COMPUTE_OPS
-    return index

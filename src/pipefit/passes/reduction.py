@@ -5,12 +5,16 @@ And those that put weights together which replicas have stepped in parts.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import is_in_place
-from pipefit.ir.op import STEP_OPS, WEIGHT_GRADIENT_OPS, Op, Reduction
-from pipefit.ir.program import Program
+from pipefit.ir.op import STEP_OPS, Op, Reduction
+from pipefit.ir.program import Header, Program
 from pipefit.ir.values import tied_stages
+from pipefit.passes.places import inserted, last_backwards
 
 
 def with_reductions(program: Program) -> Program:
@@ -22,55 +26,31 @@ def with_reductions(program: Program) -> Program:
     needs all reductions, so it comes just before the first step of its update. Where replicas step a part of the
     weights each, the new weights are put together right after the step, while the rank goes on.
     """
-    header = program.header
-    ranks = []
-    for rank, instructions in enumerate(program.ranks):
-        listed: list[Instruction] = []
-        normed: set[int] = set()
-        after, joins = _reductions_after(program, rank), _joins_after(program, rank)
-        for index, i in enumerate(instructions):
-            if header.clip and i.op in STEP_OPS and i.version not in normed:
-                normed.add(i.version)
-                listed.append(Instruction(Op.REDUCE, version=i.version, kind=Reduction.NORM.value))
-            listed.append(i)
-            listed += after.get(index, ())
-            listed += joins.get(index, ())
-        ranks.append(listed)
-    return program.with_ranks(ranks)
+    return program.with_ranks([_with_reductions(program.header, rank, own) for rank, own in enumerate(program.ranks)])
 
 
-def _reductions_after(program: Program, rank: int) -> dict[int, list[Instruction]]:
-    """For the index of the backward that completes some gradients: the reductions that may then start."""
-    header = program.header
-    last: dict[tuple[int, int], int] = {}
-    for index, i in enumerate(program.ranks[rank]):
-        if i.op in WEIGHT_GRADIENT_OPS:
-            last[i.stage, header.update_of(i.stage, i.mb)] = index
-    result: dict[int, list[Instruction]] = {}
+def _with_reductions(header: Header, rank: int, instructions: Sequence[Instruction]) -> list[Instruction]:
+    added: dict[int, list[Instruction]] = defaultdict(list)
+    last = last_backwards(header, instructions)
     for (stage, update), index in last.items():
         kind = Reduction.SCATTER if header.is_sharded(stage) else Reduction.REPLICAS
-        reduce = Instruction(Op.REDUCE, stage, version=update, kind=kind.value)
-        if len(collective_members(header, reduce)) > 1:
-            result.setdefault(index, []).append(reduce)
+        if len(header.placement[stage]) > 1:
+            added[index + 1].append(_reduce(kind, stage, update))
     for tie in header.ties:
-        reduce = Instruction(Op.REDUCE, tie[0], version=0, kind=Reduction.TIED.value)
         own = tied_stages(header, tie[0], rank)
-        if not own or (len(own) == 1 and len(collective_members(header, reduce)) == 1):
-            continue
-        for update in {update for stage, update in last if stage in own}:
-            ready = max(index for (_, of), index in last.items() if of == update)
-            instruction = Instruction(Op.REDUCE, tie[0], version=update, kind=Reduction.TIED.value)
-            result.setdefault(ready, []).append(instruction)
-    return result
+        if own and (len(own) > 1 or len(collective_members(header, _reduce(Reduction.TIED, tie[0], 0))) > 1):
+            for update in {update for stage, update in last if stage in own}:
+                ready = max(index for (_, of), index in last.items() if of == update)
+                added[ready + 1].append(_reduce(Reduction.TIED, tie[0], update))
+    normed: set[int] = set()
+    for index, i in enumerate(instructions):
+        if header.clip and i.op in STEP_OPS and i.version not in normed:
+            normed.add(i.version)
+            added[index].append(_reduce(Reduction.NORM, -1, i.version))
+        if i.op is Op.STEP and header.is_sharded(i.stage):
+            added[index + 1 + is_in_place(instructions, index)].append(_reduce(Reduction.SHARDS, i.stage, i.version))
+    return inserted(instructions, added)
 
 
-def _joins_after(program: Program, rank: int) -> dict[int, list[Instruction]]:
-    """For the index of a step that makes a part of new weights, or of its drop: what puts the parts together."""
-    instructions = program.ranks[rank]
-    return {
-        index + is_in_place(instructions, index): [
-            Instruction(Op.REDUCE, i.stage, version=i.version, kind=Reduction.SHARDS.value)
-        ]
-        for index, i in enumerate(instructions)
-        if i.op is Op.STEP and program.header.is_sharded(i.stage)
-    }
+def _reduce(kind: Reduction, stage: int, update: int) -> Instruction:
+    return Instruction(Op.REDUCE, stage, version=update, kind=kind.value)

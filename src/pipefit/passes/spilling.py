@@ -11,15 +11,15 @@ as soon as the slot is free, while the rank computes with another.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, MESSAGE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
-from pipefit.ir.values import tied_stages
-from pipefit.passes.communication import computes_back
+from pipefit.ir.values import reduced_stages
+from pipefit.passes.places import computes_back, inserted, last_backwards
 from pipefit.passes.stays import Stay, stays
 from pipefit.passes.versions import step_of, steps_at_once
 
@@ -69,12 +69,10 @@ def with_spilling(program: Program, prefetch: int | None = None) -> Program:
 
 def _finished_at_once(header: Header, rank: int, listed: Sequence[Instruction]) -> list[Instruction]:
     """Adds what each spilled stage can do once its gradients are complete: its step, or its part of the norm."""
-    ready: dict[tuple[int, int], int] = {}
+    ready = last_backwards(header, listed)
     for index, i in enumerate(listed):
-        if i.op in WEIGHT_GRADIENT_OPS:
-            ready[i.stage, header.update_of(i.stage, i.mb)] = index
-        elif i.op is Op.REDUCE and i.kind != Reduction.NORM:
-            ready |= {(stage, i.version): index for stage in _reduced(header, rank, i)}
+        if i.op is Op.REDUCE and i.kind != Reduction.NORM:
+            ready |= {(stage, i.version): index for stage in reduced_stages(header, i.kind, i.stage, rank)}
     first_uses = {(i.stage, i.version): index for index, i in reversed([*enumerate(listed)]) if i.op in COMPUTE_OPS}
     begins = {index for (stage, version), index in first_uses.items() if version and steps_at_once(header, stage)}
     after: dict[int, list[Instruction]] = defaultdict(list)
@@ -87,12 +85,7 @@ def _finished_at_once(header: Header, rank: int, listed: Sequence[Instruction]) 
                 # Receives of the next update are posted after the step.
                 place = 1 + max(n for n in range(index, place) if listed[n].op is not Op.RECV)
             after[place].append(done)
-    return _inserted(listed, after)
-
-
-def _inserted(listed: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
-    """The list with instructions inserted before some indices."""
-    return [i for index in range(len(listed) + 1) for i in (*before.get(index, ()), *listed[index : index + 1])]
+    return inserted(listed, after)
 
 
 def _past_messages(listed: Sequence[Instruction], index: int) -> int:
@@ -102,17 +95,12 @@ def _past_messages(listed: Sequence[Instruction], index: int) -> int:
     return index
 
 
-def _reduced(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
-    """The stages of a rank whose gradients a reduction works on."""
-    if i.kind == Reduction.TIED:
-        return tied_stages(header, i.stage, rank)
-    return (i.stage,) if i.stage >= 0 else ()
-
-
 def _visited(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
     """The spilled stages that must be in slots for an instruction."""
-    stages = (i.stage,) if i.op in _USES else _reduced(header, rank, i) if i.op is Op.REDUCE else ()
-    return tuple(stage for stage in stages if header.is_spilled(stage))
+    if i.stage < 0 or not (i.op in _USES or i.op is Op.REDUCE):
+        return ()
+    stages = reduced_stages(header, i.kind, i.stage, rank) if i.op is Op.REDUCE else (i.stage,)
+    return tuple(filter(header.is_spilled, stages))
 
 
 def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[Stay]:
@@ -187,7 +175,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
     at: dict[int, list[Instruction]] = defaultdict(list)
     for place, _, _, instruction in placed:
         at[place].append(instruction)
-    return _inserted(listed, at)
+    return inserted(listed, at)
 
 
 def _parked(

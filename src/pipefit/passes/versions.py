@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import msgspec
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Op
+from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.versions import required_versions
+from pipefit.passes.places import inserted, last_backwards
 
 
 def with_versions(program: Program) -> Program:
@@ -34,21 +37,19 @@ def with_steps(program: Program) -> Program:
     """
     eager = program.header.weights is WeightRule.STASH
     ranks = []
-    for rank, instructions in enumerate(program.ranks):
-        due = _last_backwards(program, rank)
+    for instructions in program.ranks:
+        due = {index: key for key, index in last_backwards(program.header, instructions).items()}
         waiting: dict[tuple[int, int], Instruction] = {}
         listed: list[Instruction] = []
         for index, i in enumerate(instructions):
             listed += [waiting.pop(key) for key in sorted(waiting) if _must_precede(key, i, program)]
             listed.append(i)
-            for stage, update in due.get(index, ()):
-                if steps_at_once(program.header, stage):
-                    continue
-                step = step_of(program.header, stage, update)
+            if index in due and not steps_at_once(program.header, due[index][0]):
+                step = step_of(program.header, *due[index])
                 if eager:
                     listed.append(step)
                 else:
-                    waiting[stage, update] = step
+                    waiting[due[index]] = step
         # At the end of a flush every stage steps: the update's index first, so that all finish one update together.
         listed += [waiting[key] for key in sorted(waiting, key=lambda key: (key[1], key[0]))]
         ranks.append(listed)
@@ -61,18 +62,6 @@ def _must_precede(step: tuple[int, int], i: Instruction, program: Program) -> bo
     if i.stage != stage or i.op not in COMPUTE_OPS:
         return False
     return i.version > update or (i.op in BACKWARD_OPS and program.header.update_of(stage, i.mb) > update)
-
-
-def _last_backwards(program: Program, rank: int) -> dict[int, list[tuple[int, int]]]:
-    """For the index of each update's last own backward on the rank: its (stage, update)."""
-    last: dict[tuple[int, int], int] = {}
-    for index, i in enumerate(program.ranks[rank]):
-        if i.op in WEIGHT_GRADIENT_OPS:
-            last[i.stage, program.header.update_of(i.stage, i.mb)] = index
-    due: dict[int, list[tuple[int, int]]] = {}
-    for key, index in last.items():
-        due.setdefault(index, []).append(key)
-    return due
 
 
 def steps_at_once(header: Header, stage: int) -> bool:
@@ -99,9 +88,9 @@ def with_drops(program: Program) -> Program:
                 last_use[i.stage, i.version] = index
             if i.op is Op.STEP:
                 newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
-        dead: dict[int, list[Instruction]] = {}
+        dead: dict[int, list[Instruction]] = defaultdict(list)
         for (stage, version), index in sorted(last_use.items()):
             if version < newest.get(stage, 0) and not program.header.is_spilled(stage):
-                dead.setdefault(index, []).append(Instruction(Op.DROP, stage, version=version))
-        ranks.append([item for index, i in enumerate(instructions) for item in (i, *dead.get(index, ()))])
+                dead[index + 1].append(Instruction(Op.DROP, stage, version=version))
+        ranks.append(inserted(instructions, dead))
     return program.with_ranks(ranks)

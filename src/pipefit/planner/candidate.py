@@ -10,7 +10,7 @@ from pipefit.ir.program import Program
 from pipefit.planner.lane_limits import Limit
 from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.schedules import generate
-from pipefit.schedules.from_plan import shape_of
+from pipefit.schedules.catalogue import shape_of
 from pipefit.spec import Partition, Plan, SpillSpec, StageSpec
 
 

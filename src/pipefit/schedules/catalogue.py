@@ -1,4 +1,4 @@
-"""Finding a schedule by name: those of the house, a user's own, and other packages'."""
+"""Finding a schedule by name (those of the house, a user's own, and other packages'), and the program of a plan."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from importlib.metadata import entry_points
 
 from pipefit.errors import ScheduleError, nearest
 from pipefit.ir.program import Program
+from pipefit.ir.spill import Spill
 from pipefit.schedules import gpipe, looped, one_f_one_b, spilled, zero_bubble
 from pipefit.schedules.registry import REGISTRY, Schedule
 from pipefit.schedules.shape import Shape
 from pipefit.schedules.written import SUFFIX, from_file
+from pipefit.spec.plan import Plan
 
 HOUSE = (gpipe, one_f_one_b, looped, zero_bubble, spilled)
 """The families of the house, one file each; importing a family registers its schedules."""
@@ -40,3 +42,49 @@ def find(name: str) -> Schedule:
 def generate(name: str, shape: Shape) -> Program:
     """The program of a schedule by name."""
     return find(name)(shape)
+
+
+def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...] = (), clip: bool = False) -> Shape:
+    """The shape from which a plan's program is generated.
+
+    Args:
+        plan: what the run follows.
+        num_steps: weight updates in the program.
+        ties: groups of stages that share a weight; a property of the model, not of the plan.
+        clip: gradients are clipped by their global norm.
+    """
+    stages = plan.partition.stages
+    return Shape(
+        depth=max(len(stages) // plan.num_chunks, 1),
+        num_microbatches=plan.num_microbatches,
+        num_chunks=plan.num_chunks,
+        num_steps=num_steps,
+        placement=plan.placement.ranks,
+        recompute=tuple(index for index, stage in enumerate(stages) if stage.recompute),
+        ties=ties,
+        clip=clip,
+        sharded=plan.sharded_optimizer,
+        tensor=plan.tensor,
+        pieces=plan.pieces,
+        spill=_spill(plan),
+        prefetch=plan.spill.prefetch if plan.spill else None,
+        options=plan.options,
+    )
+
+
+def _spill(plan: Plan) -> Spill | None:
+    if plan.spill is None:
+        return None
+    stages = plan.spill.stages or tuple(range(len(plan.partition.stages)))
+    optim = plan.spill.optim_slots > 0
+    some = plan.spill.activations, plan.spill.on_host, plan.spill.keeps
+    return Spill(plan.spill.tier, plan.spill.weights_slots, plan.spill.optim_slots, optim, stages, *some)
+
+
+def program_of(plan: Plan, *, num_steps: int = 1) -> Program:
+    """The program of a plan whose model has no tied weights.
+
+    Raises:
+        ScheduleError: an unknown schedule, or a shape it has no meaning for.
+    """
+    return generate(plan.schedule, shape_of(plan, num_steps=num_steps))

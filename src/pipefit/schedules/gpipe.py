@@ -21,9 +21,8 @@ def _naive(task: Task) -> Iterator[list[Instruction]]:
     F forward, B backward, digits micro-batches; drawn for f = b.
     Time m·[p(f+b) + 2(p−1)c]; utilisation 1/p; one micro-batch of activations.
     """
-    for rank in range(task.num_ranks):
-        (stage,) = task.stages_of(rank)
-        yield [op(stage, mb) for mb in task.microbatches_of(stage, rank) for op in (fwd, bwd)]
+    for stage, mbs in task.one_stage_each():
+        yield [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
 
 
 @schedule(name="data-parallel", layout="replicas")
@@ -36,8 +35,8 @@ def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
 
     F forward, B backward of the whole model, digits micro-batches; drawn for f = b.
     """
-    for rank in range(task.num_ranks):
-        yield [op(0, mb) for mb in task.microbatches_of(0, rank) for op in (fwd, bwd)]
+    for stage, mbs in task.one_stage_each():
+        yield [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
 
 
 @schedule(name="gpipe")
@@ -52,7 +51,5 @@ def _gpipe(task: Task) -> Iterator[list[Instruction]]:
     Time (m+p−1)(f+b) + 2(p−1)c; bubble (p−1)/(m+p−1); m micro-batches of activations.
     Source: GPipe (NeurIPS 2019) §2.2, figure 2c.
     """
-    for rank in range(task.num_ranks):
-        (stage,) = task.stages_of(rank)
-        mbs = task.microbatches_of(stage, rank)
+    for stage, mbs in task.one_stage_each():
         yield [fwd(stage, mb) for mb in mbs] + [bwd(stage, mb) for mb in reversed(mbs)]

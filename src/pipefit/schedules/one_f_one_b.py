@@ -39,9 +39,7 @@ def _warmup_in_reach(shape: Shape) -> None:
 
 
 def _one_f_one_b(task: Task) -> Iterator[list[Instruction]]:
-    for rank in range(task.num_ranks):
-        (stage,) = task.stages_of(rank)
-        mbs = task.microbatches_of(stage, rank)
+    for stage, mbs in task.one_stage_each():
         warmup = task.options["warmup"] * num_warmup(task.header, stage)
         yield alternate([fwd(stage, mb) for mb in mbs], [bwd(stage, mb) for mb in mbs], warmup)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 from pipefit.errors import ScheduleError, nearest
 from pipefit.ir.instruction import Instruction
@@ -47,6 +47,12 @@ class Task:
     def microbatches_of(self, stage: int, rank: int) -> list[int]:
         """The micro-batches of the span that a rank runs for a stage."""
         return [mb for mb in self.header.microbatches_of(stage, rank) if mb in self.span]
+
+    def one_stage_each(self) -> Iterator[tuple[int, list[int]]]:
+        """The stage of each rank, where a rank has one, and the rank's micro-batches."""
+        for rank in range(self.num_ranks):
+            (stage,) = self.stages_of(rank)
+            yield stage, self.microbatches_of(stage, rank)
 
 
 Order = Callable[[Task], Iterable[Iterable[Instruction]]]
@@ -132,34 +138,27 @@ class Schedule:
 REGISTRY: dict[str, Schedule] = {}
 
 
+class Facts(TypedDict, total=False):
+    """The arguments of `schedule`: a name, and the attributes of a `Schedule`."""
+
+    name: str
+    weights: WeightRule | str
+    layout: str
+    chunks: bool
+    options: dict[str, int]
+    check: Callable[[Shape], None]
+    spills: bool
+
+
 @overload
 def schedule(order: Order) -> Schedule: ...
 
 
 @overload
-def schedule(
-    *,
-    name: str | None = None,
-    weights: WeightRule | str = ...,
-    layout: str = ...,
-    chunks: bool = ...,
-    options: dict[str, int] | None = ...,
-    check: Callable[[Shape], None] | None = ...,
-    spills: bool = ...,
-) -> Callable[[Order], Schedule]: ...
+def schedule(**facts: Unpack[Facts]) -> Callable[[Order], Schedule]: ...
 
 
-def schedule(
-    order: Order | None = None,
-    *,
-    name: str | None = None,
-    weights: WeightRule | str = WeightRule.FLUSH,
-    layout: str = "loop",
-    chunks: bool = False,
-    options: dict[str, int] | None = None,
-    check: Callable[[Shape], None] | None = None,
-    spills: bool = False,
-) -> Callable[[Order], Schedule] | Schedule:
+def schedule(order: Order | None = None, **facts: Unpack[Facts]) -> Callable[[Order], Schedule] | Schedule:
     """Registers a schedule: a function from a `Task` to each rank's list of forwards and backwards.
 
     Loads, losses, weight versions, optimizer steps, reductions and messages are added by passes; proof, simulation,
@@ -177,9 +176,10 @@ def schedule(
     """
 
     def register(function: Order) -> Schedule:
-        label = name or getattr(function, "__name__", "schedule").replace("_", "-")
-        made = Schedule(label, function, WeightRule(weights), layout, chunks, dict(options or {}), check, spills)
-        REGISTRY[label] = made
+        own = {"name": getattr(function, "__name__", "schedule").replace("_", "-"), "weights": "flush"} | facts
+        own["weights"] = WeightRule(own["weights"])
+        made = Schedule(order=function, **own)
+        REGISTRY[made.name] = made
         return made
 
     return register if order is None else register(order)

@@ -71,20 +71,10 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             )
         elif weights is WeightRule.VERTICAL:
             updates = [self.num_microbatches * copies[0]] * len(placement)
-        header = Header(
-            schedule=schedule,
-            placement=placement,
-            num_microbatches=self.num_microbatches,
-            num_steps=self.num_steps,
-            weights=weights,
-            updates=tuple(updates),
-            ties=self.ties,
-            clip=self.clip,
-            sharded=self.sharded,
-            tensor=self.tensor,
-            pieces=self.pieces,
-            spill=self.spill or (Spill.of(len(placement)) if spills else None),
-        )
+        spill = self.spill or (Spill.of(len(placement)) if spills else None)
+        same = ("num_microbatches", "num_steps", "ties", "clip", "sharded", "tensor", "pieces")
+        own = {name: getattr(self, name) for name in same}
+        header = Header(schedule, placement, weights=weights, updates=tuple(updates), spill=spill, **own)
         self._refuse_replicas_without_work(header, max(copies))
         self._refuse_updates_that_differ(header)
         return header
@@ -116,9 +106,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         for stages in (*self.ties, *((tuple(range(header.num_stages)),) if self.clip else ())):
             counts = [header.updates[stage] for stage in stages]
             if len(set(counts)) > 1:
-                why = (
-                    "clipping by the global norm" if len(stages) == header.num_stages and self.clip else "a tied weight"
-                )
+                clips = len(stages) == header.num_stages and self.clip
+                why = "clipping by the global norm" if clips else "a tied weight"
                 raise ScheduleError(
                     f"{header.schedule}: {why} needs stages that step together, but stages {list(stages)} step once in "
                     f"{counts} micro-batches; give them as many replicas each"

@@ -22,9 +22,7 @@ def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
     What a stage further down would have in flight less than the first one, it has in weight halves still to do.
     """
     most = depth * num_warmup(task.header, 0)
-    for rank in range(task.num_ranks):
-        (stage,) = task.stages_of(rank)
-        mbs = task.microbatches_of(stage, rank)
+    for stage, mbs in task.one_stage_each():
         warmup = min(depth * num_warmup(task.header, stage), len(mbs))
         # A stage with fewer replicas than the first has more micro-batches in flight than it: nothing is put off.
         late = min(max(most - depth * num_warmup(task.header, stage), 0), len(mbs))
