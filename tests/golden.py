@@ -9,16 +9,7 @@ from pipefit.draw.choices import How, Wish, drawn, over_ranks
 from pipefit.draw.drawing import draw
 from pipefit.draw.encode import Entry, to_text
 from pipefit.draw.scene import scene_of
-from pipefit.draw.shelf import (
-    CHUNKS,
-    FILE,
-    MICROBATCHES,
-    SLOTS,
-    SPILLED_FILE,
-    SPILLED_MICROBATCHES,
-    SPILLED_STAGES,
-    STAGES,
-)
+from pipefit.draw.shelf import CHUNKS, FILE, MICROBATCHES, STAGES
 from pipefit.ir import Spill
 from pipefit.ir.text import save
 from pipefit.schedules import Shape, generate
@@ -54,31 +45,20 @@ SHAPES = {
     ),
 }
 
-SHELVES = Path(pipefit.draw.shelf.__file__).parent
+SHELF = Path(pipefit.draw.shelf.__file__).parent / FILE
 
 
-def shelves_now() -> dict[str, bytes]:
-    """The drawings made ahead, as they would be made today: files and what is in them."""
+def shelf_now() -> bytes:
+    """The drawings made ahead, as they would be made today."""
     pricing = draw("1f1b", 1, 1).pricing
-    wishes = {
-        FILE: [Wish(name, *shape) for name in over_ranks() for shape in product(STAGES, MICROBATCHES, CHUNKS)],
-        SPILLED_FILE: [
-            Wish("spilled", stages, microbatches, 1, slots)
-            for stages, microbatches, slots in product(SPILLED_STAGES, SPILLED_MICROBATCHES, SLOTS)
-        ],
-    }
-    made = {file: filter(None, (drawn(wish, pricing, How()) for wish in listed)) for file, listed in wishes.items()}
-    return {
-        file: gzip.compress(
-            "".join(to_text(Entry(name, scene_of(line))) + "\n" for name, line in found).encode(), mtime=0
-        )
-        for file, found in made.items()
-    }
+    wishes = [Wish(name, *shape) for name in over_ranks() for shape in product(STAGES, MICROBATCHES, CHUNKS)]
+    found = filter(None, (drawn(wish, pricing, How()) for wish in wishes))
+    text = "".join(to_text(Entry(name, scene_of(timeline))) + "\n" for name, timeline in found)
+    return gzip.compress(text.encode(), mtime=0)
 
 
 if __name__ == "__main__":
-    for file, data in shelves_now().items():
-        (SHELVES / file).write_bytes(data)
+    SHELF.write_bytes(shelf_now())
     FOLDER.mkdir(exist_ok=True)
     for name, (schedule, shape) in SHAPES.items():
         save(generate(schedule, shape), FOLDER / f"{name}.pipe")

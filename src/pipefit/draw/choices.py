@@ -12,14 +12,7 @@ import msgspec
 from pipefit.cost import CostModel
 from pipefit.draw.caption import title_of
 from pipefit.draw.scene import Facts
-from pipefit.draw.shelf import (
-    MICROBATCHES,
-    SLOTS,
-    SPILLED_MICROBATCHES,
-    SPILLED_STAGES,
-    STAGES,
-    on_shelf,
-)
+from pipefit.draw.shelf import MICROBATCHES, STAGES, on_shelf
 from pipefit.errors import ScheduleError
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
@@ -66,7 +59,7 @@ def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) ->
     if how is None:
         wishes = _plain(facts, is_lecture)
     elif find(facts.schedule).spills:
-        wishes = _one_device(facts, is_lecture and how == How())
+        wishes = _one_device(facts)
     else:
         wishes = _spilled_pipelines(facts)
     found: list[tuple[str, Timeline]] = []
@@ -94,19 +87,15 @@ def _plain(facts: Facts, is_lecture: bool) -> Iterator[Wish]:
                 yield Wish(facts.schedule, *other)
 
 
-def _one_device(facts: Facts, is_lecture: bool) -> Iterator[Wish]:
-    """Other numbers of slots, then, where the shelf has not the costs, of micro-batches and of stages."""
-    num_stages, count = facts.num_stages, facts.num_microbatches
-    if is_lecture and num_stages in SPILLED_STAGES and count in SPILLED_MICROBATCHES:
-        return
-    yield from (Wish(facts.schedule, num_stages, count, 1, slots) for slots in SLOTS)
-    if not is_lecture:
-        near = sorted(
-            product(SPILLED_STAGES, SPILLED_MICROBATCHES),
-            key=lambda shape: abs(math.log2(shape[0] / num_stages)) + abs(math.log2(shape[1] / count)),
-        )
-        for (stages, microbatches), slots in product(near, SLOTS):
-            yield Wish(facts.schedule, stages, microbatches, 1, slots)
+def _one_device(facts: Facts) -> Iterator[Wish]:
+    """Other numbers of slots, then of micro-batches and of stages, the nearest shapes first."""
+    own = facts.num_stages, facts.num_microbatches
+    near = sorted(
+        product((2, 4, 8, 16), (1, 2, 4, 8, 16)),
+        key=lambda shape: abs(math.log2(shape[0] / own[0])) + abs(math.log2(shape[1] / own[1])),
+    )
+    for (stages, microbatches), slots in product([own, *near], (1, 2, 3)):
+        yield Wish(facts.schedule, stages, microbatches, 1, slots)
 
 
 def _spilled_pipelines(facts: Facts) -> Iterator[Wish]:

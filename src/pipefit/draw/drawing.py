@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from pipefit.draw.grid import grid
 from pipefit.draw.page import html
 from pipefit.draw.save import save
 from pipefit.draw.scene import scene_of
-from pipefit.draw.shelf import SPILLED_FILE, Stored, shelf
+from pipefit.draw.shelf import shelf
 from pipefit.draw.svg import svg
-from pipefit.ir.program import Header, Program
+from pipefit.ir.program import Program
 from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
 from pipefit.timeline import Timeline
@@ -67,35 +67,27 @@ class Drawing:
         """The vector picture; options as for `pipefit.draw.svg`."""
         return svg(self.timeline, **options)
 
-    def html(self, *, choices: bool = True, **options: Any) -> str:
-        """The interactive page, with other drawings to choose from.
+    def html(self, **options: Any) -> str:
+        """The interactive page, also with schedules and shapes around this one, at the same costs.
 
         Args:
-            choices: also schedules and shapes around this one, at the same costs.
             options: as for `pipefit.draw.html`.
         """
-        shape = _shape_key(self.timeline)
-        others: list[tuple[str, Timeline]] = []
-        if choices and not self._is_mixed:
-            others = [(name, timeline) for name, timeline in self._others() if _shape_key(timeline) != shape]
-            if self._is_lecture:
-                options.setdefault("more", self._shelf())
+        shape, facts = _shape_key(self.timeline), scene_of(self.timeline).facts
+        near: list[tuple[str, Timeline]] = []
+        if not self._is_mixed:
+            offered = others(facts, self.pricing, self.how, self._is_lecture)
+            near = [(name, timeline) for name, timeline in offered if _shape_key(timeline) != shape]
+            if self._is_lecture and self.how is None:
+                options.setdefault("more", shelf())
         options.setdefault("compare", False)
-        return html([(title_of(self.program.header.schedule), self.timeline), *others], **options)
+        return html([(title_of(self.program.header.schedule), self.timeline), *near], **options)
 
     @property
     def _is_mixed(self) -> bool:
         """Whether stages differ in where they live or step: nothing else that is drawn would be like it."""
         header = self.program.header
         return header.spill is not None and (len(header.spill.stages) < header.num_stages or bool(header.spill.on_host))
-
-    def _others(self) -> list[tuple[str, Timeline]]:
-        return others(scene_of(self.timeline).facts, self.pricing, self.how, self._is_lecture)
-
-    def _shelf(self) -> Sequence[Stored]:
-        if self.how is None:
-            return shelf()
-        return shelf(SPILLED_FILE) if find(self.program.header.schedule).spills and self.how == How() else ()
 
     @property
     def _is_lecture(self) -> bool:
@@ -197,10 +189,7 @@ def draw(
     how = How(optim_slots, tier, prefetch, activations, step_on, keep) if slots is not None or made.spills else None
     if how:
         shape = spilled(made, shape, 2 if slots is None else slots, how)
-
-    def pricing(header: Header) -> CostModel:
-        return unit(header, forward, backward, input=input, weight=weight, latency=latency, copy=copy)
-
+    pricing = partial(unit, forward=forward, backward=backward, input=input, weight=weight, latency=latency, copy=copy)
     program = made(shape)
     cost = pricing(program.header)
     share = program.header.num_stages / program.header.num_ranks
@@ -218,10 +207,7 @@ def draw(
 
 def drawing_of(program: Program, forward: float = 1, backward: float = 2) -> Drawing:
     """The picture of a program under unit costs; see `draw`."""
-
-    def pricing(header: Header) -> CostModel:
-        return unit(header, forward, backward)
-
+    pricing = partial(unit, forward=forward, backward=backward)
     cost = pricing(program.header)
     spill = program.header.spill
     how = How(spill.optim_slots, spill.tier, None, spill.activations, keep=bool(spill.keeps)) if spill else None

@@ -6,6 +6,8 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from itertools import groupby
+from textwrap import wrap
 
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, duration, measures, title_of
@@ -61,7 +63,7 @@ def _draw(scene: Scene, width: int, paint: Paint) -> str:
         _axis(scene, gutter, per_second, length),
         "",
         _legend(scene, paint, per_second),
-        *_wrap(measures(scene), width),
+        *wrap(measures(scene), width),
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -83,13 +85,11 @@ def _scale(scene: Scene, room: int) -> tuple[float, bool, bool]:
 
 def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool, exact: bool, paint: Paint) -> str:
     owners = _owners([box for box in scene.of(rank) if box.letter != "S"], per_second, length)
-    out, column = [], 0
-    while column < length:
-        owner, run = owners[column], 1
-        while column + run < length and owners[column + run] is owner:
-            run += 1
+    out = []
+    for _, columns in groupby(owners, key=id):
+        owner, *more = columns
+        run = 1 + len(more)
         out.append(paint(owner, _IDLE * run if owner is None else _text(owner, run, scene, labelled, exact)))
-        column += run
     return "".join(out)
 
 
@@ -102,9 +102,7 @@ def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: 
             if (bar.rank, bar.lane) == (rank, lane):
                 start, end = round(bar.start_s * per_second), min(round(bar.end_s * per_second), length)
                 room = end - start
-                text = bar.short if len(bar.short) <= room else bar.short[0] * room
-                spare = room - len(text)
-                row[start:end] = text + (_LINE * (spare - 1) + " " if spare > 0 else "")
+                row[start:end] = _filled(bar.short if len(bar.short) <= room else bar.short[0] * room, room)
         lines.append(f"{' ' + lane:<{gutter}}{''.join(row)}")
     return lines
 
@@ -145,10 +143,13 @@ def _label(box: Box, several: bool) -> str:
 def _text(box: Box, room: int, scene: Scene, labelled: bool, exact: bool) -> str:
     """A cell: its label, then a line up to its end, so that long cells show where they begin."""
     if labelled:
-        label = _label(box, scene.facts.num_chunks > 1)
-        spare = room - len(label)
-        return label + (_LINE * (spare - 1) + " " if spare > 0 else "")
+        return _filled(_label(box, scene.facts.num_chunks > 1), room)
     return box.letter + (_LINE if exact else box.letter) * (room - 1)
+
+
+def _filled(label: str, room: int) -> str:
+    spare = room - len(label)
+    return label + (_LINE * (spare - 1) + " " if spare > 0 else "")
 
 
 def _plain(box: Box | None, text: str) -> str:
@@ -189,14 +190,3 @@ def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
     parts.append(f"{_IDLE} idle")
     parts.append(f"column: {duration(1 / per_second, scene.unit)}")
     return "  ".join(part.strip() if paint is _plain else part for part in parts)
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    lines = [""]
-    for part in text.split(" · "):
-        joined = f"{lines[-1]} · {part}" if lines[-1] else part
-        if len(joined) > width and lines[-1]:
-            lines.append(part)
-        else:
-            lines[-1] = joined
-    return lines

@@ -1,8 +1,8 @@
 """Drawings that every page offers, made ahead: simulating them anew for each page would take seconds.
 
-The shelf holds every schedule in a range of shapes under the lectures' costs (a backward takes two forwards, messages
-take no time); and, in a second file, spilled execution on one device. `make golden` writes it from the same
-generators and the same simulator that draw everything else, and a test compares it with them.
+The shelf holds every schedule over ranks in a range of shapes under the lectures' costs (a backward takes two forwards,
+messages take no time). `make golden` writes it from the same generators and the same simulator that draw everything
+else, and a test compares it with them.
 """
 
 from __future__ import annotations
@@ -13,31 +13,29 @@ from importlib.resources import files
 
 import msgspec
 
-FILE, SPILLED_FILE = "shelf.jsonl.gz", "shelf-spilled.jsonl.gz"
+FILE = "shelf.jsonl.gz"
 STAGES, MICROBATCHES, CHUNKS = (2, 4, 8), (4, 8, 16, 32), (1, 2)
-SPILLED_STAGES, SPILLED_MICROBATCHES, SLOTS = (2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 3)
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A drawing as a page's data: its name, ranks, micro-batches, chunks and slots (0: no spilling), and its text."""
+    """A drawing as a page's data: its name, ranks, micro-batches and chunks, and its text."""
 
     name: str
     p: int
     m: int
     v: int
-    s: int = 0
     text: str = ""
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
-        """Name and shape: no two drawings of a page share them."""
-        return self.name, self.p, self.m, self.v, self.s
+        """Name and shape, with no slots: no two drawings of a page share them."""
+        return self.name, self.p, self.m, self.v, 0
 
 
 @cache
-def shelf(file: str = FILE) -> tuple[Stored, ...]:
-    """The drawings made ahead; those that spill are in `SPILLED_FILE`."""
-    lines = gzip.decompress(files("pipefit.draw").joinpath(file).read_bytes()).decode().splitlines()
+def shelf() -> tuple[Stored, ...]:
+    """The drawings made ahead."""
+    lines = gzip.decompress(files("pipefit.draw").joinpath(FILE).read_bytes()).decode().splitlines()
     decoder = msgspec.json.Decoder(Stored)
     return tuple(msgspec.structs.replace(decoder.decode(line), text=line) for line in lines)
 

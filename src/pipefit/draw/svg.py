@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from html import escape
 from itertools import product
-from typing import Literal
 
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, describe, measures, percent, stages_words, title_of
@@ -14,8 +13,6 @@ from pipefit.draw.svg_layout import BAR_HEIGHT, MARGIN, PEAK_WIDTH, WEIGHTS_OFFS
 from pipefit.timeline import Timeline
 from pipefit.units import format_bytes
 
-Theme = Literal["auto", "light", "dark"]
-
 _FONT = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
 
@@ -24,50 +21,41 @@ def svg(
     *,
     title: str | None = None,
     width: float | None = None,
-    memory: bool = True,
-    versions: bool | None = None,
     seconds: bool | None = None,
-    theme: Theme = "auto",
 ) -> str:
     """The picture of a timeline as SVG text: well-formed, with no reference to anything outside.
+
+    It follows the reader's preference for light or dark. Cells of asynchronous schedules name their weight version.
 
     Args:
         timeline: simulated or measured; or its scene.
         title: instead of the schedule's name.
         width: of the whole picture in pixels; None: as wide as its numbers need.
-        memory: the strip of peak micro-batches in flight at the right, and weight versions when there are several.
-        versions: label cells with their weight version; None: in asynchronous schedules.
         seconds: whether times are real seconds; None: when the timeline was measured.
-        theme: "auto" follows the reader's preference for light or dark.
     """
     scene = timeline if isinstance(timeline, Scene) else scene_of(timeline, seconds)
-    labelled = not scene.facts.is_synchronous if versions is None else versions
-    plan = layout_of(scene, width=width, memory=memory, versions=labelled)
+    plan = layout_of(scene, width)
     name = title or title_of(scene.facts.schedule)
     chunks = scene.facts.num_chunks
-    scope = f"pipefit-{theme}-{chunks}"
+    scope = f"pipefit-auto-{chunks}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{scope}" width="{plan.width:.0f}" height="{plan.height:.0f}" '
         f'viewBox="0 0 {plan.width:.0f} {plan.height:.0f}" role="img" '
         f'aria-label="{escape(name)}: {escape(counts(scene.facts))}, bubble {percent(scene.facts.bubble_fraction)}">',
         f"<title>{escape(name)}</title>",
         f"<desc>{escape(measures(scene))}</desc>",
-        f"<style>{style(scope, chunks, theme)}</style>",
+        f"<style>{_style(scope, chunks)}</style>",
         f'<rect class="paper" width="{plan.width:.0f}" height="{plan.height:.0f}"/>',
         *_header(scene, plan, name),
         *_axis(scene, plan),
     ]
     for rank in range(scene.num_ranks):
         parts += _row(scene, plan, rank)
-    parts += _spilled(scene, plan)
-    if memory:
-        parts += _memory(scene, plan)
-    parts += _legend(plan)
-    parts.append("</svg>")
+    parts += [*_spilled(scene, plan), *_memory(scene, plan), *_legend(plan), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
-def style(scope: str, num_chunks: int, theme: Theme) -> str:
+def _style(scope: str, num_chunks: int) -> str:
     """The style sheet of pictures whose root has class `scope`."""
     root = f".{scope}"
     base = (
@@ -76,10 +64,8 @@ def style(scope: str, num_chunks: int, theme: Theme) -> str:
         f"{root} .mid{{text-anchor:middle}}"
         f"{root} .name{{font-size:19px;font-weight:650}}{root} .small{{font-size:11px}}"
     )
-    if theme == "auto":
-        dark = f"@media (prefers-color-scheme:dark){{{cell_rules(root, num_chunks, True)}}}"
-        return base + cell_rules(root, num_chunks, False) + dark
-    return base + cell_rules(root, num_chunks, theme == "dark")
+    dark = f"@media (prefers-color-scheme:dark){{{cell_rules(root, num_chunks, True)}}}"
+    return base + cell_rules(root, num_chunks, False) + dark
 
 
 def _header(scene: Scene, plan: Layout, name: str) -> list[str]:

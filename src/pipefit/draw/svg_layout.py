@@ -97,13 +97,13 @@ class Layout:
         return self.bottom + 40 + 20 * self.legend[-1].line + 12 + MARGIN
 
 
-def layout_of(scene: Scene, *, width: float | None, memory: bool, versions: bool) -> Layout:
-    """The layout of a scene: wide enough for its numbers, where that is possible."""
+def layout_of(scene: Scene, width: float | None) -> Layout:
+    """The layout of a scene: of that width, or, without one, wide enough for its numbers where that is possible."""
+    versions = not scene.facts.is_synchronous
     several = max(scene.facts.weight_versions, default=1) > 1
     longest = 0 if scene.is_plain else max(len(stages_words(stages)) for stages in scene.stages)
     left = MARGIN + max(62, int(5.7 * longest) + 16)
-    sized = bool(scene.facts.peak_bytes)
-    memory_width = (28.0 + 72 + 8 + 30 + 68 * several + 68 * sized) if memory else 0.0
+    memory_width = 28.0 + 72 + 8 + 30 + 68 * several + 68 * bool(scene.facts.peak_bytes)
     span = scene.facts.makespan_s or 1.0
     typical, digits = _typical_cell(scene)
     if width is None:
@@ -116,7 +116,7 @@ def layout_of(scene: Scene, *, width: float | None, memory: bool, versions: bool
     size = min((cell - 2) / (0.6 * digits), 11.0)
     return Layout(
         left=left,
-        top=MARGIN + (76.0 if memory else 62.0),
+        top=MARGIN + 76.0,
         plot_width=plot,
         scale=plot / span,
         num_ranks=scene.num_ranks,

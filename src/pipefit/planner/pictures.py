@@ -123,14 +123,10 @@ def _fitting(points: Sequence[Point]) -> list[Point]:
 
 def depth_svg(points: Sequence[Point], title: str = "") -> str:
     """Throughput against depth, a line for each micro-batch size; only what fits."""
-    series: dict[str, list[tuple[float | str, float]]] = {}
-    fitting = _fitting(points)
-    for size in sorted({point.microbatch_size for point in fitting}):
-        best: dict[int, float] = {}
-        for point in fitting:
-            if point.microbatch_size == size:
-                best[point.depth] = max(best.get(point.depth, 0.0), point.throughput)
-        series[f"micro-batch {size}"] = [(float(depth), best[depth]) for depth in sorted(best)]
+    best: dict[int, dict[float | str, float]] = {}
+    for point in sorted(_fitting(points), key=lambda point: (point.microbatch_size, point.throughput)):
+        best.setdefault(point.microbatch_size, {})[point.depth] = point.throughput
+    series = {f"micro-batch {size}": list(rates.items()) for size, rates in best.items()}
     return chart(
         series,
         title=title or "Throughput against depth",
