@@ -8,7 +8,6 @@ import pipefit
 import pipefit as pf
 from pipefit.errors import PipefitError
 from pipefit.study.file import grid, load_study, study_of
-from pipefit.study.simulation import TrialCost
 from pipefit.study.stopping import Halving, Median, Patience
 from pipefit.study.trial import OPTIMIZERS, StudyError, StudySpec, Trial, file_name
 
@@ -109,8 +108,6 @@ def test_what_is_given_in_python_is_checked_too():
         pf.Study("study.toml")
     assert pf.Study([Trial(data="digits")], stop="median").spec.stop == Median()
     assert Trial(data="digits").data == ("digits",)
-    with pytest.raises(PipefitError, match="did you mean lrtf"):
-        pf.Study.simulate([TrialCost((1.0,), 1)], 1, "lrft")
 
 
 def test_a_file_of_another_kind_or_none_is_refused(tmp_path):

@@ -119,4 +119,6 @@ def test_impossible_studies_are_refused():
         simulate_study([], 0)
     with pytest.raises(PipefitError, match="finite"):
         simulate_study([TrialCost((float("nan"),), 1)], 1)
+    with pytest.raises(PipefitError, match="did you mean lrtf"):
+        simulate_study([TrialCost((1.0,), 1)], 1, "lrft")
     assert simulate_study([], 2).makespan_s == 0

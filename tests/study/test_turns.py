@@ -88,9 +88,10 @@ def test_what_plans_a_study_works_with_torch_blocked():
     code = """
 import sys; sys.modules["torch"] = None
 import pipefit.study.board, pipefit.study.file, pipefit.study.picture, pipefit.study.results, pipefit.study.trial_search
+import pipefit.study.simulation
 import pipefit.study.turns, pipefit
 pipefit.study, pipefit.Study, pipefit.Trial
-print(pipefit.Study.simulate([], 2).makespan_s)
+print(pipefit.study.simulation.simulate_study([], 2).makespan_s)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == "0.0", done.stderr

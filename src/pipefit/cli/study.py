@@ -154,7 +154,10 @@ def _table(board: Board, most: int) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    first = sorted(board.entries, key=lambda entry: (_ORDER[entry.status], entry.score or math.inf))[:most]
+    def activity(entry: TrialProgress) -> tuple[int, float]:
+        return _ORDER[entry.status], math.inf if entry.score is None else entry.score
+
+    first = sorted(board.entries, key=activity)[:most]
     shown = sorted(first, key=lambda entry: entry.number)
     more = len(board.entries) - len(shown)
     below = _standing(board) + (f"  ({more} trials more)" if more else "")

@@ -9,7 +9,6 @@ from typing import Any
 from pipefit.study.board import Observer
 from pipefit.study.file import load_study, spec_of
 from pipefit.study.results import StudyResult
-from pipefit.study.simulation import StudyTimeline, TrialCost, simulate_study
 from pipefit.study.trial import StudyError, Trial
 from pipefit.study.trial_search import Search
 
@@ -62,11 +61,6 @@ class Study:
         study = cls.__new__(cls)
         study.spec, study._define, study._search = load_study(path), None, None
         return study
-
-    @staticmethod
-    def simulate(costs: Sequence[TrialCost], workers: int, policy: str = "lrtf") -> StudyTimeline:
-        """A simulated study; see `pipefit.study.simulation.simulate_study`."""
-        return simulate_study(costs, workers, policy)
 
     def run(self, *, resume: bool = False, observer: Observer | None = None, forked: bool = True) -> StudyResult:
         """Runs the study to its end.

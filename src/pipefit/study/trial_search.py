@@ -44,7 +44,7 @@ class OptunaSearch:
                 "scores of trials are losses: expected an Optuna study that minimises, got one that maximises"
             )
         self._study, self._suggest, self._left = study, suggest, num_trials
-        self._open: list[tuple[Values, Any]] = []
+        self._open: list[tuple[Values, int]] = []
 
     def ask(self) -> Values | None:
         """Optuna's next suggestion."""
@@ -53,15 +53,15 @@ class OptunaSearch:
         self._left -= 1
         trial = self._study.ask()
         values = dict(self._suggest(trial))
-        self._open.append((values, trial))
+        self._open.append((values, trial.number))
         return values
 
     def tell(self, values: Values, score: float | None) -> None:
         """Passes the score on; a failed trial is reported as failed."""
         index = next(i for i, (known, _) in enumerate(self._open) if known == values)
-        _, trial = self._open.pop(index)
+        _, number = self._open.pop(index)
         state = importlib.import_module("optuna.trial").TrialState.FAIL if score is None else None
-        self._study.tell(trial, score, state=state, skip_if_finished=True)
+        self._study.tell(number, score, state=state, skip_if_finished=True)
 
     def again(self, values: Values) -> None:
         """Finds the trial in Optuna's own storage, where that has lasted; else gives Optuna one of these values.
@@ -70,7 +70,7 @@ class OptunaSearch:
             StudyError: Optuna does not give these values: there are more of them, or others, than it suggests.
         """
         self._left -= 1
-        taken = {trial if isinstance(trial, int) else trial.number for _, trial in self._open}
+        taken = {number for _, number in self._open}
         for known in self._study.get_trials(deepcopy=False):
             if known.number not in taken and dict(known.params) == dict(values):
                 self._open.append((dict(values), known.number))
@@ -81,4 +81,4 @@ class OptunaSearch:
             raise StudyError(
                 f"{dict(values)}: Optuna suggests other values for this trial; are they named as it names them?"
             )
-        self._open.append((dict(values), trial))
+        self._open.append((dict(values), trial.number))

@@ -95,40 +95,27 @@ def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
 
 def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
     """Each turn with the eviction of the states that it has fetched: the pass leaves it to the next that needs room."""
+    evictions = [i for turn in turns for i in turn if i.op is Op.EVICT and i.kind == Kind.OPTIM]
     result = []
     for turn in turns:
         states = [i.stage for i in turn if i.op is Op.FETCH and i.kind == Kind.OPTIM]
-        result.append([i for i in turn if not _evicts_states(i)])
-        result[-1] += [i for other in turns for i in other if _evicts_states(i) and i.stage in states]
+        result.append([i for i in turn if i not in evictions] + [i for i in evictions if i.stage in states])
     return result
-
-
-def _evicts_states(i: Instruction) -> bool:
-    return i.op is Op.EVICT and i.kind == Kind.OPTIM
 
 
 def _crossing(program: Program, turns: list[list[Instruction]]) -> list[list[Instruction]]:
     """Adds the evictions and fetches of the data that crosses a cut."""
-    needed = [_needed(program, turn) for turn in turns]
+    made = [{value for i in turn for value in makes(i, program, 0)} for turn in turns]
+    used = [[value for i in turn for value in needs(i, program, 0) if value.kind in _CROSSING] for turn in turns]
+    needed = [dict.fromkeys(v for v in values if v not in own) for values, own in zip(used, made, strict=True)]
     result = []
     for number, turn in enumerate(turns):
         later = {value for values in needed[number + 1 :] for value in values}
-        here = {value for i in turn for value in makes(i, program, 0)}
         # What a turn has fetched leaves with it, so that nothing stays on the device; the tier has it still.
-        leaving = sorted(value for value in (here | set(needed[number])) & later if value.kind in _CROSSING)
+        leaving = sorted((made[number] | needed[number].keys()) & later)
         fetched = (_moved(Op.FETCH, value) for value in needed[number])
         result.append([turn[0], *fetched, *turn[1:], *(_moved(Op.EVICT, value) for value in leaving)])
     return result
-
-
-def _needed(program: Program, turn: list[Instruction]) -> list[Value]:
-    """The data that a turn needs and does not make, in order of first use."""
-    made: set[Value] = set()
-    found: dict[Value, None] = {}
-    for i in turn:
-        found |= {v: None for v in needs(i, program, 0) if v not in made and v.kind in _CROSSING}
-        made |= set(makes(i, program, 0))
-    return list(found)
 
 
 def _moved(op: Op, value: Value) -> Instruction:
