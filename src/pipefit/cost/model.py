@@ -17,24 +17,6 @@ from pipefit.spec.topology import Tier, Topology
 if TYPE_CHECKING:
     from pipefit.ir.program import Header
 
-_PER_STAGE = (
-    "forward_s",
-    "backward_input_s",
-    "backward_weight_s",
-    "recompute_s",
-    "step_s",
-    "host_step_s",
-    "act_bytes",
-    "grad_bytes",
-    "saved_bytes",
-    "half_bytes",
-    "split_s",
-    "split_input_s",
-    "weight_bytes",
-    "optim_bytes",
-    "fixed_bytes",
-)
-
 
 @dataclass(frozen=True)
 class CostModel:
@@ -291,6 +273,9 @@ def _over(size: float, bandwidth: float) -> float:
     return 0 if math.isinf(bandwidth) else size / bandwidth
 
 
+_PER_STAGE: Final = [
+    item.name for item in fields(CostModel) if item.type == "tuple[float, ...]" and item.name != "speed"
+]
 _HALVES = (Reduction.SCATTER.value, Reduction.SHARDS.value)
 
 _Work = Callable[[CostModel, Instruction], float]

@@ -85,15 +85,10 @@ def of_plan(
         weight_bytes=weights,
         optim_bytes=tuple(size * state / num for size, num in zip(weights, parts, strict=True)),
         topology=topology,
-        overhead_s=runtime.overhead_s,
-        post_s=runtime.post_s,
-        copy_s_per_byte=runtime.copy_s_per_byte,
-        host_s=runtime.host_s,
-        arrival_s=runtime.arrival_s,
-        pass_s=runtime.pass_s,
         speed=speeds_of(topology, tensor),
         tiers=tiers,
         tensor=tensor,
+        **runtime._asdict(),
     )
     return cost if sizes is None else replace(cost, **sizes.figures(cost, plan))
 

@@ -44,23 +44,18 @@ def unit(
     def every(total: float) -> tuple[float, ...]:
         return (_divide(total * header.num_ranks, num_stages),) * num_stages
 
+    # Every copy of a stage that is spilled takes as long.
+    spill, rates = header.spill, (math.inf,) * 3
     return CostModel(
         forward_s=every(forward),
         backward_input_s=every(input),
         backward_weight_s=every(weight),
-        host_step_s=(_divide(2 * copy * header.num_ranks, num_stages),) * num_stages,
+        host_step_s=every(2 * copy),
         saved_bytes=tuple(1 / len(header.stages_of(ranks[0])) for ranks in header.placement),
         latency_s=latency,
-        tiers=_unit_tiers(header, _divide(copy * header.num_ranks, num_stages)),
+        tiers=(Tier(spill.tier, *rates, latency_s=every(copy)[0]),) if spill else (),
         tensor=header.tensor,
     )
-
-
-def _unit_tiers(header: Header, copy: float) -> tuple[Tier, ...]:
-    """The tier of a program that spills: every copy of a stage takes as long."""
-    if header.spill is None:
-        return ()
-    return (Tier(header.spill.tier, math.inf, math.inf, math.inf, latency_s=copy),)
 
 
 def _halves(backward: float | None, input: float | None, weight: float | None) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from pipefit.errors import InfeasibleError, PlanError
@@ -38,10 +39,8 @@ def plan_pipedream(
     specs = stages if not is_single else (StageSpec(stages[0].layers),)
     placement = placement_of(num_workers, 1, "replicas") if is_single else placement_of(len(stages), 1, "loop", counts)
     per_update = num_workers if is_single else 1
-    peaks = [0.0] * num_workers
-    for ranks, size in zip(placement, found.memory_bytes, strict=True):
-        for rank in ranks:
-            peaks[rank] = size
+    update_s, rate = found.time_s * per_update, profile.microbatch_size / found.time_s
+    peaks = {rank: size for ranks, size in zip(placement, found.memory_bytes, strict=True) for rank in ranks}
     return Plan(
         Partition(specs),
         Placement(placement),
@@ -52,41 +51,38 @@ def plan_pipedream(
         model=profile.model,
         method="pipedream",
         prediction=Prediction(
-            step_s=found.time_s * per_update,
-            period_s=found.time_s * per_update,
-            minibatch_s=found.time_s,
-            throughput=profile.microbatch_size / found.time_s,
-            peak_bytes=tuple(peaks),
-            speedup_over_data_parallel=found.speedup_over_data_parallel,
+            update_s,
+            update_s,
+            found.time_s,
+            rate,
+            tuple(peaks[rank] for rank in sorted(peaks)),
+            found.speedup_over_data_parallel,
         ),
         candidates=_candidates(profile, found),
     )
 
 
 def _candidates(profile: Profile, found: PipeDreamResult) -> tuple[Candidate, ...]:
-    size = profile.microbatch_size
-    time_s = found.time_s
+    def line(summary: str, family: str, seconds: float, why: str = "") -> Candidate:
+        known = seconds if math.isfinite(seconds) else None
+        return Candidate(summary, family, known, known and profile.microbatch_size / known, None, why)
 
-    def line(summary: str, family: str, seconds: float | None, why: str) -> Candidate:
-        rate = size / seconds if seconds and seconds < float("inf") else None
-        return Candidate(summary, family, seconds if rate else None, rate, None, why)
+    def lost(summary: str, family: str, seconds: float, unfit: str = "nothing fits", fits: bool = True) -> Candidate:
+        why = f"{seconds / found.time_s:.2f} times the time per mini-batch"
+        if seconds <= found.time_s:
+            ahead = 1 - seconds / found.time_s
+            why = f"{ahead:.1%} faster, within the margin that data parallelism is preferred by"
+        return line(summary, family, seconds, why if fits and math.isfinite(seconds) else unfit)
 
-    def behind(seconds: float) -> str:
-        if seconds <= time_s:
-            return f"{1 - seconds / time_s:.1%} faster, within the margin that data parallelism is preferred by"
-        return f"{seconds / time_s:.2f} times the time per mini-batch"
-
-    lines = [line(f"{found.configuration} ({found.shape}, {found.convention})", found.shape, time_s, "")]
+    lines = [line(f"{found.configuration} ({found.shape}, {found.convention})", found.shape, found.time_s)]
     for shape, seconds in (("flat", found.flat_s), ("hierarchical", found.hierarchical_s)):
         if seconds is not None and found.shape != shape:
-            why = behind(seconds) if seconds < float("inf") else "nothing fits"
-            lines.append(line(f"best of the {shape} search", shape, seconds, why))
+            lines.append(lost(f"best of the {shape} search", shape, seconds))
     if found.shape != "data parallel":
-        why = behind(found.data_parallel_s) if found.data_parallel_fits else "does not fit the memory of a device"
-        lines.append(line("every device all layers", "data parallel", found.data_parallel_s, why))
-    if max(stage.replicas for stage in (found.partition or Partition((StageSpec((0,)),))).stages) > 1:
-        why = behind(found.straight_s) if found.straight_s < float("inf") else "nothing fits"
-        lines.append(line("best pipeline without replicas", "straight", found.straight_s, why))
+        unfit, plain_s = "does not fit the memory of a device", found.data_parallel_s
+        lines.append(lost("every device all layers", "data parallel", plain_s, unfit, found.data_parallel_fits))
+    if found.partition and max(stage.replicas for stage in found.partition.stages) > 1:
+        lines.append(lost("best pipeline without replicas", "straight", found.straight_s))
     return tuple(lines)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,10 +14,7 @@ from pipefit.spec import Profile
 
 def quick_s(problem: Problem, config: Config) -> float:
     """Seconds per update if the layers could be cut anywhere: a lower bound, roughly, for ranking."""
-    total = problem.once(
-        ("quick", config.microbatch_size, config.tensor),
-        lambda: _totals(problem.at(config.microbatch_size, config.tensor)),
-    )
+    total = _totals(problem, config)
     # Where the backward follows its forward at once nothing is replayed, as on the last rank of 1F1B.
     replayed = 1 - 1 / config.depth if config.recompute == "all" else 0.0
     work = total.forward_s + total.backward_s
@@ -37,22 +34,30 @@ def quick_s(problem: Problem, config: Config) -> float:
     return closed_form_s(config, pace) + _quick_tail_s(problem, config, total.backward_s)
 
 
-@dataclass(frozen=True)
-class _Totals:
-    """Of the whole model: seconds, the slowest layer, the least bytes that a boundary carries."""
+class _Totals(NamedTuple):
+    """Of the whole model: seconds, the slowest layer, the least bytes that a boundary carries, weights, saved bytes."""
 
     forward_s: float
     backward_s: float
     largest_s: float
     cut_bytes: float
+    weight_bytes: float
+    saved_bytes: float
 
 
-def _totals(profile: Profile) -> _Totals:
-    return _Totals(
-        sum(layer.forward_s for layer in profile.layers) + profile.loss_s,
-        sum(layer.backward_s for layer in profile.layers),
-        max(layer.total_s for layer in profile.layers),
-        min(profile.cut_bytes, default=0.0),
+def _totals(problem: Problem, config: Config) -> _Totals:
+    profile = problem.at(config.microbatch_size, config.tensor)
+    layers = profile.layers
+    return problem.once(
+        ("totals", config.microbatch_size, config.tensor),
+        lambda: _Totals(
+            sum(layer.forward_s for layer in layers) + profile.loss_s,
+            sum(layer.backward_s for layer in layers),
+            max(layer.total_s for layer in layers),
+            min(profile.cut_bytes, default=0.0),
+            sum(layer.weight_bytes for layer in layers),
+            sum(layer.saved_bytes for layer in layers),
+        ),
     )
 
 
@@ -82,19 +87,11 @@ def _shares(profile: Profile, num_stages: int) -> list[float]:
 
 def quick_bytes(problem: Problem, config: Config) -> float:
     """Bytes that some rank needs at least, however the layers are cut."""
-    profile = problem.at(config.microbatch_size, config.tensor)
-    weights, saved, cut = problem.once(
-        ("bytes", config.microbatch_size, config.tensor),
-        lambda: (
-            sum(x.weight_bytes for x in profile.layers),
-            sum(x.saved_bytes for x in profile.layers),
-            min(profile.cut_bytes, default=0.0),
-        ),
-    )
+    total = _totals(problem, config)
     state = problem.state / (config.data if config.sharded else 1)
     versions = 2 if config.schedule == "pipedream-2bw" else 1
-    kept = saved if config.recompute == "none" else 0.0
+    kept = total.saved_bytes if config.recompute == "none" else 0.0
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least what enters each of a rank's stages, of every micro-batch.
-        kept = max(kept, cut * config.num_stages) * config.per_pipeline
-    return float((weights * (1 + versions + state) + kept) / config.depth)
+        kept = max(kept, total.cut_bytes * config.num_stages) * config.per_pipeline
+    return float((total.weight_bytes * (1 + versions + state) + kept) / config.depth)

@@ -15,10 +15,9 @@ from pipefit.spec import Partition, StageSpec
 
 
 class Within(NamedTuple):
-    """Of each rank what it holds and its memory; and the micro-batches beyond those counted."""
+    """Of each rank what it holds, and its memory."""
 
     holdings: tuple[Holding, ...]
-    further: int
     limits: list[float]
 
 
@@ -98,9 +97,7 @@ def _link_spans(problem: Problem, config: Config) -> Array:
 
 def least_bytes(problem: Problem, config: Config) -> float:
     """The memory with which a candidate of one stage per rank fits, cut for memory only."""
-    both, further = holdings_of(config)
-    holdings = both[0] if config.recompute == "none" else both[1]
-    needs = _needs(problem, config, holdings, further)
+    needs = _needs(problem, config, holdings_of(config)[config.recompute != "none"])
     counts = divide(needs)
     if counts is None:
         return float("inf")
@@ -110,13 +107,13 @@ def least_bytes(problem: Problem, config: Config) -> float:
 
 def _within_memory(problem: Problem, config: Config, times: list[Array], within: Within) -> list[Array]:
     """The times, infinite where a stage would not fit its rank. One stage per rank."""
-    needs = _needs(problem, config, within.holdings, within.further)
+    needs = _needs(problem, config, within.holdings)
     return [
         np.where(need <= limit, time, np.inf) for need, limit, time in zip(needs, within.limits, times, strict=True)
     ]
 
 
-def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...], further: int) -> list[Array]:
+def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:
     """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
     profile = problem.at(config.microbatch_size, config.tensor)
     names = ("weight_bytes", "saved_bytes", "kept_bytes")
@@ -130,7 +127,7 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...], furt
         half = sums["kept_bytes"] if stage else leaving
         sizes = {"weights": weights, "wgrad": weights, "saved": saved, "half": half}
         need = 0 * weights
-        for row in holding.rows + further * holding.growth:
+        for row in holding.rows:
             total = state * weights
             for count, (kind, owner) in zip(row, holding.keys, strict=True):
                 if kind in ("act", "grad"):

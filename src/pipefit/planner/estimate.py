@@ -23,7 +23,7 @@ def estimate(problem: Problem, config: Config) -> Estimate:
 def _estimate(problem: Problem, config: Config) -> Estimate:
     """The first cut that fits; where none does, the last that was made for time only."""
     try:
-        holdings, further = holdings_of(config)
+        holdings = holdings_of(config)
     except ScheduleError as refusal:
         return Estimate(config, None, why=str(refusal))
     limits = problem.memory_of(config)
@@ -33,7 +33,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
     def measured(recomputed: set[int]) -> Estimate:
         partition = cut(problem, config, recomputed)
         assert partition is not None
-        return _measure(problem, config, partition, recomputed, holdings, further, limits)
+        return _measure(problem, config, partition, recomputed, holdings, limits)
 
     found = measured(recomputed)
     if config.recompute == "some":
@@ -46,9 +46,9 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
             found = measured(recomputed)
     if not found.fits and config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.layers:
         for again in (recomputed, every) if config.recompute == "some" and recomputed != every else (recomputed,):
-            tight = cut(problem, config, again, Within(mixed(holdings, again), further, limits))
+            tight = cut(problem, config, again, Within(mixed(holdings, again), limits))
             if tight is not None:
-                return _measure(problem, config, tight, again, holdings, further, limits)
+                return _measure(problem, config, tight, again, holdings, limits)
     return found
 
 
@@ -58,13 +58,12 @@ def _measure(
     partition: Partition,
     recomputed: set[int],
     both: Both,
-    further: int,
     limits: list[float],
 ) -> Estimate:
     timing, sizes = costs_of(problem, config, partition)
     owner = positions(config)
     stages_of = [tuple(s for s, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
-    needed = tuple(peaks(mixed(both, recomputed), sizes, stages_of, further))
+    needed = peaks(mixed(both, recomputed), sizes, stages_of)
     worst = max(range(len(needed)), key=lambda rank: needed[rank] / limits[rank])
     overflow = needed[worst] / limits[worst]
     where = f"stage {worst}" if config.chunks == 1 else f"rank {worst}"

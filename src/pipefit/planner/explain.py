@@ -5,8 +5,8 @@ from __future__ import annotations
 from pipefit.planner.computed_profile import gpt_settings
 from pipefit.planner.holdings import small_program
 from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
-from pipefit.spec import Plan, Profile, SpillSpec, StageSpec, Topology
-from pipefit.units import counted, format_bytes, format_seconds
+from pipefit.spec import Plan, Profile, SpillSpec, Topology
+from pipefit.units import columns, counted, format_bytes, format_seconds
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> str:
@@ -17,7 +17,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> str:
         profile: of the model, for the seconds and weights of each stage.
     """
     lines = [f"{plan.model or 'plan'}: {plan.schedule} by {plan.method.removeprefix('by ')}, {_counts(plan)}", ""]
-    lines += _table(_stages(plan, profile))
+    lines += columns(_stages(plan, profile), right=True)
     prediction = plan.prediction
     if prediction is not None:
         rate = f"{prediction.throughput:.4g} samples/s"
@@ -45,15 +45,11 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
     """
     if not plan.model.startswith("gpt:") or plan.prediction is None:
         return {}
-    gpt = Gpt(**gpt_settings(plan.model))
-    devices = sum(
-        len(ranks) * stage.tensor for stage, ranks in zip(_first_lap(plan), plan.placement.ranks, strict=False)
-    )
-    rate = plan.prediction.throughput
+    gpt, rate = Gpt(**gpt_settings(plan.model)), plan.prediction.throughput
     found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
     peak = topology.device.flops
     if peak:
-        used = mfu(gpt, rate, devices, peak)
+        used, every = (mfu(gpt, rate, plan.num_processes, peak, recompute=each) for each in (False, True))
         found |= {
             "model_flops_per_device": used * peak,
             "mfu": used,
@@ -61,14 +57,11 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
         }
         replayed = _replayed(plan)
         if replayed:
-            every = mfu(gpt, rate, devices, peak, recompute=True)
             found["hfu"] = used + replayed * (every - used)
     if tokens is not None:
-        found["tokens"] = tokens
-        found["training_days"] = tokens / (rate * gpt.sequence) / 86400
+        found |= {"tokens": tokens, "training_days": tokens / (rate * gpt.sequence) / 86400}
         if peak:
-            per_device = mfu(gpt, rate, devices, peak) * peak
-            found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, devices, per_device)
+            found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, plan.num_processes, used * peak)
     return found
 
 
@@ -82,11 +75,6 @@ def _replayed(plan: Plan) -> float:
     count = min(-(-plan.num_microbatches // plan.data), depth + 2)
     program = small_program(plan.schedule, depth, count, plan.num_chunks, recompute)
     return len(program.recomputed) / (num_stages * program.header.total_microbatches)
-
-
-def _first_lap(plan: Plan) -> tuple[StageSpec, ...]:
-    """The stages whose ranks are all ranks, once."""
-    return plan.partition.stages[: max(len(plan.partition.stages) // plan.num_chunks, 1)]
 
 
 def _counts(plan: Plan) -> str:
@@ -112,9 +100,9 @@ def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
         row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
         if figures:
             layers = [figures.layers[layer] for layer in stage.layers]
-            row.append(format_seconds(sum(layer.forward_s for layer in layers) / stage.tensor))
-            row.append(format_seconds(sum(layer.backward_s for layer in layers) / stage.tensor))
-            row.append(format_bytes(sum(layer.weight_bytes for layer in layers) / stage.tensor))
+            row += [format_seconds(sum(layer.forward_s for layer in layers) / stage.tensor)]
+            row += [format_seconds(sum(layer.backward_s for layer in layers) / stage.tensor)]
+            row += [format_bytes(sum(layer.weight_bytes for layer in layers) / stage.tensor)]
         rows.append(row)
     return rows
 
@@ -129,26 +117,21 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} {ranks[1]} … {ranks[-1]} ({len(ranks)})"
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
 def spill_lines(plan: Plan) -> list[str]:
     """Spilled stages, slots and limits in words; nothing for a plan that does not spill."""
     spill = plan.spill
     if spill is None:
         return []
+    num_stages, num_ranks = len(plan.partition.stages), plan.placement.num_ranks
     stay = "" if spill.on_host else "; the optimizer's states stay on the device"
     states = f", {spill.optim_slots} for states" if spill.optim_slots else stay
-    each = f", on each of {plan.placement.num_ranks} ranks" if plan.placement.num_ranks > 1 else ""
+    each = f", on each of {num_ranks} ranks" if num_ranks > 1 else ""
     lines = [
-        f"spilled to the {spill.tier}: {len(spill.stages) or len(plan.partition.stages)} stages through "
+        f"spilled to the {spill.tier}: {len(spill.stages) or num_stages} stages through "
         f"{spill.weights_slots} slots for weights{states}{each}",
+        f"steps: {_steps_words(spill, num_stages)}",
     ]
-    lines.append(f"steps: {_steps_words(spill, len(plan.partition.stages))}")
     if spill.keeps:
-        num_stages = len(plan.partition.stages)
         rest = "" if len(spill.keeps) == num_stages else "; the others replay their forwards"
         lines.append(f"activations: {len(spill.keeps)} of {num_stages} stages keep theirs{rest}")
     if spill.activations:

@@ -8,8 +8,9 @@ recompute) and multiplied with the sizes of every cut that is tried.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 from pipefit.partition.balance import Array
-from pipefit.planner.space import Config
+from pipefit.planner.space import Config, positions
 from pipefit.schedules import Shape, find, generate
 from pipefit.simulate.simulate import collector_paused
 
@@ -28,89 +29,88 @@ Key = tuple[str, int]
 _SMALL = 600
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """Live values of one rank.
 
     Attributes:
         keys: (kind, stage) of each column.
-        rows: array [moment, key] of counts, only moments that no other exceeds in every count.
-        growth: for each key, more of it per further micro-batch of the pipeline, beyond what was counted; each at its
-            own highest moment, so all together are an upper bound.
+        rows: array [moment, key] of counts, only moments that no other exceeds in every count. With the micro-batches
+            beyond those counted, if there are any: what grows with them is added to every moment, each kind at its own
+            highest, so all together are an upper bound. (A line through two counts would fall short: with more
+            micro-batches another moment becomes the highest.)
     """
 
     keys: tuple[Key, ...]
     rows: Array
-    growth: Array
-
-    def peak_bytes(self, size: dict[Key, float], further: int = 0) -> float:
-        """The most bytes at once.
-
-        Args:
-            size: of a value of each key.
-            further: micro-batches beyond those counted.
-        """
-        if not self.keys:
-            return 0.0
-        sizes = np.array([size.get(key, 0.0) for key in self.keys])
-        # A line through two counts would fall short: with more micro-batches another moment becomes the highest.
-        return float(((self.rows + further * self.growth) @ sizes).max())
 
 
 Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
 """Live values of each rank without and with recompute."""
 
 
-def holdings_of(config: Config) -> tuple[Both, int]:
-    """Live values of the ranks without and with recompute, and the micro-batches beyond those counted."""
-    if config.replicas:
-        found, more = _held_by_replicas(
-            config.schedule, config.replicas, config.num_microbatches, config.recompute == "all"
-        )
-        return (found, found), more
-    name, count = config.schedule, config.per_pipeline
-    plain, counted = _held_by_all(name, config.depth, count, config.chunks, config.recompute == "all")
-    replayed = _held_by_all(name, config.depth, count, config.chunks, True)[0] if config.recompute == "some" else plain
-    return (plain, replayed), count - counted
+def holdings_of(config: Config) -> Both:
+    """Live values of the ranks without and with recompute."""
+    plain = _held_in(config, config.recompute == "all")
+    return plain, _held_in(config, True) if config.recompute == "some" else plain
 
 
-def replayed(config: Config) -> tuple[float, ...]:
-    """Of each stage the share of its forwards that are replayed: none where the backward follows at once."""
-    if config.replicas:
-        return (1.0,) * len(config.replicas)
-    return _replays(config.schedule, config.depth, config.per_pipeline, config.chunks)
-
-
-def mixed(both: Both, recomputed: set[int]) -> tuple[Holding, ...]:
-    """Live values of each rank when some of them recompute."""
-    return tuple(
-        replayed if rank in recomputed else plain for rank, (plain, replayed) in enumerate(zip(*both, strict=True))
-    )
-
-
-@lru_cache(maxsize=8)
-def small_program(
-    schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool | tuple[int, ...]
-) -> Program:
-    """One pipeline without copies: a few updates of an asynchronous schedule, one of a synchronous one."""
-    # Two weight versions only meet where one update follows another.
-    steps = 1 if find(schedule).is_synchronous else 3 if num_microbatches > 1 else 3 * depth + 2
-    with collector_paused():
-        replayed = recompute if isinstance(recompute, tuple) else None if recompute else ()
-        shape = Shape(depth, num_microbatches, chunks, steps, recompute=replayed)
-        return generate(schedule, shape)
-
-
-def _held_by_all(
-    schedule: str, depth: int, num_microbatches: int, chunks: int, recompute: bool
-) -> tuple[tuple[Holding, ...], int]:
-    """Live values of each rank of a pipeline, and the micro-batches that were really counted.
+def _held_in(config: Config, recompute: bool) -> tuple[Holding, ...]:
+    """Live values of each rank of a pipeline.
 
     A small program is counted whole. With many micro-batches only so many are counted as fill the pipeline. Whether
     what is held still grows with them is seen on a pipeline of at most four ranks.
     """
-    counted = _counted(schedule, depth, num_microbatches, chunks)
-    return _held(schedule, depth, counted, chunks, recompute, counted < num_microbatches), counted
+    name, depth, chunks, replicas = config.schedule, config.depth, config.chunks, config.replicas
+    if replicas:
+        return _held(name, depth, min(config.num_microbatches, 4 * sum(replicas)), 1, recompute, replicas)
+    counted = _counted(config)
+    found = _held(name, depth, counted, chunks, recompute)
+    if counted == config.per_pipeline:
+        return found
+    growth, more = _growing(name, depth, counted, chunks, recompute, positions(config)), config.per_pipeline - counted
+    return tuple(
+        Holding(keys, rows + more * grows if grows.any() else rows)
+        for (keys, rows), grows in zip(found, growth, strict=True)
+    )
+
+
+def replayed(config: Config) -> tuple[float, ...]:
+    """Of each stage the share of its forwards that are replayed, if all stages keep only their input.
+
+    None are where the backward follows at once.
+    """
+    if config.replicas:
+        return (1.0,) * len(config.replicas)
+    return _replays(config.schedule, config.depth, _counted(config), config.chunks)
+
+
+def mixed(both: Both, recomputed: set[int]) -> tuple[Holding, ...]:
+    """Live values of each rank when some of them recompute."""
+    return tuple(both[rank in recomputed][rank] for rank in range(len(both[0])))
+
+
+def small_program(
+    schedule: str,
+    depth: int,
+    num_microbatches: int,
+    chunks: int,
+    recompute: bool | tuple[int, ...],
+    replicas: tuple[int, ...] = (),
+) -> Program:
+    """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one."""
+    replayed = recompute if isinstance(recompute, tuple) else None if recompute else ()
+    return _generated(schedule, depth, num_microbatches, chunks, replayed, replicas)
+
+
+@lru_cache(maxsize=8)
+def _generated(
+    schedule: str, depth: int, count: int, chunks: int, recompute: tuple[int, ...] | None, replicas: tuple[int, ...]
+) -> Program:
+    # Two weight versions only meet where one update follows another.
+    several = 4 * sum(replicas) if replicas else 3 if count > 1 else 3 * depth + 2
+    steps = 1 if find(schedule).is_synchronous else several
+    with collector_paused():
+        return generate(schedule, Shape(depth, count, chunks, steps, replicas, recompute=recompute))
 
 
 def filling(schedule: str, depth: int, chunks: int) -> int:
@@ -124,101 +124,88 @@ def _runs_ahead(schedule: str) -> bool:
     return 4 < peak_inflight(small_program(schedule, 4, 12, 1, False), 0) < 12
 
 
-def _counted(schedule: str, depth: int, num_microbatches: int, chunks: int) -> int:
-    enough = filling(schedule, depth, chunks) + (2 if chunks == 1 else 0)
-    small = depth * chunks * num_microbatches <= _SMALL
-    return num_microbatches if small else min(num_microbatches, enough)
+def _counted(config: Config) -> int:
+    """Micro-batches of the program that is counted."""
+    if config.num_stages * config.per_pipeline <= _SMALL:
+        return config.per_pipeline
+    enough = filling(config.schedule, config.depth, config.chunks) + (2 if config.chunks == 1 else 0)
+    return min(config.per_pipeline, enough)
 
 
 @lru_cache(maxsize=512)
-def _replays(schedule: str, depth: int, num_microbatches: int, chunks: int) -> tuple[float, ...]:
-    """Of each stage the share of its forwards that a program replays, if all stages keep only their input."""
-    program = small_program(schedule, depth, _counted(schedule, depth, num_microbatches, chunks), chunks, True)
+def _replays(schedule: str, depth: int, counted: int, chunks: int) -> tuple[float, ...]:
+    program = small_program(schedule, depth, counted, chunks, True)
     count = Counter(stage for stage, _ in program.recomputed)
     return tuple(count[stage] / program.header.total_microbatches for stage in range(depth * chunks))
 
 
 @lru_cache(maxsize=512)
-def _held(schedule: str, depth: int, counted: int, chunks: int, recompute: bool, grows: bool) -> tuple[Holding, ...]:
-    program = small_program(schedule, depth, counted, chunks, recompute)
+def _held(
+    schedule: str, depth: int, counted: int, chunks: int, recompute: bool, replicas: tuple[int, ...] = ()
+) -> tuple[Holding, ...]:
+    """Live values of the first rank of each position."""
+    program = small_program(schedule, depth, counted, chunks, recompute, replicas)
     with collector_paused():
-        counts = [_rows(lifetimes(program, rank)) for rank in range(len(program.ranks))]
-    growth = _growth(schedule, min(depth, 4), chunks, recompute) if grows else {}
+        ranks = [ranks[0] for ranks in program.header.placement[:depth]]
+        return tuple(_rows(lifetimes(program, rank)) for rank in ranks)
+
+
+Role = tuple[str, str, str]
+
+
+def _role(owner: Sequence[int], depth: int, rank: int, key: Key) -> Role:
+    """The role of a value on its rank at any depth: its kind, the place of the rank, and whose it is."""
+    place = "first" if rank == 0 else "last" if rank == depth - 1 else "middle"
+    kind, stage = key
+    entering = owner[stage + 1 : stage + 2] == (rank,)
+    return kind, place, "own" if stage >= 0 and owner[stage] == rank else "entering" if entering else "other"
+
+
+@lru_cache(maxsize=512)
+def _growing(
+    schedule: str, depth: int, counted: int, chunks: int, recompute: bool, owner: tuple[int, ...]
+) -> tuple[Array, ...]:
+    """For each rank the growth of each of its keys."""
+    growth = _growth(schedule, min(depth, 4), chunks, recompute)
+    held = _held(schedule, depth, counted, chunks, recompute)
     return tuple(
-        Holding(keys, rows, np.array([[growth.get(_role(program, rank, key), 0.0) for key in keys]]))
-        for rank, (keys, rows) in enumerate(counts)
+        np.array([growth.get(_role(owner, depth, rank, key), 0.0) for key in each.keys])
+        for rank, each in enumerate(held)
     )
-
-
-Role = tuple[str, str, str, int]
-
-
-def _role(program: Program, rank: int, key: Key) -> Role:
-    """The role of a value on its rank at any depth: its kind, the rank's place, whose it is, on which chunk."""
-    place = "first" if rank == 0 else "last" if rank == len(program.ranks) - 1 else "middle"
-    stages = program.header.stages_of(rank)
-    for whose, stage in (("own", key[1]), ("entering", key[1] + 1)):
-        if stage in stages:
-            return key[0], place, whose, stages.index(stage)
-    return key[0], place, "other", 0
 
 
 @lru_cache(maxsize=512)
 def _growth(schedule: str, depth: int, chunks: int, recompute: bool) -> dict[Role, float]:
     """How many more values of each role a rank holds per further micro-batch, once the pipeline is full."""
-    few, many = 3 * depth, 4 * depth
-    before: dict[tuple[int, Key], float] = {}
     growth: dict[Role, float] = {}
-    for count in (few, many):
-        program = small_program(schedule, depth, count, chunks, recompute)
-        for rank in range(len(program.ranks)):
-            keys, rows = _rows(lifetimes(program, rank))
-            for key, high in zip(keys, rows.max(axis=0), strict=True):
-                if count == few:
-                    before[rank, key] = high
-                else:
-                    role = _role(program, rank, key)
-                    more = (high - before.get((rank, key), 0.0)) / (many - few)
-                    growth[role] = max(growth.get(role, 0.0), more)
+    few, many = (_held(schedule, depth, count * depth, chunks, recompute) for count in (3, 4))
+    owner = tuple(ranks[0] for ranks in small_program(schedule, depth, 4 * depth, chunks, recompute).header.placement)
+    for rank, holdings in enumerate(zip(few, many, strict=True)):
+        before, after = (dict(zip(keys, rows.max(axis=0), strict=True)) for keys, rows in holdings)
+        for key, high in after.items():
+            role = _role(owner, depth, rank, key)
+            growth[role] = max(growth.get(role, 0.0), (high - before.get(key, 0.0)) / depth)
     return growth
 
 
 def holds_all(schedule: str, chunks: int) -> bool:
     """Whether a rank holds every micro-batch of an update at once, as GPipe does: two ranks are enough to see it."""
-    return _growth(schedule, 2, min(chunks, 2), False).get(("saved", "first", "own", 0), 0.0) >= 1
+    return _growth(schedule, 2, min(chunks, 2), False).get(("saved", "first", "own"), 0.0) >= 1
 
 
-@lru_cache(maxsize=64)
-def _held_by_replicas(
-    schedule: str, replicas: tuple[int, ...], num_microbatches: int, recompute: bool
-) -> tuple[tuple[Holding, ...], int]:
-    """Live values of one rank of each stage where their numbers of replicas differ; nothing is extrapolated."""
-    counted = min(num_microbatches, 4 * sum(replicas))
-    steps = 1 if find(schedule).is_synchronous else 4 * sum(replicas)
-    shape = Shape(len(replicas), counted, 1, steps, replicas, recompute=None if recompute else ())
-    with collector_paused():
-        program = generate(schedule, shape)
-        counts = [_rows(lifetimes(program, ranks[0])) for ranks in program.header.placement]
-    return tuple(Holding(keys, rows, 0 * rows[:1]) for keys, rows in counts), 0
-
-
-def peaks(
-    holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]], further: int
-) -> list[float]:
-    """The most bytes of each rank, optimizer state included."""
+def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]]) -> tuple[float, ...]:
+    """The most bytes of each rank at once, optimizer state included."""
     result = []
-    for holding, stages in zip(holdings, stages_of, strict=True):
-        size = {(kind, stage): cost.size_bytes(Value(kind, stage, 0)) for kind, stage in holding.keys}
-        result.append(holding.peak_bytes(size, further) + cost.resident_bytes(stages))
-    return result
+    for (keys, rows), stages in zip(holdings, stages_of, strict=True):
+        sizes = np.array([cost.size_bytes(Value(kind, stage, 0)) for kind, stage in keys])
+        result.append(float((rows @ sizes).max()) + cost.resident_bytes(stages))
+    return tuple(result)
 
 
-def _rows(lives: list[Lifetime]) -> tuple[tuple[Key, ...], Array]:
+def _rows(lives: list[Lifetime]) -> Holding:
     """Counts at every moment at which something ends, without those that another covers."""
     keys = sorted({(life.value.kind, life.value.stage) for life in lives})
     column = {key: index for index, key in enumerate(keys)}
-    if not lives:
-        return (), np.zeros((1, 0))
     length = max(life.dies for life in lives) + 3
     changes = np.zeros((length, len(keys)))
     born = np.array([life.born + 1 for life in lives])
@@ -226,7 +213,7 @@ def _rows(lives: list[Lifetime]) -> tuple[tuple[Key, ...], Array]:
     which = np.array([column[life.value.kind, life.value.stage] for life in lives])
     np.add.at(changes, (born, which), 1.0)
     np.add.at(changes, (after, which), -1.0)
-    return tuple(keys), _highest(np.unique(np.cumsum(changes, axis=0), axis=0))
+    return Holding(tuple(keys), _highest(np.unique(np.cumsum(changes, axis=0), axis=0)))
 
 
 def _highest(rows: Array) -> Array:

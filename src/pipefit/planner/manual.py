@@ -70,7 +70,8 @@ def by_hand(
     Raises:
         PlanError: more stages than layers, or layer counts that do not fit.
     """
-    count = _num_stages(schedule, num_ranks, num_chunks, replicas)
+    layout, depth = find(schedule).layout, _depth(num_ranks, replicas)
+    count = 1 if layout == "replicas" else depth * num_chunks
     if stages is not None and len(stages) != count:
         raise PlanError(
             f"{schedule} on {num_ranks} ranks with {num_chunks} chunks has {count} stages, "
@@ -85,13 +86,13 @@ def by_hand(
         partition = Partition.from_counts(stages, num_layers)
     else:
         partition = minmax(profile, count) if profile is not None else Partition.even(num_layers, count)
-    placement = placement_of(_depth(num_ranks, replicas), num_chunks, find(schedule).layout, tuple(replicas))
+    placement = placement_of(depth, num_chunks, layout, tuple(replicas))
     copies = [len(ranks) for ranks in placement]
     alike = copies[0] if len(set(copies)) == 1 else 1
-    specs = [
+    specs = (
         StageSpec(stage.layers, count // alike, tensor, recompute)
         for stage, count in zip(partition.stages, copies, strict=True)
-    ]
+    )
     return Plan(
         Partition(tuple(specs)),
         Placement(placement),
@@ -105,13 +106,6 @@ def by_hand(
         sharded_optimizer=sharded_optimizer,
         model=model,
     )
-
-
-def _num_stages(schedule: str, num_ranks: int, num_chunks: int, replicas: Sequence[int]) -> int:
-    """Stages that a schedule makes of some ranks."""
-    if find(schedule).layout == "replicas":
-        return 1
-    return _depth(num_ranks, replicas) * num_chunks
 
 
 def _depth(num_ranks: int, replicas: Sequence[int]) -> int:
