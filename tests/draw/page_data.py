@@ -5,7 +5,7 @@ from typing import Any
 
 from pipefit.draw.encode import COPIED_KINDS, LETTERS
 from pipefit.draw.reasons import Reason, Why
-from pipefit.draw.scene import Bar, Box, Scene
+from pipefit.draw.scene import Box, Scene
 
 _FIELDS, _COPY_FIELDS = 8, 9
 
@@ -25,15 +25,17 @@ def boxes_in(data: Mapping[str, Any]) -> list[tuple[Box, Reason]]:
     return boxes
 
 
-def bars_in(data: Mapping[str, Any]) -> list[tuple[Bar, Reason]]:
+def bars_in(data: Mapping[str, Any]) -> list[tuple[Box, Reason]]:
     """The bars, without labels, and why each waited."""
-    bars: list[tuple[Bar, Reason]] = []
+    bars: list[tuple[Box, Reason]] = []
     tick, first = data["tick"], sum(len(row) for row in data["ranks"]) // _FIELDS
     for rank, row in enumerate(data.get("copies", [])):
         for at in range(0, len(row), _COPY_FIELDS):
             lane, kind, stage, mb, start, length, waited, why, back = row[at : at + _COPY_FIELDS]
             times = start * tick, (start + length) * tick
-            bar = Bar(rank, data["lanes"][lane], "", *times, stage, COPIED_KINDS[kind], mb)
+            what, name = COPIED_KINDS[kind], data["lanes"][lane]
+            letter = {"": "S", "weights": "w", "optim": "o", "wgrad": "g"}.get(what, "a")
+            bar = Box(rank, -1, 0, letter, stage, mb, 0, 0, *times, name, what)
             by = first + len(bars) - back if why else -1
             bars.append((bar, Reason(Why(why), by, waited * tick)))
     return bars

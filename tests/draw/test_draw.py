@@ -28,7 +28,7 @@ from pipefit.draw.drawing import draw, drawing_of
 from pipefit.draw.encode import COPIED_KINDS, Entry, encode_scene, to_script, to_text
 from pipefit.draw.look import chunk_colour
 from pipefit.draw.reasons import Why, reasons
-from pipefit.draw.scene import Box, scene_of
+from pipefit.draw.scene import scene_of
 from pipefit.draw.slots import stays_of
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError, ScheduleError
@@ -212,10 +212,7 @@ def test_a_forward_waits_for_its_weights_and_a_fetch_for_its_slot():
     scene = scene_of(draw("spilled", 4, 4).timeline)
     found: dict[tuple[str, str], tuple[Why, str]] = {}
     for item, why in zip(scene.items, reasons(scene), strict=True):
-        first = (
-            item.letter if isinstance(item, Box) else item.lane,
-            item.short,
-        )  # w1 comes a second time for its backward
+        first = item.lane or item.letter, item.short  # w1 comes a second time for its backward
         found.setdefault(first, (why.why, scene.items[why.item].short))
     assert found["F", "F0.0"] == (Why.COPY, "w0")
     assert found["fetch", "w1"] == (Why.LANE, "w0")  # the second copy of the lane

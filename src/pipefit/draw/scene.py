@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from pipefit.ir.liveness import peak_inflight, weight_versions
@@ -17,8 +19,17 @@ optimizer's steps on the host."""
 _LANE_OF = dict(zip((Op.FETCH, Op.EVICT, Op.HOST_STEP), SPILL_LANES, strict=True))
 
 
+_MOVED = {"weights": "w", "optim": "o", "wgrad": "g"}
+COPIED = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
+"""The letters of copies, and their meaning."""
+
+
 class Box(NamedTuple):
-    """An instruction that takes time on a rank and has a letter; times count from the start of the timeline."""
+    """An instruction that takes time on a rank and has a letter; times count from the start of the timeline.
+
+    A bar is a box in one of `SPILL_LANES`: a copy between device and tier of `what`, "weights", "optim" or the like,
+    or a step on the host. `mb` of a copy is the micro-batch of activations.
+    """
 
     rank: int
     position: int
@@ -30,6 +41,8 @@ class Box(NamedTuple):
     chunk: int
     start_s: float
     end_s: float
+    lane: str = ""
+    what: str = ""
 
     @property
     def duration_s(self) -> float:
@@ -38,40 +51,8 @@ class Box(NamedTuple):
 
     @property
     def short(self) -> str:
-        """As in listings: "F0.3", and "S0" for an optimizer step."""
-        return f"{self.letter}{self.stage}" + (f".{self.mb}" if self.mb >= 0 else "")
-
-
-_MOVED = {"weights": "w", "optim": "o", "wgrad": "g"}
-COPIED = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activations"}
-"""The first letters of copies, and their meaning."""
-
-
-class Bar(NamedTuple):
-    """A copy between device and tier, or a step on the host; times count from the start of the timeline.
-
-    `what` is copied: "weights", "optim" or the like; `mb` is the micro-batch of activations.
-    """
-
-    rank: int
-    lane: str
-    label: str
-    start_s: float
-    end_s: float
-    stage: int
-    what: str
-    mb: int
-    position: int = -1
-    repeat: int = 0
-
-    @property
-    def short(self) -> str:
-        """A copy in a few letters: "w3" moves the weights of stage 3, o states, g gradients, a activations.
-
-        "S3" is the step of stage 3 on the host.
-        """
-        letter = "S" if self.lane == "host" else _MOVED.get(self.what, "a")
-        return f"{letter}{self.stage}"
+        """As in listings: "F0.3", "S0" for an optimizer step; "w3" moves the weights of stage 3."""
+        return f"{self.letter}{self.stage}" + (f".{self.mb}" if self.mb >= 0 and not self.lane else "")
 
 
 @dataclass(frozen=True)
@@ -118,7 +99,7 @@ class Scene:
 
     timeline: Timeline
     boxes: tuple[Box, ...]
-    bars: tuple[Bar, ...]
+    bars: tuple[Box, ...]
     first: tuple[int, ...]
     stages: tuple[tuple[int, ...], ...]
     facts: Facts
@@ -127,8 +108,8 @@ class Scene:
 
     @cached_property
     def copied(self) -> frozenset[str]:
-        """The first letters of the copies' short names."""
-        return frozenset(bar.short[0] for bar in self.bars if bar.lane != "host")
+        """The letters of the copies."""
+        return frozenset(bar.letter for bar in self.bars if bar.lane != "host")
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
@@ -137,7 +118,7 @@ class Scene:
         return SPILL_LANES if "host" in used else SPILL_LANES[:2] if used else ()
 
     @cached_property
-    def items(self) -> tuple[Box | Bar, ...]:
+    def items(self) -> tuple[Box, ...]:
         """The boxes, then the bars: all that a reader can point at."""
         return *self.boxes, *self.bars
 
@@ -166,25 +147,26 @@ def scene_of(timeline: Timeline, seconds: bool | None = None) -> Scene:
     program, zero = timeline.program, timeline.start_s
     stages = tuple(program.header.stages_of(rank) for rank in range(len(program.ranks)))
     chunk_of = [{stage: chunk for chunk, stage in enumerate(held)} for held in stages]
-    rows: list[list[Box]] = [[] for _ in stages]
+    boxes: list[Box] = []
+    bars: list[Box] = []
     for event in timeline.events:
-        i = program.ranks[event.rank][event.position]
-        letter = OP_SPEC[i.op].letter
+        i, rank = timeline.instruction(event), event.rank
+        lane = _LANE_OF.get(i.op, "")
+        letter = OP_SPEC[i.op].letter if not lane else "S" if lane == "host" else _MOVED.get(i.kind, "a")
         if letter:
             times = event.start_s - zero, event.end_s - zero
-            chunk = chunk_of[event.rank].get(i.stage, 0)
-            box = Box(event.rank, event.position, event.repeat, letter, i.stage, i.mb, i.version, chunk, *times)
-            rows[event.rank].append(box)
-    first = [0]
-    for row in rows:
-        row.sort(key=lambda box: (box.repeat, box.position))
-        first.append(first[-1] + len(row))
-    boxes = tuple(box for row in rows for box in row)
+            operands = i.stage, i.mb, i.version, chunk_of[rank].get(i.stage, 0)
+            box = Box(rank, event.position, event.repeat, letter, *operands, *times, lane, i.kind if lane else "")
+            (bars if lane else boxes).append(box)
+    boxes.sort(key=lambda box: (box.rank, box.repeat, box.position))
+    bars.sort(key=lambda bar: (bar.rank, SPILL_LANES.index(bar.lane), bar.start_s, bar.position))
+    first = [bisect_left(boxes, rank, key=attrgetter("rank")) for rank in range(len(stages) + 1)]
     seconds = timeline.source == "measured" if seconds is None else seconds
     used = {box.letter for box in boxes}
     letters = tuple(spec.letter for spec in OP_SPEC.values() if spec.letter in used)
     unit = "s" if seconds else ""
-    return Scene(timeline, boxes, _bars(timeline), tuple(first), stages, _facts(timeline, seconds), unit, letters)
+    facts = _facts(timeline, seconds)
+    return Scene(timeline, tuple(boxes), tuple(bars), tuple(first), stages, facts, unit, letters)
 
 
 def _facts(timeline: Timeline, seconds: bool) -> Facts:
@@ -228,14 +210,3 @@ def _spill_words(header: Header) -> str:
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
     followed = len(timeline.memory) == len(timeline.program.ranks) and all(timeline.memory)
     return tuple(max(size for _, size in samples) for samples in timeline.memory) if followed else ()
-
-
-def _bars(timeline: Timeline) -> tuple[Bar, ...]:
-    zero, found = timeline.start_s, []
-    for event in timeline.events:
-        i = timeline.instruction(event)
-        if i.op in _LANE_OF:
-            times = event.start_s - zero, event.end_s - zero
-            place = event.position, event.repeat
-            found.append(Bar(event.rank, _LANE_OF[i.op], str(i), *times, i.stage, i.kind, i.mb, *place))
-    return tuple(sorted(found, key=lambda bar: (bar.rank, SPILL_LANES.index(bar.lane), bar.start_s, bar.position)))

@@ -157,11 +157,12 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
             f'<text class="soft end" font-size="9" x="{plan.left - 14}" y="{y + 9:.1f}">{lane}</text>'
         )
     for bar in sorted(scene.bars, key=lambda bar: bar.lane == "host"):
+        instruction = scene.timeline.program.ranks[bar.rank][bar.position]
         x, y, size = plan.x(bar.start_s), plan.lane_y(bar.rank, bar.lane), 8.5
         width = max(plan.x(bar.end_s) - x, 1.5)
         parts.append(
             f'<rect class="{bar.lane}" x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" '
-            f'height="{BAR_HEIGHT}" rx="2"><title>{escape(bar.label)}</title></rect>'
+            f'height="{BAR_HEIGHT}" rx="2"><title>{escape(str(instruction))}</title></rect>'
         )
         if len(bar.short) * 0.6 * size <= width - 2:
             parts.append(
