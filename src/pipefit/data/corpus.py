@@ -13,9 +13,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from pipefit.errors import DataError
 
 _RULED_LINE = re.compile(r"^[ |+]*([*=~^_+-])\1{2}[*=~^_+|-]*[ |+]*\n", re.MULTILINE)
@@ -66,12 +63,6 @@ def _read(file: Path) -> bytes:
     if not content.strip():
         raise DataError(f"data: {file} is empty; a corpus needs at least a few thousand bytes")
     return content
-
-
-def as_tokens(corpus: bytes) -> Tensor:
-    """The corpus as a flat tensor of uint8 tokens."""
-    # A bytearray, because torch warns about tensors over memory that nobody may write.
-    return torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
 
 
 def split_corpus(corpus: bytes, validation: float = 0.1) -> tuple[bytes, bytes]:

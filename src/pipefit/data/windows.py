@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.data.corpus import as_tokens
 from pipefit.data.position import Resumable, batch_seed
 from pipefit.errors import DataError
 
@@ -38,7 +37,8 @@ class TextBatches(Resumable):
                 f"data: the text has {len(corpus)} bytes, but one window needs context + 1 = {context + 1}; "
                 "give more text or a smaller context"
             )
-        self._tokens = as_tokens(corpus)
+        # A bytearray, because torch warns about tensors over memory that nobody may write.
+        self._tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
         self._batch, self._context, self._seed, self._end = batch, context, seed, num_batches
 
     def __len__(self) -> int:

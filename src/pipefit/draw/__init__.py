@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipefit.draw.chart import chart
+from pipefit.draw.drawing import Drawing, draw
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
 from pipefit.draw.save import SUFFIXES, save
 from pipefit.draw.svg import svg
 
-if TYPE_CHECKING:
-    from pipefit.draw.drawing import Drawing
-
 __all__ = ["SUFFIXES", "chart", "draw", "grid", "html", "save", "svg"]
-
-
-def draw(*args: Any, **options: Any) -> Drawing:
-    """Draws a schedule; see `pipefit.draw.drawing.draw` for the arguments."""
-    from pipefit.draw.drawing import draw as make
-
-    return make(*args, **options)
 
 
 class _Callable(ModuleType):

@@ -43,10 +43,7 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
-    return _draw(scene_of(timeline, seconds), max(columns, 40), _painted if color else _plain)
-
-
-def _draw(scene: Scene, width: int, paint: Paint) -> str:
+    scene, width, paint = scene_of(timeline, seconds), max(columns, 40), _painted if color else _plain
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
     gutter = max(len(name) for name in names) + 2
     peaks = [label_number(value) for value in scene.facts.peak_inflight]

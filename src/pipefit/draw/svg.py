@@ -95,17 +95,15 @@ def _axis(scene: Scene, plan: Layout) -> list[str]:
 
 def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
     y, height = plan.y(rank), plan.cell_height
-    stages = scene.stages[rank]
     middle = y + height / 2
     parts = [
         f'<g class="rank" data-rank="{rank}">',
         f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" height="{height}" rx="3"/>',
     ]
-    if scene.is_plain:
-        parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle + 4:.1f}">rank {rank}</text>')
-    else:
-        words = stages_words(stages)
-        parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle - 2:.1f}">rank {rank}</text>')
+    above = 4 if scene.is_plain else -2
+    parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle + above:.1f}">rank {rank}</text>')
+    if not scene.is_plain:
+        words = stages_words(scene.stages[rank])
         parts.append(f'<text class="soft end" font-size="10" x="{plan.left - 14}" y="{middle + 10:.1f}">{words}</text>')
     for box in scene.of(rank):
         parts.append(_cell(box, scene, plan, y))

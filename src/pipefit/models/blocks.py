@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable
 
 from torch import nn
 
 from pipefit.errors import ModelError
-
-Value = TypeVar("Value")
 
 
 def chain(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
@@ -43,10 +40,3 @@ def require_probability(model: str, **rates: float) -> None:
     for name, rate in rates.items():
         if not 0.0 <= rate < 1.0:
             raise ModelError(f"{model}: {name} must be at least 0 and below 1, got {rate!r}")
-
-
-def choose(model: str, option: str, given: str, table: Mapping[str, Value]) -> Value:
-    """The entry of `table` that `given` names."""
-    if given not in table:
-        raise ModelError(f"{model}: {option} must be one of {', '.join(sorted(table))}; got {given!r}")
-    return table[given]

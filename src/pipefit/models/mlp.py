@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from pipefit.models.blocks import chain, choose, require_positive, require_probability
+from pipefit.errors import ModelError
+from pipefit.models.blocks import chain, require_positive, require_probability
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
@@ -55,9 +56,10 @@ def mlp(
     """
     require_positive("mlp", layers=layers, width=width, inputs=inputs, classes=classes)
     require_probability("mlp", dropout=dropout)
-    make = choose("mlp", "activation", activation, _ACTIVATIONS)
+    if activation not in _ACTIVATIONS:
+        raise ModelError(f"mlp: activation must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
     sizes = [inputs, *[width] * (layers - 1)]
-    parts = [_hidden(size, width, make, batch_norm, dropout) for size in sizes[:-1]]
+    parts = [_hidden(size, width, _ACTIVATIONS[activation], batch_norm, dropout) for size in sizes[:-1]]
     parts.append([("linear", nn.Linear(sizes[-1], classes))])
     parts[0].insert(0, ("flatten", nn.Flatten()))
     names = [*(f"hidden{index}" for index in range(layers - 1)), "head"]
