@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(.*?)\s*
 
 
 def parse_quantity(value: float | str, kind: str, where: str = "") -> float:
-    """Reads a quantity of `kind` ("bytes", "bytes/s", "s", "flops" or "" for a bare number).
+    """Reads a quantity of `kind` ("bytes", "bytes/s", "s" or "flops").
 
     A bare number is taken in the base unit: bytes, bytes per second, seconds, FLOP per second.
 
@@ -35,10 +35,8 @@ def parse_quantity(value: float | str, kind: str, where: str = "") -> float:
     match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
     factor = _unit_factor(match.group(2), kind) if match else None
     if match is None or factor is None:
-        examples = {"bytes": "16 GiB", "bytes/s": "12 GB/s", "s": "5 us", "flops": "312 TFLOP/s", "": "1e9"}
-        raise PipefitError(
-            f"{place}expected a quantity in {kind or 'plain numbers'} such as {examples[kind]!r}, got {value!r}"
-        )
+        examples = {"bytes": "16 GiB", "bytes/s": "12 GB/s", "s": "5 us", "flops": "312 TFLOP/s"}
+        raise PipefitError(f"{place}expected a quantity in {kind} such as {examples[kind]!r}, got {value!r}")
     # Dividing by a power of ten is exact where multiplying by its inverse is not.
     return float(match.group(1)) / round(1 / factor) if factor < 1 else float(match.group(1)) * factor
 
@@ -51,18 +49,15 @@ def _unit_factor(unit: str, kind: str) -> float | None:
     if kind == "bytes/s":
         if not unit.endswith(("/s", "ps")):
             return None
-        unit, kind = unit[:-2], "bytes"
+        unit = unit[:-2]
     if kind == "flops":
-        unit = re.sub(r"FLOPS?(/s)?$", "", unit)
-        return _SCALE.get(unit)
-    if kind == "bytes":
-        for suffix, size in (("bit", 1 / 8), ("b", 1 / 8), ("B", 1.0), ("bytes", 1.0)):
-            if unit.endswith(suffix):
-                prefix = unit[: -len(suffix)]
-                factor = _SCALE.get(prefix, _BINARY.get(prefix))
-                return None if factor is None else factor * size
-        return None
-    return _SCALE.get(unit)
+        return _SCALE.get(re.sub(r"FLOPS?(/s)?$", "", unit))
+    for suffix, size in (("bit", 1 / 8), ("b", 1 / 8), ("B", 1.0), ("bytes", 1.0)):
+        if unit.endswith(suffix):
+            prefix = unit[: -len(suffix)]
+            factor = _SCALE.get(prefix, _BINARY.get(prefix))
+            return None if factor is None else factor * size
+    return None
 
 
 def format_bytes(num_bytes: float, up: bool = False) -> str:
@@ -97,14 +92,16 @@ def format_seconds(seconds: float) -> str:
     """
     if seconds == 0:
         return "0 s"
-    magnitude = abs(seconds)
-    for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s")):
-        if magnitude < limit:
-            return f"{seconds * factor:.4g} {unit}"
-    for limit, factor, unit in ((36000.0, 60.0, "min"), (172800.0, 3600.0, "h")):
-        if magnitude < limit:
-            return f"{seconds / factor:.4g} {unit}"
+    for limit, one, unit in _LIMITS:
+        if abs(seconds) < limit:
+            return f"{seconds / one:.4g} {unit}"
     return f"{seconds / 86400:.4g} days"
+
+
+_LIMITS = (
+    *((1e-6, 1e-9, "ns"), (1e-3, 1e-6, "us"), (1.0, 1e-3, "ms")),
+    *((600.0, 1.0, "s"), (36000.0, 60.0, "min"), (172800.0, 3600.0, "h")),
+)
 
 
 def format_count(count: float) -> str:

@@ -9,7 +9,7 @@ from pipefit.cost import CostModel, unit
 from pipefit.draw.drawing import drawing_of
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.ir import Op, Program, text
-from pipefit.passes import with_scatter_gather
+from pipefit.passes.scatter_gather import with_scatter_gather
 from pipefit.schedules import Shape, generate, program_of
 from pipefit.schedules.forward import forward_only
 from pipefit.simulate import simulate

@@ -12,7 +12,7 @@ from pipefit.cost import CostModel, unit
 from pipefit.errors import InfeasibleError, PipefitError, ScheduleError
 from pipefit.ir import text
 from pipefit.ir.liveness import device_peak_bytes, peak_inflight
-from pipefit.passes import build
+from pipefit.passes.build import build
 from pipefit.schedules import Shape, find, generate
 from pipefit.simulate import simulate
 from pipefit.synthesize import header_of, synthesize

@@ -6,6 +6,7 @@ of the same list, the maker first; what crosses ranks are messages (a send and i
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from pipefit.ir.instruction import Instruction
@@ -111,20 +112,17 @@ def _resident_at_start(program: Program, rank: int) -> list[Value]:
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:
-    waiting: dict[tuple[object, ...], list[int]] = {}
+    waiting: dict[tuple[object, ...], deque[int]] = defaultdict(deque)
     partner: dict[int, int] = {}
-    messages = [(number, i) for number, i in enumerate(flat) if i.op is Op.SEND or i.op is Op.RECV]
-    for number, i in messages:
-        if i.op is Op.SEND:
-            waiting.setdefault((rank_of[number], i.peer, i.kind, i.stage, i.mb), []).append(number)
-    for key in waiting:
-        waiting[key].reverse()
     unmatched = []
-    for number, i in messages:
+    for number, i in enumerate(flat):
+        if i.op is Op.SEND:
+            waiting[rank_of[number], i.peer, i.kind, i.stage, i.mb].append(number)
+    for number, i in enumerate(flat):
         if i.op is Op.RECV:
             sends = waiting.get((i.peer, rank_of[number], i.kind, i.stage, i.mb))
             if sends:
-                send = sends.pop()
+                send = sends.popleft()
                 partner[send], partner[number] = number, send
             else:
                 unmatched.append(number)
@@ -146,11 +144,11 @@ def collective_members(header: Header, instruction: Instruction) -> tuple[int, .
 
 def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) -> list[tuple[int, ...]]:
     """Groups the k-th occurrence of each collective on every rank."""
-    seen: dict[tuple[object, ...], int] = {}
-    groups: dict[tuple[object, ...], list[int]] = {}
+    seen: Counter[tuple[object, ...]] = Counter()
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for number, i in enumerate(flat):
         if OP_SPEC[i.op].is_collective:
             what = (i.op, i.kind, i.stage, i.version)
-            turn = seen[(rank_of[number], *what)] = seen.get((rank_of[number], *what), -1) + 1
-            groups.setdefault((*what, turn), []).append(number)
+            groups[*what, seen[rank_of[number], *what]].append(number)
+            seen[rank_of[number], *what] += 1
     return [tuple(group) for group in groups.values()]

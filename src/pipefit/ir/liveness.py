@@ -7,6 +7,7 @@ of weights until it is dropped.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -65,8 +66,7 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
             done += [Lifetime(value, born.pop(value), index) for value in gone]
         for value in makes(instruction, program, rank):
             if value in born and value.kind == WEIGHTS:
-                done.append(Lifetime(value, born[value], dies.get(value, index)))
-                del born[value]
+                done.append(Lifetime(value, born.pop(value), dies.get(value, index)))
             if value not in born:
                 in_place = instruction.op is Op.STEP and is_in_place(instructions, index)
                 born[value] = index + (1 if in_slot else 2 * in_place)
@@ -106,14 +106,11 @@ def peak_inflight(program: Program, rank: int) -> float:
 
 def weight_versions(program: Program, rank: int) -> int:
     """The most versions of one stage's weights that a rank holds at once."""
-    lives = [life for life in lifetimes(program, rank) if life.value.kind == WEIGHTS]
-    return max(
-        (
-            int(peak([life for life in lives if life.value.stage == s], lambda value: 1.0))
-            for s in {x.value.stage for x in lives}
-        ),
-        default=0,
-    )
+    of_stage: dict[int, list[Lifetime]] = defaultdict(list)
+    for life in lifetimes(program, rank):
+        if life.value.kind == WEIGHTS:
+            of_stage[life.value.stage].append(life)
+    return max((int(peak(lives, lambda value: 1.0)) for lives in of_stage.values()), default=0)
 
 
 def lies_in_slot(header: Header, value: Value) -> bool:

@@ -100,9 +100,9 @@ class OpSpec(NamedTuple):
     Attributes:
         fields: operands, in the order of the text form.
         lane: the resource that executes it.
-        letter: its name in drawings; "" where they leave it out.
         roughly: pseudo-code.
         caution: the one thing to keep in mind.
+        letter: its name in drawings; "" where they leave it out.
         needs: values that must be on the rank before it can run.
         makes: values that are on the rank once it is done.
         consumes: values that are gone once it is done.
@@ -114,9 +114,9 @@ class OpSpec(NamedTuple):
 
     fields: tuple[str, ...]
     lane: Lane
-    letter: str
     roughly: str
     caution: str = ""
+    letter: str = ""
     needs: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     consumes: tuple[str, ...] = ()
@@ -138,7 +138,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.LOAD: OpSpec(
         _STAGE_MB,
         Lane.COMPUTE,
-        "",
         "input[s,m] = the stage's slice of the batch",
         "targets are the last stage's input",
         makes=("input[s,m]",),
@@ -147,9 +146,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.FWD: OpSpec(
         _VERSIONED,
         Lane.COMPUTE,
-        "F",
         "act[s,m], saved[s,m] = stage(act[s-1,m], weights[s,w])",
         "saves nothing when a recompute follows",
+        letter="F",
         needs=_FORWARD_NEEDS,
         makes=("act[s,m]", "saved[s,m] unless replayed"),
         seconds=("forward_s",),
@@ -157,7 +156,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.LOSS: OpSpec(
         ("mb",),
         Lane.COMPUTE,
-        "",
         "grad[last,m] = ∂loss(act[last,m], input[last,m])/∂act",
         "weighted by the micro-batch's share of its update",
         needs=("act[last,m]", "input[last,m]"),
@@ -167,9 +165,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.RECOMPUTE: OpSpec(
         _VERSIONED,
         Lane.COMPUTE,
-        "R",
         "saved[s,m] = replay of fwd",
         "same weights and same random numbers as its fwd",
+        letter="R",
         needs=_FORWARD_NEEDS,
         makes=("saved[s,m]",),
         seconds=("recompute_s",),
@@ -177,9 +175,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.BWD: OpSpec(
         _VERSIONED,
         Lane.COMPUTE,
-        "B",
         "grad[s-1,m]; wgrad[s,u] += …",
         "same weights as its fwd",
+        letter="B",
         needs=_BACKWARD_NEEDS,
         makes=("grad[s-1,m]", "wgrad[s,u]"),
         consumes=("saved[s,m]", "grad[s,m]"),
@@ -188,9 +186,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.BWD_INPUT: OpSpec(
         _VERSIONED,
         Lane.COMPUTE,
-        "I",
         "grad[s-1,m]",
         "keeps saved[s,m] until bwd_weight",
+        letter="I",
         needs=_BACKWARD_NEEDS,
         makes=("grad[s-1,m]", "half[s,m]"),
         consumes=("grad[s,m]",),
@@ -199,9 +197,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.BWD_WEIGHT: OpSpec(
         _VERSIONED,
         Lane.COMPUTE,
-        "W",
         "wgrad[s,u] += …",
         "after its bwd_input",
+        letter="W",
         needs=("saved[s,m]", "half[s,m]", "weights[s,w]"),
         makes=("wgrad[s,u]",),
         consumes=("saved[s,m]", "half[s,m]"),
@@ -210,7 +208,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.SEND: OpSpec(
         ("stage", "mb", "kind", "peer"),
         Lane.COMM,
-        "",
         "kind[s,m] → peer",
         "may block until its receive is posted",
         needs=("whole kind[s,m]",),
@@ -219,7 +216,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.RECV: OpSpec(
         ("stage", "mb", "kind", "peer"),
         Lane.COMM,
-        "",
         "kind[s,m] ← peer",
         "posts a buffer; whoever needs the value waits",
         makes=("kind[s,m]",),
@@ -229,7 +225,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.GATHER: OpSpec(
         ("stage", "mb", "kind"),
         Lane.COMM,
-        "",
         "kind[s,m] = join of the 1/t pieces",
         "over the tensor-parallel ranks of the stage",
         needs=("piece of kind[s,m]",),
@@ -239,7 +234,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.REDUCE: OpSpec(
         ("stage", "version", "kind"),
         Lane.COMM,
-        "",
         "wgrad[s,w] summed over replicas (scatter: to each its part), or over the stages that share a weight; the norm "
         "of all; or (shards) weights[s,w+1] from the parts that replicas have stepped",
         "a collective: same order on all members",
@@ -252,9 +246,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.STEP: OpSpec(
         ("stage", "version"),
         Lane.COMPUTE,
-        "S",
         "weights[s,w+1] = optimizer(weights[s,w], wgrad[s,w])",
         "in place when weights[s,w] is dropped next",
+        letter="S",
         needs=("weights[s,w]", "wgrad[s,w]", "optim[s,w]", "norm[w]"),
         makes=("stepped[s,w+1]", "optim[s,w+1]"),
         consumes=("in slots[s,w]",),
@@ -263,7 +257,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.HOST_STEP: OpSpec(
         ("stage", "version"),
         Lane.COPY,
-        "",
         "on the host: weights[s,w+1] = optimizer(weights[s,w], wgrad[s,w])",
         "only after the gradients are written back; a fetch of weights[s,w+1] waits for it",
         needs=("norm[w]",),
@@ -272,7 +265,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.DROP: OpSpec(
         ("stage", "version"),
         Lane.COMPUTE,
-        "",
         "forget weights[s,w]",
         needs=("weights[s,w]",),
         consumes=("weights[s,w]",),
@@ -280,7 +272,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.FETCH: OpSpec(
         ("stage", "kind", "version", "tier", "slot"),
         Lane.COPY,
-        "",
         "slot: kind[s,w] ← tier",
         "only after the tier holds that version and the slot is free",
         makes=("kind[s,w]",),
@@ -290,7 +281,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.EVICT: OpSpec(
         ("stage", "kind", "version", "tier"),
         Lane.COPY,
-        "",
         "kind[s,w] → tier; its slot is free",
         "written back once it is committed",
         needs=("kind[s,w]",),
@@ -300,7 +290,6 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.BARRIER: OpSpec(
         (),
         Lane.COMM,
-        "",
         "all ranks",
         "a collective of every rank",
         is_awaited=True,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 from pipefit.ir.spill import SLOTTED
@@ -50,16 +49,19 @@ def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
     slots = _Slots()
     written: dict[tuple[str, int, int, str], int] = {}
     gradients: dict[tuple[int, int], int] = {}
-    filled: dict[int, tuple[int, ...]] = {}
+    filled: dict[int, int] = {}
     read: dict[int, int] = {}
     for index, i in enumerate(program.ranks[rank]):
         if i.op is Op.FETCH:
-            waits[index] = _of_fetch(i, slots, written)
+            before = written.get((i.kind, i.stage, i.version, i.tier))
+            free = slots.enter(i.kind, i.stage, i.slot) if i.kind in SLOTTED and i.slot >= 0 else ()
+            waits[index] = tuple(sorted({*free, *(() if before is None else (before,))}))
             if i.kind == _WGRAD:
                 gradients[i.stage, i.version] = index
-                waits[index] += tuple(before for before in filled.get(i.slot, ()) if before not in waits[index])
+                if i.slot in filled and filled[i.slot] not in waits[index]:
+                    waits[index] += (filled[i.slot],)
             elif i.kind == _WEIGHTS:
-                filled[i.slot] = (index,)
+                filled[i.slot] = index
                 read[i.stage] = index
         elif i.op is Op.EVICT:
             written[i.kind, i.stage, i.version, i.tier] = index
@@ -117,9 +119,3 @@ def _found_lying(program: Program, rank: int, lying: dict[int, tuple[int, int]])
         if lying.pop(i.slot, None) == (i.stage, i.version):
             found.append(index)
     return found
-
-
-def _of_fetch(i: Instruction, slots: _Slots, written: dict[tuple[str, int, int, str], int]) -> tuple[int, ...]:
-    before = written.get((i.kind, i.stage, i.version, i.tier))
-    free = slots.enter(i.kind, i.stage, i.slot) if i.kind in SLOTTED and i.slot >= 0 else ()
-    return tuple(sorted({*free, *(() if before is None else (before,))}))

@@ -70,16 +70,12 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"spill: a step on the host needs weights, gradients and states in its memory, not on {self.tier}; "
                 "spill to the host, or step on the device"
             )
-        if self.on_host != tuple(stage for stage in self.stages if stage in self.on_host):
-            raise ScheduleError(
-                f"spill: expected spilled stages to step on the host, distinct and in increasing order, got "
-                f"{self.on_host} of {self.stages}"
-            )
-        if self.keeps != tuple(stage for stage in self.stages if stage in self.keeps):
-            raise ScheduleError(
-                f"spill: expected spilled stages to keep what autograd saved, distinct and in increasing order, got "
-                f"{self.keeps} of {self.stages}"
-            )
+        for verb, some in (("step on the host", self.on_host), ("keep what autograd saved", self.keeps)):
+            if some != tuple(stage for stage in self.stages if stage in some):
+                raise ScheduleError(
+                    f"spill: expected spilled stages to {verb}, distinct and in increasing order, got {some} of "
+                    f"{self.stages}"
+                )
 
     @classmethod
     def of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pipefit.ir.instruction import Instruction
@@ -32,19 +33,18 @@ def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) ->
 
 def _newest(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[tuple[int, int], int]:
     """How many updates each stage of the rank has finished when the forward of each micro-batch starts."""
-    pending: dict[tuple[int, int], int] = {}
-    for stage in header.stages_of(rank):
-        for mb in header.microbatches_of(stage, rank):
-            key = stage, header.update_of(stage, mb)
-            pending[key] = pending.get(key, 0) + 1
+    pending = Counter(
+        (stage, header.update_of(stage, mb))
+        for stage in header.stages_of(rank)
+        for mb in header.microbatches_of(stage, rank)
+    )
     finished = dict.fromkeys(header.stages_of(rank), 0)
     result: dict[tuple[int, int], int] = {}
     for i in instructions:
         if i.op is Op.FWD:
             result[i.stage, i.mb] = finished.get(i.stage, 0)
         elif i.op in WEIGHT_GRADIENT_OPS:
-            key = i.stage, header.update_of(i.stage, i.mb)
-            pending[key] = pending.get(key, 0) - 1
+            pending[i.stage, header.update_of(i.stage, i.mb)] -= 1
             while pending.get((i.stage, finished.get(i.stage, 0)), 1) == 0:
                 finished[i.stage] += 1
     return result

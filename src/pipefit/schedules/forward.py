@@ -8,7 +8,11 @@ import msgspec
 
 from pipefit.ir.instruction import fwd
 from pipefit.ir.program import Header, Program, WeightRule
-from pipefit.passes import with_communication, with_data, with_scatter_gather, with_spilling, with_versions
+from pipefit.passes.communication import with_communication
+from pipefit.passes.data import with_data
+from pipefit.passes.scatter_gather import with_scatter_gather
+from pipefit.passes.spilling import with_spilling
+from pipefit.passes.versions import with_versions
 
 
 @functools.lru_cache(maxsize=32)

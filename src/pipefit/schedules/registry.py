@@ -9,7 +9,7 @@ from typing import TypedDict, Unpack, overload
 from pipefit.errors import ScheduleError, nearest
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.program import Header, Program, WeightRule
-from pipefit.passes import build
+from pipefit.passes.build import build
 from pipefit.schedules.shape import Shape
 
 

@@ -179,16 +179,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         weights = sum(layer.weight_bytes for layer in self.layers)
         return self.optimizer_s * sum(self.layers[index].weight_bytes for index in layers) / weights if weights else 0.0
 
-    @property
-    def whole_over_sum(self) -> float | None:
-        """The whole model's measured step over the sum of its layers and loss; None where it was not measured.
-
-        >>> Profile("m", 1, (Layer("a", 1, 1, 1, 8, 0, 30),), loss_s=1, step_s=3).whole_over_sum
-        0.75
-        """
-        together = sum(layer.total_s for layer in self.layers) + self.loss_s
-        return self.step_s / together if self.step_s is not None and together else None
-
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """This profile with those of other micro-batch sizes attached, by size."""
         return msgspec.structs.replace(self, others=tuple(sorted(others, key=lambda other: other.microbatch_size)))

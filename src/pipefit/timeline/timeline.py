@@ -64,13 +64,12 @@ class Timeline:
         """The lane of an event."""
         return OP_SPEC[self.instruction(event).op].lane
 
-    def compute(self, rank: int | None = None) -> Iterator[tuple[Event, Instruction]]:
-        """The forwards, replays and backwards, of one rank or of all."""
+    def compute(self) -> Iterator[tuple[Event, Instruction]]:
+        """The forwards, replays and backwards."""
         for event in self.events:
-            if rank is None or event.rank == rank:
-                instruction = self.instruction(event)
-                if instruction.op in COMPUTE_OPS:
-                    yield event, instruction
+            instruction = self.instruction(event)
+            if instruction.op in COMPUTE_OPS:
+                yield event, instruction
 
     @cached_property
     def by_place(self) -> dict[tuple[int, int, int], Event]:

@@ -35,17 +35,14 @@ def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -
         if highest <= capacity:
             continue
         lives = [life for life in lifetimes(s.program, rank) if not lies_in_slot(s.header, life.value)]
-        parts: dict[str, float] = defaultdict(float)
-        counts: dict[str, int] = defaultdict(int)
+        sizes: dict[str, list[float]] = defaultdict(list)
         for life in lives:
             if life.born <= index <= life.dies and size(life.value):
-                parts[life.value.kind] += size(life.value)
-                counts[life.value.kind] += 1
-        held = ", ".join(
-            f"{counts[k]} {k} {format_bytes(parts[k])}" for k in sorted(parts, key=parts.__getitem__)[::-1]
-        )
+                sizes[life.value.kind].append(size(life.value))
+        kinds = sorted(sizes, key=lambda kind: sum(sizes[kind]))[::-1]
+        parts = [f"{len(sizes[kind])} {kind} {format_bytes(sum(sizes[kind]))}" for kind in kinds]
         slots = arena_bytes(s.header, rank, size)
-        held = ", ".join(filter(None, (held, f"slots {format_bytes(slots)}" if slots else "")))
+        held = ", ".join(parts + [f"slots {format_bytes(slots)}"] * (slots > 0))
         over = format_bytes(highest - capacity)
         message = f"holds {format_bytes(highest)}, capacity {format_bytes(capacity)}, {over} too much: {held}"
         if s.program.ranks[rank]:

@@ -154,8 +154,7 @@ def _step(state: _Rank, i: Instruction) -> Iterator[str]:
     if not state.header.is_spilled(i.stage):
         return
     state.leave(_WGRAD, i.stage)
-    if state.saved.get(i.stage):
-        yield from _kept_views(state, i)
+    yield from _kept_views(state, i)
     for kind in (_WEIGHTS, _OPTIM):
         slot = state.homes.get((kind, i.stage))
         if slot is not None:
