@@ -3,7 +3,7 @@
 A stage boundary is a set of layers that holds, with every layer, all that feed it (a down-set, written D below).
 Then data only flows forward through it. Stages are the differences of a rising sequence of down-sets. A chain of N
 layers has N + 1 down-sets; a graph whose branches are wide has too many to list, and there a block of the graph
-(the part between two cuts that every other cut agrees with) is cut along a few linear orders instead.
+(the part between two cuts that every other cut agrees with) is cut along the order of its layers instead.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
     Sources without any cost (inputs), and layers without cost that only they feed, belong to the first stage: they are
     in every state.
 
-    When there are more, blocks with few down-sets keep all of theirs, and the others are cut along linear orders of
-    their layers. The prefixes of one order are always there, so a chain of any length is whole.
+    When there are more, blocks with few down-sets keep all of theirs, and the others are cut along the order of their
+    layers. So a chain of any length is whole.
     """
     feeds = [0] * len(profile)
     for tail, head in profile.links:
@@ -97,12 +97,9 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
     if sum(max_states + 1 if sets is None else len(sets) for sets in listed) > max_states:
         allowance = max(max_states // len(blocks), 8)
         listed = [sets if sets is not None and len(sets) <= allowance else None for sets in listed]
-    for rules in (("given", "branches"), ("given",)):
-        masks = {free}
-        for (start, end), sets in zip(blocks, listed, strict=True):
-            masks.update(_along_orders(profile, start, end, feeds, rules) if sets is None else sets)
-        if len(masks) <= max_states:
-            break
+    masks = {free}
+    for (start, end), sets in zip(blocks, listed, strict=True):
+        masks.update(_along_order(start, end, feeds) if sets is None else sets)
     complete = all(sets is not None for sets in listed)
     return States(profile, tuple(sorted(masks, key=lambda mask: (mask.bit_count(), mask))), complete)
 
@@ -157,19 +154,11 @@ def _down_sets(start: int, end: int, feeds: list[int], limit: int) -> list[int] 
     return sorted(seen - {start})
 
 
-def _along_orders(profile: Profile, start: int, end: int, feeds: list[int], rules: tuple[str, ...]) -> list[int]:
-    """The prefixes of linear orders of a block: as given, and branch after branch."""
-    users = [0] * len(feeds)
-    for tail, head in profile.links:
-        users[tail] |= 1 << head
-    block = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
-    result = set()
-    for rule in rules:
-        mask, latest = start, -1
-        for _ in block:
-            ready = [i for i in block if not mask >> i & 1 and feeds[i] & ~mask == 0]
-            latest_users = [i for i in ready if latest >= 0 and users[latest] >> i & 1]
-            latest = (latest_users if rule == "branches" and latest_users else ready)[0]
-            mask |= 1 << latest
-            result.add(mask)
-    return sorted(result)
+def _along_order(start: int, end: int, feeds: list[int]) -> list[int]:
+    """The prefixes of a block's layers in the order of the profile, as far as what feeds them allows."""
+    rest = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
+    found = [start]
+    while rest:
+        rest.remove(layer := next(index for index in rest if feeds[index] & ~found[-1] == 0))
+        found.append(found[-1] | 1 << layer)
+    return found[1:]

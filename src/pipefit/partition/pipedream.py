@@ -104,7 +104,6 @@ def pipedream(
     weight_versions: bool = True,
     state_factor: float = 2.0,
     margin: float | None = None,
-    max_states: int | None = None,
 ) -> PipeDreamResult:
     """Divides a model into replicated stages so that the time per mini-batch is least.
 
@@ -123,7 +122,6 @@ def pipedream(
         state_factor: bytes of gradients and optimizer states per weight byte (2: gradient and momentum).
         margin: plain data parallelism is preferred when it is at most this fraction slower; None: 0.05, and 0.04 for
             "pipedream-code". 0: the fastest.
-        max_states: list at most so many boundaries of a graph; None: as many as a few seconds allow.
 
     Raises:
         PlanError: unknown convention or search, or a margin below 0.
@@ -136,7 +134,7 @@ def pipedream(
         memory_bytes = min(topology.device_of(rank).memory_bytes for rank in range(topology.num_devices))
     memory = Memory(memory_bytes, 1.0 if weight_versions else 0.0, state_factor + (0.0 if weight_versions else 1.0))
     levels = [(level.width, level.bandwidth_bytes_per_s) for level in topology.levels]
-    states = find_states(profile, _affordable(levels, searches) if max_states is None else max_states)
+    states = find_states(profile, _affordable(levels, searches))
     flat = [(topology.num_devices, min(bandwidth for _, bandwidth in levels))]
     problems = [CutProblem(states, flat if name == "flat" else levels, rule, memory, straight) for name in searches]
     times = [_fastest(problem) for problem in problems]

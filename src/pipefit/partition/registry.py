@@ -89,9 +89,10 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
         known = [name for name in inspect.signature(found).parameters if name not in ("profile", "num_stages")]
         raise PlanError(f"{method}: {problem}; its options: {', '.join(known) or 'none'}") from None
     made = found(profile, num_stages, **options)
-    count = len(made.stages)
-    if num_stages is not None and count != num_stages and (count > num_stages or method not in _AT_MOST):
-        most = "at most " if method in _AT_MOST else ""
+    count, is_bound = len(made.stages), method in _AT_MOST
+    wrong = num_stages is not None and (count > num_stages if is_bound else count != num_stages)
+    if wrong and method in _BUILT_IN:
+        most = "at most " if is_bound else ""
         raise PlanError(f"{method}: expected {most}{num_stages} stages, got {count}; leave num_stages out to take them")
     return made
 

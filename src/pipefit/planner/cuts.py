@@ -54,7 +54,9 @@ def cut(
             )
         else:
             times = _time_spans(problem, config, recomputed, slow)
-            counts = divide(_within_memory(problem, config, times, within))
+            needs = _needs(problem, config, within.holdings)
+            each = zip(needs, within.limits, times, strict=True)
+            counts = divide([np.where(need <= limit, time, np.inf) for need, limit, time in each])
     if counts is None:
         return None
     plain = Partition.from_counts(counts)
@@ -103,14 +105,6 @@ def least_bytes(problem: Problem, config: Config) -> float:
         return float("inf")
     ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
     return max(float(need[end - count, end]) for need, end, count in zip(needs, ends, counts, strict=True))
-
-
-def _within_memory(problem: Problem, config: Config, times: list[Array], within: Within) -> list[Array]:
-    """The times, infinite where a stage would not fit its rank. One stage per rank."""
-    needs = _needs(problem, config, within.holdings)
-    return [
-        np.where(need <= limit, time, np.inf) for need, limit, time in zip(needs, within.limits, times, strict=True)
-    ]
 
 
 def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:

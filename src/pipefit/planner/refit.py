@@ -8,7 +8,7 @@ import msgspec
 
 from pipefit.errors import PlanError
 from pipefit.ir.op import Op
-from pipefit.spec import Layer, Plan, Profile
+from pipefit.spec import Plan, Profile
 from pipefit.timeline import Timeline, by_kind
 
 
@@ -33,22 +33,25 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
     times = {key: item.median_s for key, item in by_kind(measured).items()}
     if not any(op == Op.FWD.value for op, _ in times):
         raise PlanError("refit: the trace holds no forward")
-    factors = {index: _factors(figures, stage.layers, stage.tensor, times, index) for index, stage in enumerate(stages)}
-    owner = {layer: index for index, stage in enumerate(stages) for layer in stage.layers}
+    factors: dict[int, dict[str, float]] = {}
+    for index, stage in enumerate(stages):
+        factors |= dict.fromkeys(stage.layers, _factors(figures, stage.layers, stage.tensor, times, index))
     loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
     loss_factor = loss[0] / figures.loss_s if loss and figures.loss_s else 1.0
     steps = {stage: seconds for (op, stage), seconds in times.items() if op == Op.STEP.value}
-    layer_steps = _steps(figures, [stage.layers for stage in stages], steps) if steps else None
+    layer_steps = _steps(figures, [stage.layers for stage in stages], steps)
 
     def corrected(one: Profile) -> Profile:
-        layers = tuple(_scaled(layer, factors[owner[index]]) for index, layer in enumerate(one.layers))
-        if layer_steps is not None:
-            layers = tuple(msgspec.structs.replace(layer, step_s=layer_steps[i]) for i, layer in enumerate(layers))
-        source = f"{one.source}; refitted to a measured run".lstrip("; ")
+        layers = []
+        for index, layer in enumerate(one.layers):
+            before = ((name, getattr(layer, name), factor) for name, factor in factors[index].items())
+            changed = {name: seconds * factor for name, seconds, factor in before if seconds is not None}
+            changed |= {"step_s": layer_steps[index]} if steps else {}
+            layers.append(msgspec.structs.replace(layer, **changed))
         return msgspec.structs.replace(
             one,
-            layers=layers,
-            source=source,
+            layers=tuple(layers),
+            source=f"{one.source}; refitted to a measured run".lstrip("; "),
             step_s=None,
             loss_s=one.loss_s * loss_factor if figures.loss_s else (loss[0] if loss else 0.0),
             optimizer_s=sum(steps.values()) if steps else one.optimizer_s,
@@ -73,7 +76,7 @@ def _factors(
     profile: Profile, layers: tuple[int, ...], tensor: int, times: dict[tuple[str, int], float], stage: int
 ) -> dict[str, float]:
     """The factor of each field of the stage's layers."""
-    factors = {"forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0}
+    factors: dict[str, float] = {}
     measured_by = [
         (Op.FWD, ("forward_s",)),
         (Op.BWD, ("backward_input_s", "backward_weight_s")),
@@ -87,8 +90,3 @@ def _factors(
         if expected:
             factors |= dict.fromkeys(fields, times[op.value, stage] / expected)
     return factors
-
-
-def _scaled(layer: Layer, factors: dict[str, float]) -> Layer:
-    changed = {name: value * factor for name, factor in factors.items() if (value := getattr(layer, name)) is not None}
-    return msgspec.structs.replace(layer, **changed)

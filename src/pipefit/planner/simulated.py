@@ -96,8 +96,12 @@ def _size_of(config: Config) -> int:
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
     assert problem.cap is not None
     program = program_for(problem, plan)
-    once = simulate(program, cost, memory=problem.cap.num_ranks > 1)
-    peaks, step_s = peaks_of(program, cost, once), once.makespan_s
+    several = problem.cap.num_ranks > 1
+    once = simulate(program, cost, memory=several)
+    peaks, step_s = tuple(peaks_of(program, cost)), once.makespan_s
+    if several:
+        # What is sent is held until it has arrived by the clock.
+        peaks = tuple(max(peak, once.peak_bytes(rank)) for rank, peak in enumerate(peaks))
     found = replace(estimated, peak_bytes=peaks, step_s=step_s, period_s=step_s, size=sum(map(len, program.ranks)))
     if plan.spill is None:
         return found

@@ -20,7 +20,6 @@ from pipefit.planner.space import Config, Problem, Slots
 from pipefit.planner.spilled_cuts import layers_of, spilled_cuts
 from pipefit.simulate import FEW_SENDS
 from pipefit.spec import Partition
-from pipefit.timeline import Timeline
 
 _SLOTS = (1, 2, 3, 4, 6, 8)
 
@@ -101,11 +100,7 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
         return program_for(problem, msgspec.structs.replace(plan, num_microbatches=counted))
 
     program = program_with(())
-    others = _beside_slots(problem, config, partition, cost)
-    peaks = [
-        others[rank] + arena_bytes(program.header, rank, cost.size_bytes) + cost.staying_bytes(program.header, rank)
-        for rank in range(cap.num_ranks)
-    ]
+    peaks = peaks_of(program, cost, _beside_slots(problem, config, partition, cost))
     if max(peaks) > cap.device_bytes or not has_room(problem, program, cost):
         return Estimate(config, partition, tuple(peaks))
     keeps = _keeping(problem, config, program, cost, peaks)
@@ -148,16 +143,32 @@ def _beside_slots(problem: Problem, config: Config, partition: Partition, cost: 
     weights = config.slots.weights if config.slots.activations else max(2, _largest_tie(problem, partition))
     slots = Slots(min(weights, config.num_stages), 0, config.slots.activations)
 
-    def count() -> list[float]:
-        program = program_for(problem, plan_of(problem, replace(config, slots=slots), partition))
-        return [
-            device_peak_bytes(program, rank, cost.size_bytes)[0]
-            - arena_bytes(program.header, rank, cost.size_bytes)
-            + _in_flight(program.header, cost)
-            for rank in range(program.header.num_ranks)
-        ]
+    plan = plan_of(problem, replace(config, slots=slots), partition)
+    key = ("besides slots", config.layers, slots)
+    return problem.once(key, lambda: _beside_arena(program_for(problem, plan), cost))
 
-    return problem.once(("besides slots", config.layers, slots), count)
+
+def _beside_arena(program: Program, cost: CostModel) -> list[float]:
+    """Bytes that each device holds at once in addition to its slots; what is sent is held for a few messages longer."""
+    header, size = program.header, cost.size_bytes
+    more = _in_flight(header, cost)
+    ranks = range(header.num_ranks)
+    return [device_peak_bytes(program, r, size)[0] - arena_bytes(header, r, size) + more for r in ranks]
+
+
+def peaks_of(program: Program, cost: CostModel, others: Sequence[float] | None = None) -> list[float]:
+    """The most that each rank has on its device at once: its slots, what stays there, and all else.
+
+    Args:
+        program: that runs.
+        cost: of its stages.
+        others: bytes of each device in addition to these; None: those of the program.
+    """
+    header, others = program.header, others or _beside_arena(program, cost)
+    return [
+        other + arena_bytes(header, rank, cost.size_bytes) + cost.staying_bytes(header, rank)
+        for rank, other in enumerate(others)
+    ]
 
 
 def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:
@@ -177,22 +188,3 @@ def _in_flight(header: Header, cost: CostModel) -> float:
     acts, grads = max(cost.act_bytes[:-1]), max(map(sum, zip(cost.act_bytes[:-1], cost.grad_bytes[:-1], strict=True)))
     parks = header.spill is not None and header.spill.activations
     return (FEW_SENDS * grads if len(set(header.placement)) > 1 else 0.0) + (UNDER_WAY * acts if parks else 0.0)
-
-
-def peaks_of(program: Program, cost: CostModel, timeline: Timeline) -> tuple[float, ...]:
-    """The most that each rank has on its device at once, with what stays there.
-
-    In a pipeline what is sent is held for a few messages longer, or until it has arrived by the clock.
-
-    Args:
-        program: that runs.
-        cost: of its stages.
-        timeline: of the program, with its memory where there are several ranks.
-    """
-    header = program.header
-    ranks = range(header.num_ranks)
-    listed = [device_peak_bytes(program, rank, cost.size_bytes, cost.staying_bytes(header, rank))[0] for rank in ranks]
-    more = _in_flight(header, cost)
-    if len(ranks) == 1:
-        return (listed[0] + more,)
-    return tuple(max(amount + more, timeline.peak_bytes(rank)) for rank, amount in zip(ranks, listed, strict=True))

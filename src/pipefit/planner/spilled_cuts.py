@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 
 from pipefit.errors import InfeasibleError
-from pipefit.partition.balance import minmax
+from pipefit.partition.balance import divide, minmax, spans
 from pipefit.partition.capacity import hydra
 from pipefit.planner.space import Problem
 from pipefit.spec import Partition
@@ -85,11 +86,10 @@ def _even(weights: Sequence[float], count: int) -> list[int]:
     >>> _even([3, 1, 1, 1, 4], 3)
     [2, 2, 1]
     """
-    low, high = max(weights), sum(weights)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if len(_filled(weights, middle)) <= count else (middle, high)
-    return _filled(weights, high * (1 + 1e-9))
+    cost = spans(weights)
+    counts = divide([cost] * min(count, len(weights))) or []
+    ends = list(accumulate(counts, initial=0))
+    return _filled(weights, max(float(cost[a, b]) for a, b in pairwise(ends)) * (1 + 1e-9))
 
 
 def _filled(weights: Sequence[float], limit: float) -> list[int]:
