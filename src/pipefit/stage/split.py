@@ -13,11 +13,29 @@ from pipefit.spec.plan import Partition
 
 
 class NamedLayer(NamedTuple):
-    """A layer with the prefix of its parameters in the user's own names, and its place in the model."""
+    """A layer with the prefix of its parameters in the user's own names, and its place in the model.
+
+    Attributes:
+        index: from 0.
+        prefix: of the names of its parameters; "" where they have nothing in common.
+        module: from one payload to the next.
+        label: what it is called where the prefix says too little.
+    """
 
     index: int
     prefix: str
     module: nn.Module
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people and profiles; no two layers of a model have the same."""
+        return self.label or self.prefix
+
+    @property
+    def dotted(self) -> str:
+        """The prefix as `state_dict` takes it."""
+        return f"{self.prefix}." if self.prefix else ""
 
 
 def named_layers(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:

@@ -1,0 +1,208 @@
+"""The parts of a model that nobody wrote for a pipeline: its repeated blocks, and what runs between them.
+
+One run of the model with an example says which modules are called, how often and in which order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.cut.shell import Enter, replaced_forwards
+from pipefit.errors import ModelError
+
+
+class Call(NamedTuple):
+    """A call of a module: its path in the model, and the paths of those under way around it."""
+
+    path: str
+    around: tuple[str, ...]
+
+
+class Anatomy(NamedTuple):
+    """Modules of a model by their paths.
+
+    Attributes:
+        blocks: called once, in this order, none inside another.
+        spine: modules that hold blocks, the model first.
+        units: other children of the spine that have weights or buffers to be saved.
+    """
+
+    blocks: tuple[str, ...]
+    spine: tuple[str, ...]
+    units: tuple[str, ...]
+
+
+class Seen(NamedTuple):
+    """What one run of the whole model showed.
+
+    Attributes:
+        entries: leaves of each block's arguments.
+        exits: leaves of each block's output.
+        owners: of each unit, the layers during which it was called.
+        alike: for each block and unit, for each leaf of its output the place of a tensor among its arguments with the
+            same shape and type, -1 for a leaf that is no tensor, None where there is none.
+        examples: an output of each block and unit.
+        output: of the model.
+    """
+
+    entries: list[list[Any]]
+    exits: list[list[Any]]
+    owners: dict[str, set[int]]
+    alike: dict[str, list[int | None]]
+    examples: dict[str, Any]
+    output: Any
+
+
+def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
+    """The calls of a model's modules in one run, in order."""
+    found: list[Call] = []
+    around: list[str] = []
+    handles = []
+    for path, module in model.named_modules():
+
+        def before(module: nn.Module, given: Any, path: str = path) -> None:
+            found.append(Call(path, tuple(around)))
+            around.append(path)
+
+        def after(module: nn.Module, given: Any, output: Any) -> None:
+            around.pop()
+
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | None = None) -> Iterator[Anatomy]:
+    """The ways to see blocks in a model, the most promising first.
+
+    Args:
+        model: of any kind.
+        calls: of one run.
+        cuts: paths of modules before which it may be cut; None: found here.
+
+    Raises:
+        ModelError: a path of `cuts` names no module, or one that is not called once.
+    """
+    times = Counter(call.path for call in calls)
+    order = [call.path for call in calls if times[call.path] == 1]
+    modules = dict(model.named_modules())
+    if cuts is not None:
+        for path in cuts:
+            if path not in modules:
+                raise ModelError(f"cuts: the model has no module {path!r}")
+            if times[path] != 1:
+                raise ModelError(f"cuts: {path} is called {times[path]} times in one forward; a cut needs exactly one")
+        yield _anatomy(model, [path for path in order if path in cuts])
+        return
+    kinds = [path for path in order if type(modules[path]).__mro__[1].__name__ == "GradientCheckpointingLayer"]
+    listed = [path for path in order if _is_listed(modules, path, order)]
+    children = [path for path, module in model.named_children() if path in order]
+    known: set[tuple[str, ...]] = set()
+    for found in (_outermost(kinds), _outermost(listed), _finest(listed), children):
+        if len(found) > 1 and tuple(found) not in known:
+            known.add(tuple(found))
+            yield _anatomy(model, found)
+
+
+def _is_listed(modules: Mapping[str, nn.Module], path: str, order: Sequence[str]) -> bool:
+    """Whether a module is one of several children of a list that are all called once."""
+    parent = modules.get(path.rpartition(".")[0])
+    if not isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not path:
+        return False
+    return len(parent) > 1 and sum(1 for child in parent.children() if any(True for _ in child.parameters())) > 1
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+
+
+def _finest(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
+
+
+def _anatomy(model: nn.Module, blocks: Sequence[str]) -> Anatomy:
+    held = {""}
+    for path in blocks:
+        while path := path.rpartition(".")[0]:
+            held.add(path)
+    spine = [path for path, _ in model.named_modules() if path in held]
+    units = []
+    seen: set[int] = set()
+    for parent in spine:
+        for name, child in model.get_submodule(parent).named_children():
+            path = f"{parent}.{name}" if parent else name
+            if path not in held and path not in blocks and id(child) not in seen and child.state_dict():
+                seen.add(id(child))
+                units.append(path)
+    return Anatomy(tuple(blocks), tuple(spine), tuple(units))
+
+
+def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mapping[str, Any], enter: Enter) -> Seen:
+    """Runs the whole model and looks at its blocks and units.
+
+    Args:
+        model: in the mode it is to be run in.
+        parts: of the model.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        enter: called as each layer begins.
+    """
+    seen = Seen([], [], {path: set() for path in parts.units}, {}, {}, None)
+    numbers = {path: number for number, path in enumerate(parts.blocks, 1)}
+    now = 0
+
+    def watched(path: str, module: nn.Module) -> Any:
+        forward = module.forward
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            given = pytree.tree_leaves((args, kwargs))
+            if path in numbers:
+                now = numbers[path]
+                seen.entries.append([_copy(leaf) for leaf in given])
+                enter(now)
+            else:
+                seen.owners[path].add(now)
+            output = forward(*args, **kwargs)
+            leaves = pytree.tree_leaves(output)
+            seen.examples[path] = output
+            seen.alike[path] = _alike([leaf for leaf in given if isinstance(leaf, Tensor)], leaves)
+            if path in numbers:
+                seen.exits.append([_copy(leaf) for leaf in leaves])
+                if now == len(numbers):
+                    now += 1
+                    enter(now)
+            return output
+
+        return run
+
+    watches = {module: watched(path, module) for path in (*parts.blocks, *parts.units)
+               for module in [model.get_submodule(path)]}  # fmt: skip
+    enter(0)
+    with replaced_forwards(watches):
+        output = model(*args, **kwargs)
+    return seen._replace(output=output)
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _alike(given: Sequence[Tensor], leaves: Sequence[Any]) -> list[int | None]:
+    found: list[int | None] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            found.append(-1)
+            continue
+        places = [place for place, one in enumerate(given) if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
+        found.append(places[0] if places else None)
+    return found

@@ -1,0 +1,235 @@
+"""Any `nn.Module` as a row of layers: found by one run of an example, and proved by it before anything is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.cut.anatomy import Anatomy, Seen, anatomies, calls_of, observe
+from pipefit.cut.proof import Difference, prove
+from pipefit.cut.shell import CutLayer, Payload, Shell
+from pipefit.cut.stubs import Stub
+from pipefit.errors import ModelError
+from pipefit.stage.split import NamedLayer
+
+Arguments = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
+_Ways = tuple[Arguments, Callable[[Any], Any], Callable[[nn.Module], bool] | None]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model as layers.
+
+    Attributes:
+        layers: in order; their parameters have the model's own names.
+        shell: the model's forward, which the layers share.
+        parts: the modules that are blocks, and those around them.
+        crossing: (bytes, number of tensors) that cross the border before each layer but the first, for the example.
+        merged: blocks before which it cannot be cut, with the reason.
+    """
+
+    layers: tuple[NamedLayer, ...]
+    shell: Shell
+    parts: Anatomy
+    crossing: tuple[tuple[int, int], ...]
+    merged: tuple[tuple[str, str], ...] = ()
+
+
+def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A dict is keyword arguments, a tuple positional ones, anything else the only argument."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})
+
+
+def cut(
+    model: nn.Module,
+    example: Any,
+    *,
+    cuts: Sequence[str] | None = None,
+    arguments: Arguments = plain_arguments,
+    result: Callable[[Any], Any] = lambda output: output,
+    carries: Callable[[nn.Module], bool] | None = None,
+) -> Cut:
+    """Cuts a model into layers, and proves the cut on an example.
+
+    Args:
+        model: stays as it is, but for what a forward in its present mode changes for good (nothing is trained).
+        example: one batch: a tensor, a tuple of positional or a dict of keyword arguments.
+        cuts: paths of modules before which the model may be cut; None: the blocks of its repeated list.
+        arguments: from a batch to the arguments of the model.
+        result: from the model's output to what the loss gets.
+        carries: whether the model gathers the outputs of a module by hooks for its end; None: of no module.
+
+    Returns:
+        The layers; the first is what runs before the first block, the last what runs after the last.
+
+    Raises:
+        ModelError: there is no way to cut the model that computes what the model computes; it says where and why.
+    """
+    args, kwargs = arguments(example)
+    state = torch.random.get_rng_state()
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    problems: list[str] = []
+    try:
+        calls = calls_of(model, args, kwargs)
+        for parts in anatomies(model, calls, cuts):
+            found = _best(model, parts, example, (arguments, result, carries), problems)
+            if found is not None:
+                return found
+    finally:
+        torch.random.set_rng_state(state)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    kind = type(model).__name__
+    reason = "; ".join(problems) or "no list of blocks, and no children that are called one after the other"
+    raise ModelError(
+        f"{kind} cannot be cut: {reason}. Give cuts=['path.to.module', …], modules that are called once and after each "
+        "other, or write the model as a list of layers"
+    )
+
+
+def _best(
+    model: nn.Module,
+    parts: Anatomy,
+    example: Any,
+    ways: _Ways,
+    problems: list[str],
+) -> Cut | None:
+    """The cut before as many of these blocks as can be proved."""
+    merged: list[tuple[str, str]] = []
+    while len(parts.blocks) > 1:
+        try:
+            shell, seen = _shell(model, parts, example, *ways)
+            difference = prove(shell, example, seen)
+        except ModelError as problem:
+            problems.append(str(problem))
+            return None
+        if difference is None:
+            return Cut(_layers(model, parts, shell, seen), shell, parts, _crossing(shell, seen), tuple(merged))
+        if difference.block is None or len(merged) > len(parts.blocks):
+            problems.append(difference.why)
+            return None
+        merged.append((parts.blocks[difference.block], difference.why))
+        blocks = [path for index, path in enumerate(parts.blocks) if index != difference.block]
+        parts = _without(model, parts, blocks)
+    problems += [f"{path}: {why}" for path, why in merged[:3]]
+    return None
+
+
+def _without(model: nn.Module, parts: Anatomy, blocks: Sequence[str]) -> Anatomy:
+    gone = [path for path in parts.blocks if path not in blocks]
+    return Anatomy(tuple(blocks), parts.spine, (*parts.units, *gone))
+
+
+def _shell(
+    model: nn.Module,
+    parts: Anatomy,
+    example: Any,
+    arguments: Arguments,
+    result: Callable[[Any], Any],
+    carries: Callable[[nn.Module], bool] | None,
+) -> tuple[Shell, Seen]:
+    """The shell of a model, with what crosses each border, and the run of the whole model that it is proved by."""
+    args, kwargs = arguments(example)
+    with torch.no_grad():
+        seen = observe(model, parts, args, kwargs, _seeded)
+    if len(seen.entries) != len(parts.blocks):
+        raise ModelError(f"{len(seen.entries)} calls of {len(parts.blocks)} blocks in one forward")
+    modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units, *parts.spine)}
+    shell = Shell(
+        model,
+        [modules[path] for path in parts.blocks],
+        [(modules[path], frozenset(seen.owners[path] or {0})) for path in parts.units],
+        [modules[path] for path in parts.spine],
+        arguments,
+        result,
+        {id(modules[path]): Stub(modules[path], seen.alike[path], example) for path, example in seen.examples.items()},
+        [[m for m in modules[path].modules() if carries(m)] for path in parts.blocks] if carries else (),
+    )
+    shell.crossing = _crossings(shell, seen, example)
+    return shell, seen
+
+
+def _seeded(layer: int) -> None:
+    torch.manual_seed(layer)
+
+
+def _crossings(shell: Shell, seen: Seen, example: Any) -> dict[int, list[int]]:
+    """Of each border, the leaves that stubs cannot make: they differ from those of the whole model."""
+    entered: list[list[Any]] = []
+    with torch.no_grad():
+        for number in range(1, len(shell.blocks) + 1):
+            # Reached without anything computed: all leaves of the block's arguments.
+            everything = dict(shell.crossing) | {number: range(len(seen.entries[number - 1]))}
+            shell.crossing = everything
+            entered.append(shell.run(number, number - 1, Payload(example, [], [])._asdict())["values"])
+    crossing: dict[int, list[int]] = {}
+    for number, (mine, whole) in enumerate(zip(entered, seen.entries, strict=True), 1):
+        crossing[number] = [place for place, (a, b) in enumerate(zip(mine, whole, strict=True)) if not _same(a, b)]
+    crossing[len(shell.blocks) + 1] = [place for place, leaf in enumerate(seen.exits[-1]) if isinstance(leaf, Tensor)]
+    return crossing
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return False
+    return a is b or not isinstance(a, bool | int | float | str | None) or a == b
+
+
+def _crossing(shell: Shell, seen: Seen) -> tuple[tuple[int, int], ...]:
+    found = []
+    for number in range(1, shell.num_layers):
+        leaves = seen.entries[number - 1] if number <= len(shell.blocks) else seen.exits[-1]
+        tensors = [leaves[place] for place in shell.crossing[number] if isinstance(leaves[place], Tensor)]
+        found.append((sum(tensor.nbytes for tensor in tensors), len(tensors)))
+    return tuple(found)
+
+
+def _layers(model: nn.Module, parts: Anatomy, shell: Shell, seen: Seen) -> tuple[NamedLayer, ...]:
+    """The layers with the modules that each one owns."""
+    members: list[list[str]] = [[] for _ in range(shell.num_layers)]
+    for number, path in enumerate(parts.blocks, 1):
+        members[number].append(path)
+    for path in parts.units:
+        for owner in sorted(seen.owners[path] or {0}):
+            members[owner].append(path)
+    layers = []
+    for number, paths in enumerate(members):
+        prefix, holder = _holder(model, paths, parts.spine if number == 0 else ())
+        label = "before" if number == 0 else "after" if number == shell.num_layers - 1 else prefix
+        layers.append(NamedLayer(number, prefix, CutLayer(shell, number, holder), label))
+    return tuple(layers)
+
+
+def _holder(model: nn.Module, paths: Sequence[str], spine: Sequence[str]) -> tuple[str, nn.Module]:
+    """A module with some modules of the model under their own names below a common prefix."""
+    direct = [path for path in spine if model.get_submodule(path)._parameters]
+    if len(paths) == 1 and not direct:
+        return paths[0], model.get_submodule(paths[0])
+    root = nn.Module()
+    for path in direct:
+        _node(root, path).__dict__["_parameters"] = model.get_submodule(path)._parameters
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        _node(root, parent)._modules[name] = model.get_submodule(path)
+    return "", root
+
+
+def _node(root: nn.Module, path: str) -> nn.Module:
+    for name in path.split(".") if path else ():
+        if name not in root._modules:
+            root._modules[name] = nn.Module()
+        child = root._modules[name]
+        assert child is not None
+        root = child
+    return root

@@ -1,0 +1,118 @@
+"""The proof of a cut: one batch through its layers, compared with the whole model, value by value and gradients too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.cut.anatomy import Seen
+from pipefit.cut.shell import Shell
+from pipefit.errors import ModelError
+
+
+class Difference(NamedTuple):
+    """Where a cut does not compute what the model computes.
+
+    Attributes:
+        block: number of the first block (from 0) before which it cannot be cut; None: no single one.
+        why: for people.
+    """
+
+    block: int | None
+    why: str
+
+
+def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
+    """Compares the layers, one by one, with the whole model: outputs, and gradients of every weight.
+
+    Args:
+        shell: of the cut.
+        example: a batch.
+        seen: the run of the whole model on it, each layer with its number as the seed.
+    """
+    payload: Any = example
+    last = shell.num_layers - 1
+    for number in range(shell.num_layers):
+        try:
+            payload = shell.run(number, number, payload, torch.manual_seed)
+        except ModelError:
+            raise
+        except Exception as problem:
+            where = max(number - 1, 0)
+            return Difference(where, f"its forward fails there: {type(problem).__name__}: {problem}")
+        if number < last:
+            leaves = seen.entries[number] if number < last - 1 else seen.exits[-1]
+            wanted = [leaves[place] for place in shell.crossing[number + 1]]
+            worst = _worst(payload["values"], wanted)
+            if worst is not None:
+                return Difference(min(number, last - 2), f"what enters it differs from the whole model by {worst}")
+    worst = _worst(pytree.tree_leaves(payload), pytree.tree_leaves(shell.result(seen.output)))
+    if worst is not None:
+        return Difference(last - 2, f"the output differs from the whole model's by {worst}")
+    return _gradients(shell, example, payload)
+
+
+def _worst(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
+    """The largest relative difference, if it is more than rounding; or what else differs."""
+    if len(got) != len(wanted):
+        return f"its structure ({len(got)} values, {len(wanted)} wanted)"
+    for mine, other in zip(got, wanted, strict=True):
+        if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
+            continue
+        if mine.shape != other.shape or mine.dtype != other.dtype:
+            return f"its shape ({list(mine.shape)}, {list(other.shape)} wanted)"
+        if not mine.is_floating_point():
+            if not torch.equal(mine, other):
+                return "whole numbers"
+            continue
+        far = (mine.detach() - other).abs()
+        scale = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+        same = (mine.detach() == other) | (mine.detach().isnan() & other.isnan())
+        distance = float(far[~same].max()) if (~same).any() else 0.0
+        if not distance <= 1e3 * torch.finfo(mine.dtype).eps * max(scale, 1e-30):
+            return "NaN" if distance != distance else f"{distance / max(scale, 1e-30):.1e}"
+    return None
+
+
+def _gradients(shell: Shell, example: Any, payload: Any) -> Difference | None:
+    model = shell.model
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained:
+        return None
+    got = _gradients_of(payload, [p for _, p in trained])
+    if got is None:
+        return None
+    args, kwargs = shell.arguments(example)
+    whole = shell.result(_whole(shell, args, kwargs))
+    wanted = _gradients_of(whole, [p for _, p in trained])
+    assert wanted is not None
+    scale = max((float(g.abs().max()) for g in wanted if g is not None and g.numel()), default=0.0)
+    for (name, parameter), mine, other in zip(trained, got, wanted, strict=True):
+        mine, other = (torch.zeros_like(parameter) if g is None else g for g in (mine, other))
+        distance = float((mine - other).abs().max()) if mine.numel() else 0.0
+        most = max(float(other.abs().max()) if other.numel() else 0.0, scale / 100)
+        if not distance <= 1e4 * torch.finfo(parameter.dtype).eps * most:
+            return Difference(None, f"the gradient of {name} differs from the whole model's by {distance / most:.1e}")
+    return None
+
+
+def _whole(shell: Shell, args: Any, kwargs: Any) -> Any:
+    """The whole model once more, now with its graph; each layer has its number as the seed."""
+    from pipefit.cut.anatomy import Anatomy, observe
+
+    paths = {id(module): path for path, module in shell.model.named_modules()}
+    parts = Anatomy(tuple(paths[id(block)] for block in shell.blocks), (), ())
+    return observe(shell.model, parts, args, kwargs, torch.manual_seed).output
+
+
+def _gradients_of(payload: Any, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...] | None:
+    leaves = [leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not leaves:
+        return None
+    # Each number counts a little differently, so that two errors cannot cancel.
+    total = sum((leaf.float() * torch.linspace(0.5, 1.5, leaf.numel()).view(leaf.shape)).sum() for leaf in leaves)
+    return torch.autograd.grad(total, list(parameters), allow_unused=True)  # type: ignore[arg-type]

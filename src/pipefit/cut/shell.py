@@ -1,0 +1,249 @@
+"""A model's own forward as a shell: some of its modules compute, the others only say which shapes they give.
+
+A cut model is a row of layers: 0, what runs before the first block; 1 to n, the blocks; n + 1, what runs after them. A
+stage runs the forward that the model's author wrote, from its start, so that masks, positions and rotary tables are
+made anew from the small inputs that every stage has:
+
+    module of a layer before the stage    a stub: gives NaN of the right shapes
+    first block of the stage              entered with the values that crossed the border
+    modules of the stage                  compute
+    first block after the stage           reached: its arguments are the values that cross the next border
+
+Which arguments of a block cross its border is no guess: those that the stubs could not make equal to the whole model's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from pipefit.cut.stubs import Stub, nan_like
+
+Enter = Callable[[int], None]
+"""Called when the forward comes to a layer that computes, with the layer's number."""
+
+
+@contextlib.contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules with other forwards for a while; their hooks stay."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+
+
+class _Reached(BaseException):
+    """The forward came to the end of the stage; no `Exception`, so that no model's own handler takes it."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+
+class Payload(NamedTuple):
+    """What a layer of a cut model takes, as a dict: the batch, the values that cross the border, and carried outputs.
+
+    `carried` has the outputs of each block that came before.
+    """
+
+    batch: Any
+    values: list[Any]
+    carried: list[list[Any]]
+
+
+@dataclass
+class Shell:
+    """A model with the places where it can be cut.
+
+    Attributes:
+        model: as its author wrote it.
+        blocks: modules that are called once and in this order; block i is layer i + 1.
+        units: other modules with weights, and the layers that call them.
+        spine: modules that hold blocks; their forwards are the code between the layers.
+        arguments: from a batch to the positional and keyword arguments of the model.
+        result: from the output of the model to what the loss gets.
+        carried: of each block, the modules in it whose outputs the model gathers from hooks for its end, such as the
+            routers of a mixture of experts; they travel with what crosses the borders.
+        crossing: of each border k (0: none), the positions of the leaves that cross it among the arguments of block k,
+            and for the last among the outputs of the last block.
+    """
+
+    model: nn.Module
+    blocks: Sequence[nn.Module]
+    units: Sequence[tuple[nn.Module, frozenset[int]]]
+    spine: Sequence[nn.Module]
+    arguments: Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
+    result: Callable[[Any], Any]
+    stubs: Mapping[int, Stub]
+    carried: Sequence[Sequence[nn.Module]] = ()
+    crossing: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """The blocks, and what runs before and after them."""
+        return len(self.blocks) + 2
+
+    def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
+        """Runs some consecutive layers.
+
+        Args:
+            first: number of the first layer.
+            last: number of the last layer.
+            payload: a batch for layer 0; for others what the layer before gave: the batch and the values that cross.
+            enter: called as a layer begins.
+
+        Returns:
+            The payload of the next layer; after the last layer the model's result.
+        """
+        begin = Payload(payload, [], []) if first == 0 else Payload(**payload)
+        args, kwargs = self.arguments(begin.batch)
+        passage = _Passage(self, first, last, begin, enter)
+        with passage.replaced():
+            if first == 0:
+                enter(0)
+            try:
+                output = self.model(*args, **kwargs)
+            except _Reached as reached:
+                return Payload(begin.batch, reached.values, passage.carried)._asdict()
+        return self.result(output)
+
+    def holds(self, layers: range, owners: frozenset[int]) -> bool:
+        """Whether one of some layers calls a module."""
+        return any(owner in layers for owner in owners)
+
+
+class _Passage:
+    """One run of some layers."""
+
+    def __init__(self, shell: Shell, first: int, last: int, begin: Payload, enter: Enter) -> None:
+        self.shell, self.first, self.last, self.values, self.enter = shell, first, last, begin.values, enter
+        self.carried = list(begin.carried)
+        # What crossed the border, by the stub's tensor whose place it takes wherever the forward uses that again.
+        self.arrived: dict[int, tuple[Any, Any]] = {}
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """The model with the forwards of its modules replaced as this run needs it."""
+        shell, inside = self.shell, range(self.first, self.last + 1)
+        forwards: dict[nn.Module, Callable[..., Any]] = {}
+        for unit, owners in shell.units:
+            if id(unit) in shell.stubs and not shell.holds(inside, owners):
+                forwards[unit] = shell.stubs[id(unit)]
+        for number, block in enumerate(shell.blocks, 1):
+            forwards[block] = self._forward_of(number, block)
+            if number > self.last:
+                break
+        hidden = [] if self.first == 0 else [(module, dict(module._parameters)) for module in shell.spine]
+        try:
+            for module, parameters in hidden:
+                module._parameters.update({name: nan_like(p) for name, p in parameters.items() if p is not None})
+            with replaced_forwards(forwards):
+                yield
+        finally:
+            for module, parameters in hidden:
+                module._parameters.update(parameters)
+
+    def _forward_of(self, number: int, block: nn.Module) -> Callable[..., Any]:
+        stub, num_blocks = self.shell.stubs[id(block)], len(self.shell.blocks)
+        if number > self.last:
+            return functools.partial(self._reached, number)
+        if number < self.first:
+            is_replayed = self.last > num_blocks and (number == num_blocks or self.shell.carried)
+            return functools.partial(self._skipped, number, stub) if is_replayed else stub
+        return functools.partial(self._computes, number, block.forward)
+
+    def _reached(self, number: int, *args: Any, **kwargs: Any) -> None:
+        raise _Reached(self._crossing(number, self._with_arrived((args, kwargs))))
+
+    def _computes(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if number == self.first:
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            for place, value in zip(self.shell.crossing[number], self.values, strict=True):
+                self.arrived[id(leaves[place])] = leaves[place], value
+                leaves[place] = value
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
+        elif len(self.arrived) > 1:
+            args, kwargs = self._with_arrived((args, kwargs))
+        self.enter(number)
+        output = self._carrying(number, forward, args, kwargs) if self.shell.carried else forward(*args, **kwargs)
+        if number == len(self.shell.blocks):
+            if self.last == number:
+                raise _Reached(self._crossing(number + 1, output))
+            self.enter(number + 1)
+        return output
+
+    def _carrying(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a block and keeps the outputs of the modules in it that are carried."""
+        kept: list[Any] = []
+        modules = self.shell.carried[number - 1]
+        handles = [module.register_forward_hook(lambda _, given, output: kept.append(output)) for module in modules]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.carried.append(kept)
+
+    def _skipped(self, number: int, stub: Stub, *args: Any, **kwargs: Any) -> Any:
+        """The output of an earlier block, where the end of the model runs: the model's own hooks see what was carried."""
+        if self.shell.carried:
+            for module, output in zip(self.shell.carried[number - 1], self.carried[number - 1], strict=True):
+                with replaced_forwards({module: lambda output=output: output}):
+                    module()
+        output = stub(*args, **kwargs)
+        if number < self.first - 1 or self.first <= len(self.shell.blocks):
+            return output
+        leaves, structure = pytree.tree_flatten(output)
+        for place, value in zip(self.shell.crossing[self.first], self.values, strict=True):
+            leaves[place] = value
+        self.enter(self.first)
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _with_arrived(self, tree: Any) -> Any:
+        if not self.arrived:
+            return tree
+        return pytree.tree_map(lambda leaf: self.arrived.get(id(leaf), (leaf, leaf))[1], tree)
+
+    def _crossing(self, border: int, tree: Any) -> list[Any]:
+        leaves = pytree.tree_leaves(tree)
+        return [leaves[place] for place in self.shell.crossing[border]]
+
+
+class CutLayer(nn.Module):
+    """A layer of a cut model: the weights of some of its modules, under their own names, and its part of the forward.
+
+    Args:
+        shell: of the whole model, the same for all its layers.
+        number: of the layer.
+        holder: a module whose parameters, buffers and children are the layer's; they stay shared with it.
+    """
+
+    def __init__(self, shell: Shell, number: int, holder: nn.Module) -> None:
+        super().__init__()
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = holder.__dict__[name]
+        self.__dict__["holder"] = holder
+        self.shell, self.number = shell, number
+
+    def train(self, mode: bool = True) -> CutLayer:
+        """Training or evaluation mode of the layer, and of the code between the layers."""
+        super().train(mode)
+        for module in (self.__dict__["holder"], *self.shell.spine):
+            module.training = mode
+        return self
+
+    def forward(self, payload: Any) -> Any:
+        """The payload of the next layer."""
+        return self.shell.run(self.number, self.number, payload)
