@@ -195,7 +195,7 @@ def _compare(pipeline: Trained, weights: dict[str, _Saved], weights_only: bool) 
     wanted = {
         name: value
         for layer in pipeline.layers
-        for name, value in layer.module.state_dict(prefix=f"{layer.prefix}.").items()
+        for name, value in layer.module.state_dict(prefix=layer.dotted).items()
         if isinstance(value, Tensor)
     }
     whole_shape = pipeline.workers[0].mesh.whole_shape

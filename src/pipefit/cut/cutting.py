@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipefit.cut.anatomy import Anatomy, Seen, anatomies, calls_of, observe
-from pipefit.cut.proof import Difference, prove
+from pipefit.cut.own import Call, Labels, Routers, is_transformers, loss_of, random_batch, result
+from pipefit.cut.proof import prove
 from pipefit.cut.shell import CutLayer, Payload, Shell
 from pipefit.cut.stubs import Stub
 from pipefit.errors import ModelError
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, named_layers
 
 Arguments = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
 _Ways = tuple[Arguments, Callable[[Any], Any], Callable[[nn.Module], bool] | None]
@@ -32,6 +31,8 @@ class Cut:
         parts: the modules that are blocks, and those around them.
         crossing: (bytes, number of tensors) that cross the border before each layer but the first, for the example.
         merged: blocks before which it cannot be cut, with the reason.
+        loss: the model's own, (output, batch) -> mean; None: it has none.
+        weigh: how much a batch counts in that mean; None: by its samples.
     """
 
     layers: tuple[NamedLayer, ...]
@@ -39,6 +40,12 @@ class Cut:
     parts: Anatomy
     crossing: tuple[tuple[int, int], ...]
     merged: tuple[tuple[str, str], ...] = ()
+    loss: Callable[[Any, Any], Tensor] | None = None
+    weigh: Callable[[Any], float] | None = None
+
+    def __len__(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
 
 
 def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -48,24 +55,14 @@ def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})
 
 
-def cut(
-    model: nn.Module,
-    example: Any,
-    *,
-    cuts: Sequence[str] | None = None,
-    arguments: Arguments = plain_arguments,
-    result: Callable[[Any], Any] = lambda output: output,
-    carries: Callable[[nn.Module], bool] | None = None,
-) -> Cut:
+def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = None) -> Cut:
     """Cuts a model into layers, and proves the cut on an example.
 
     Args:
-        model: stays as it is, but for what a forward in its present mode changes for good (nothing is trained).
-        example: one batch: a tensor, a tuple of positional or a dict of keyword arguments.
+        model: stays as it is; its forward runs a few times in the mode it is in.
+        example: one batch: a tensor, a tuple of positional or a dict of keyword arguments; None: a random one, which
+            models of transformers have.
         cuts: paths of modules before which the model may be cut; None: the blocks of its repeated list.
-        arguments: from a batch to the arguments of the model.
-        result: from the model's output to what the loss gets.
-        carries: whether the model gathers the outputs of a module by hooks for its end; None: of no module.
 
     Returns:
         The layers; the first is what runs before the first block, the last what runs after the last.
@@ -73,14 +70,56 @@ def cut(
     Raises:
         ModelError: there is no way to cut the model that computes what the model computes; it says where and why.
     """
-    args, kwargs = arguments(example)
+    own = is_transformers(model)
+    if example is None and not own:
+        raise ModelError(
+            f"{type(model).__name__} is no sequence of layers: how it can be cut is found with an example of its input; "
+            "give example=…, one batch"
+        )
+    example = random_batch(model, 3) if example is None else example
+    ways = (Call.of(model), result, Routers.of(model)) if own else (plain_arguments, _as_it_is, None)
+    found = _cut(model, example, cuts, ways)
+    return replace(found, loss=loss_of(model), weigh=Labels.of(model)) if own else found
+
+
+class Layers(NamedTuple):
+    """A model as layers, and what it knows of its loss; see `Cut`."""
+
+    layers: Sequence[NamedLayer]
+    loss: Callable[[Any, Any], Tensor] | None = None
+    weigh: Callable[[Any], float] | None = None
+
+
+def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
+    """The layers of any model: its own, if it is a sequence of them or was cut; else those it is cut into.
+
+    Args:
+        model: an `nn.Sequential`, a list of modules, a `Cut`, or any module.
+        example: (input, target) of one batch.
+
+    Raises:
+        ModelError: it cannot be cut.
+    """
+    if isinstance(model, Cut):
+        return Layers(model.layers, model.loss, model.weigh)
+    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
+        return Layers(named_layers(model))
+    return as_layers(cut(model, None if example is None else example[0]))
+
+
+def _as_it_is(output: Any) -> Any:
+    return output
+
+
+def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+    args, kwargs = ways[0](example)
     state = torch.random.get_rng_state()
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     problems: list[str] = []
     try:
         calls = calls_of(model, args, kwargs)
         for parts in anatomies(model, calls, cuts):
-            found = _best(model, parts, example, (arguments, result, carries), problems)
+            found = _best(model, parts, example, ways, problems)
             if found is not None:
                 return found
     finally:
@@ -151,7 +190,7 @@ def _shell(
         [modules[path] for path in parts.spine],
         arguments,
         result,
-        {id(modules[path]): Stub(modules[path], seen.alike[path], example) for path, example in seen.examples.items()},
+        {modules[path]: Stub(modules[path], seen.alike[path], example) for path, example in seen.examples.items()},
         [[m for m in modules[path].modules() if carries(m)] for path in parts.blocks] if carries else (),
     )
     shell.crossing = _crossings(shell, seen, example)

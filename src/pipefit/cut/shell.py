@@ -86,7 +86,7 @@ class Shell:
     spine: Sequence[nn.Module]
     arguments: Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
     result: Callable[[Any], Any]
-    stubs: Mapping[int, Stub]
+    stubs: Mapping[nn.Module, Stub]
     carried: Sequence[Sequence[nn.Module]] = ()
     crossing: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
@@ -139,8 +139,8 @@ class _Passage:
         shell, inside = self.shell, range(self.first, self.last + 1)
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         for unit, owners in shell.units:
-            if id(unit) in shell.stubs and not shell.holds(inside, owners):
-                forwards[unit] = shell.stubs[id(unit)]
+            if unit in shell.stubs and not shell.holds(inside, owners):
+                forwards[unit] = shell.stubs[unit]
         for number, block in enumerate(shell.blocks, 1):
             forwards[block] = self._forward_of(number, block)
             if number > self.last:
@@ -156,7 +156,7 @@ class _Passage:
                 module._parameters.update(parameters)
 
     def _forward_of(self, number: int, block: nn.Module) -> Callable[..., Any]:
-        stub, num_blocks = self.shell.stubs[id(block)], len(self.shell.blocks)
+        stub, num_blocks = self.shell.stubs[block], len(self.shell.blocks)
         if number > self.last:
             return functools.partial(self._reached, number)
         if number < self.first:
@@ -247,3 +247,7 @@ class CutLayer(nn.Module):
     def forward(self, payload: Any) -> Any:
         """The payload of the next layer."""
         return self.shell.run(self.number, self.number, payload)
+
+    def through(self, last: CutLayer, payload: Any, enter: Enter) -> Any:
+        """The payload after this layer and those that follow up to `last`; see `Shell.run`."""
+        return self.shell.run(self.number, last.number, payload, enter)

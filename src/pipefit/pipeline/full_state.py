@@ -33,7 +33,7 @@ def full_state(engine: Engine, layers: Sequence[NamedLayer], plan: Plan) -> dict
     for layer in layers:
         stage, owner = owner_of(plan, layer.index)
         held = _state_of(workers[owner], stage) if owner in workers else {}
-        for name, shaped in layer.module.state_dict(prefix=f"{layer.prefix}.").items():
+        for name, shaped in layer.module.state_dict(prefix=layer.dotted).items():
             if name in held:
                 tensor = mesh.whole(name, held[name].detach()).contiguous()
             else:

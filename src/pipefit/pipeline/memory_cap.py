@@ -86,7 +86,7 @@ def _measured_profile(
 ) -> Profile:
     """The layers as this rank measures them; of layers built alike one is run."""
     assert request.spill is not None
-    chain = nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in work.layers))
+    chain = nn.Sequential(OrderedDict((layer.name, layer.module) for layer in work.layers))
     x, y = example
     size = largest_part(x, request.microbatches)
     # Tensors without data are the CPU's: under autocast it counts what is kept in half, and weights that are cast.

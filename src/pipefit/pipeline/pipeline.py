@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
+from pipefit.cut import Cut, as_layers
 from pipefit.draw.drawing import Drawing, drawing_of
-from pipefit.errors import DataError, ScheduleError
+from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
 from pipefit.parallel import Region
 from pipefit.pipeline.assembly import assemble, release
@@ -31,13 +32,14 @@ from pipefit.pipeline.spilled_shape import spilled_shape
 from pipefit.pipeline.tensor_parallel import TensorParallel
 from pipefit.pipeline.training_loop import OnStep, TrainingLoop, number_of
 from pipefit.pipeline.workload import Workload
+from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.precision import LossScale, first_scale, half_of
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
 from pipefit.stage.training import MakeOptimizer, Training
 from pipefit.timeline import Timeline
@@ -52,8 +54,10 @@ class Pipeline:
 
     Args:
         model: an `nn.Sequential` or a list of layers, each taking what the one before gives (tensors, also in tuples,
-            lists and dicts).
-        loss: from the model's output and the target to their mean loss over the samples given.
+            lists and dicts). Any other module is cut (see `pipefit.cut`), which one of transformers needs no example
+            for.
+        loss: from the model's output and the target to their mean loss over the samples given; None: the own loss of a
+            model of transformers, whose batches are dicts with labels.
         optimizer: from a list of parameters to an optimizer; called for each stage.
         stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
         schedule: its name; see `pipefit schedules`. "auto": the best one (needs `example`). None: "1f1b", and what
@@ -61,7 +65,7 @@ class Pipeline:
         microbatches: per weight update.
         plan: a plan, the result of `pipefit.plan`, or a path; then stages, schedule, microbatches, chunks, replicas,
             recompute and the tensor width are its.
-        example: (input, target) of one batch, to measure with.
+        example: one batch, (input, target) or a dict, to measure with and to cut by.
         parallelism: how the model is spread over processes: ranks, chunks, replicas, tensor width and the like.
         precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32;
             or a `Precision`, with the first scale of the loss.
@@ -75,15 +79,15 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | Cut,
         *,
-        loss: Callable[[Any, Any], Tensor],
+        loss: Callable[[Any, Any], Tensor] | None = None,
         optimizer: MakeOptimizer,
         stages: int | Sequence[int] | str | None = None,
         schedule: str | None = None,
         microbatches: int = 4,
         plan: Plan | Planned | str | Path | None = None,
-        example: tuple[Any, Any] | None = None,
+        example: Any = None,
         parallelism: Parallelism = Parallelism(),
         precision: Precision | str = "fp32",
         updates: Updates = Updates(),
@@ -92,7 +96,12 @@ class Pipeline:
         self._session = current()
         self.model = model
         self.spill = spill
-        self.layers: list[NamedLayer] = named_layers(model)
+        example = None if example is None else pair_of(example)
+        made = as_layers(model, example)
+        self.layers: list[NamedLayer] = list(made.layers)
+        loss, weigh = loss or made.loss, updates.weigh or made.weigh
+        if loss is None:
+            raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
         half = half_of(precision.dtype)
@@ -120,7 +129,7 @@ class Pipeline:
         self._engine = assemble(
             self.program, self.plan, self._tensor, self._training, self._session, self.device, model, spill, place
         )
-        self._weigh = updates.weigh
+        self._weigh = weigh
         self.loop = TrainingLoop(
             self._engine,
             self._tensor,

@@ -88,7 +88,7 @@ def plan(
     sizes = [batch // count for count in sorted(num_microbatches, reverse=True) if not batch % count]
     if not sizes:
         raise PlanError(f"num_microbatches: none of {list(num_microbatches)} divides the batch of {batch} samples")
-    layers = [(layer.prefix, layer.module) for layer in named_layers(model)]
+    layers = [(layer.name, layer.module) for layer in named_layers(model)]
     name = type(model).__name__
     profile = profile_sizes(layers, x, loss, y, microbatch_sizes=sizes, limit_s=5.0, model=name)
     machine = topology if isinstance(topology, Topology) else Topology.load(topology)

@@ -42,7 +42,7 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
         "model": {
             name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
             for layer in layers
-            for name, value in layer.module.state_dict(prefix=f"{layer.prefix}.").items()
+            for name, value in layer.module.state_dict(prefix=layer.dotted).items()
             if hasattr(value, "dtype")
         },
         "plan": {key: value for key, value in msgspec.to_builtins(plan).items() if key not in _OF_A_PLAN},

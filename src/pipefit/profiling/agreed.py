@@ -54,7 +54,7 @@ def agreed_profile(
         dist.barrier()
     with as_trained(layers):
         profile = profile_sizes(
-            [(layer.prefix, layer.module) for layer in layers],
+            [(layer.name, layer.module) for layer in layers],
             x,
             loss,
             y,

@@ -87,8 +87,14 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
         leaves = widened(leaves, given.flags, stage.half)
     run.worker.stores[i.stage].at(i.version)
     update = run.compiled.program.header.update_of(i.stage, i.mb)
+    payload = unflatten(leaves, given.structure)
+    if stage.is_cut and i.stage:
+        # What every rank has of the micro-batch never travels.
+        payload["batch"] = _on(run.feed.inputs[i.mb], run.worker.device)
     with saving(run, i):
-        output = stage.forward(unflatten(leaves, given.structure), run.feed.ordinals[i.mb], replay, update)
+        output = stage.forward(payload, run.feed.ordinals[i.mb], replay, update)
+    if stage.is_cut and i.stage < run.compiled.program.header.last_stage:
+        output = output | {"batch": ()}
     outputs, structure = flatten(output, f"the output of stage {i.stage}")
     # Without a graph there are no edges, though a layer may hand on an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]

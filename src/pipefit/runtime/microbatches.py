@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,11 +91,14 @@ def _shapes(payload: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """A batch as (input, target).
+    """A batch as (input, target); a dict of tensors is both.
 
     Raises:
         DataError: it is something else.
     """
+    if isinstance(batch, Mapping):
+        tensors = {str(name): value for name, value in batch.items() if value is not None}
+        return tensors, tensors
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise DataError(f"a batch must be a pair (input, target), got {type(batch).__name__}")
+        raise DataError(f"a batch must be a pair (input, target) or a dict of tensors, got {type(batch).__name__}")
     return batch[0], batch[1]

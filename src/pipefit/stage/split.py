@@ -39,11 +39,13 @@ class NamedLayer(NamedTuple):
 
 
 def named_layers(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:
-    """The layers of an `nn.Sequential` (its children) or of a list of modules.
+    """The layers of an `nn.Sequential` (its children), of a list of modules, or of a model that was cut (its own).
 
     Raises:
         ModelError: the model is neither, or has no layers.
     """
+    if isinstance(model, list | tuple) and model and all(isinstance(layer, NamedLayer) for layer in model):
+        return list(model)
     if isinstance(model, nn.Sequential | nn.ModuleList):
         named = list(model.named_children())
         if len(named) != len(model):  # a module given twice is one child of several names

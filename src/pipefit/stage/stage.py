@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Stage:
         layers: with the user's names.
         device: where it runs.
         half: the type that autocast computes in; None: no autocast.
+        is_cut: the layers are parts of one model's forward and run together; each of them needs the micro-batch.
     """
 
     def __init__(self, index: int, layers: Sequence[NamedLayer], device: torch.device, seed: int = 0) -> None:
@@ -48,6 +50,7 @@ class Stage:
             for module in layer.module.modules():
                 if isinstance(module, _BatchNorm):
                     DeferredBatchNorm.adopt(module)
+        self.is_cut = hasattr(self.layers[0].module, "through")
         self._no_inplace_at_the_border()
         modules = [module for layer in self.layers for module in layer.module.modules()]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
@@ -84,26 +87,33 @@ class Stage:
         for module in self.batchnorms:
             module.update = None if replay else update
         state = self._generator.get_state()
+
+        def seed(layer: int) -> None:
+            self._generator.manual_seed(layer_seed(self.seed, ordinal, layer))
+
         try:
             # Inside, so that weights are cast once for each forward, and anew for the next version's.
             with contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half):
+                if self.is_cut:
+                    first, last = self.layers[0], self.layers[-1]
+                    return self._run(first, lambda: first.module.through(last.module, payload, seed))
                 for layer in self.layers:
-                    self._generator.manual_seed(layer_seed(self.seed, ordinal, layer.index))
-                    payload = self._run(layer, payload)
+                    seed(layer.index)
+                    payload = self._run(layer, functools.partial(layer.module, payload))
                 return payload
         finally:
             self._generator.set_state(state)
 
-    def _run(self, layer: NamedLayer, payload: Any) -> Any:
+    def _run(self, layer: NamedLayer, forward: Callable[[], Any]) -> Any:
         try:
-            return layer.module(payload)
+            return forward()
         except ModelError:
             raise
         except Exception as problem:
             kind = type(problem).__name__
             hint = "; make its first operation not in place" if "leaf Variable" in str(problem) else ""
             raise ModelError(
-                f"stage {self.index}: layer {layer.prefix} ({type(layer.module).__name__}) failed in its forward: "
+                f"stage {self.index}: layer {layer.name} ({type(layer.module).__name__}) failed in its forward: "
                 f"{kind}: {problem}{hint}"
             ) from problem
 
@@ -124,7 +134,7 @@ class Stage:
         """Weights and buffers under the user's names."""
         result: dict[str, Tensor] = {}
         for layer in self.layers:
-            result.update(layer.module.state_dict(prefix=f"{layer.prefix}."))
+            result.update(layer.module.state_dict(prefix=layer.dotted))
         return result
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -134,12 +144,12 @@ class Stage:
             ModelError: a name is missing or has another shape.
         """
         for layer in self.layers:
-            prefix = f"{layer.prefix}."
+            prefix = layer.dotted
             own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
             try:
                 layer.module.load_state_dict(own)
             except RuntimeError as problem:
-                raise ModelError(f"layer {layer.prefix}: {problem}") from None
+                raise ModelError(f"layer {layer.name}: {problem}") from None
 
     def release(self) -> None:
         """Gives batch norms back their own class."""

@@ -187,7 +187,7 @@ def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
     """Bytes of the layers; boundary tensors count for each micro-batch of a step: a shard has all of them at once."""
     x, y = batch
     size = largest_part(x, trial.microbatches)
-    layers = [(layer.prefix, layer.module) for layer in recipe.layers]
+    layers = [(layer.name, layer.module) for layer in recipe.layers]
     if recipe.is_empty:
         model = nn.Sequential(OrderedDict(layers))
         profile = analytic_profile(model, x, Device(flops=1e12), recipe.training.loss, y, microbatch_size=size)

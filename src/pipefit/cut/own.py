@@ -1,0 +1,177 @@
+"""What a model of transformers knows of itself: how it is called, its loss, and batches of its kind."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.errors import DataError, ModelError
+
+IGNORED = -100
+"""The label of what counts in no loss, as everywhere in transformers."""
+
+
+def is_transformers(model: object) -> bool:
+    """Whether a model is one of transformers, or one that peft has wrapped."""
+    return any(kind.__name__ in ("PreTrainedModel", "PeftModel") for kind in type(model).__mro__)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a model for a batch: the batch's entries by name, and what makes a forward of training."""
+
+    further: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Call:
+        """For a model of transformers: nothing is kept for generation."""
+        names = inspect.signature(model.forward).parameters
+        open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
+        config: Any = getattr(model, "config", None)
+        caches = "use_cache" in names or (open_ended and getattr(config, "use_cache", None) is not None)
+        return cls({"use_cache": False} if caches else {})
+
+    def __call__(self, batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """No positional arguments, and those by name."""
+        if not isinstance(batch, Mapping):
+            raise DataError(
+                f"expected a batch as transformers takes it, a dict such as {{'input_ids': …, 'labels': …}}, "
+                f"got {type(batch).__name__}"
+            )
+        return (), {**batch, **self.further}
+
+
+_RESULTS = ("loss", "logits", "last_hidden_state")
+
+
+def result(output: Any) -> dict[str, Tensor]:
+    """The parts of an output that a loss may use."""
+    return {name: output[name] for name in _RESULTS if name in output and output[name] is not None}
+
+
+@dataclass(frozen=True)
+class Labels:
+    """How much a batch counts: its labels that are not -100, or its samples where labels are none of words.
+
+    Attributes:
+        shifted: each place predicts the next one, so the first label of a sequence is never predicted.
+    """
+
+    shifted: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Labels:
+        """By the loss that the model has."""
+        config: Any = getattr(model, "config", None)
+        loss = getattr(getattr(model, "loss_function", None), "__name__", "")
+        decodes = not getattr(config, "is_encoder_decoder", False)
+        return cls(loss == "ForCausalLMLoss" and decodes and "Masked" not in type(model).__name__)
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> float:
+        """The weight of a micro-batch in the mean of its batch."""
+        labels = _labels(batch)
+        if labels.is_floating_point() or labels.dim() < 2:
+            return float(len(labels))
+        return float((labels[..., 1:] if self.shifted else labels).ne(IGNORED).sum())
+
+
+def _labels(batch: Mapping[str, Tensor]) -> Tensor:
+    if "labels" not in batch:
+        raise DataError(f"the model's own loss needs 'labels' in every batch, got {', '.join(batch)}; or give loss=…")
+    return batch["labels"]
+
+
+def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: Labels) -> Tensor:
+    """The loss that the model itself computed from the labels of the batch, a mean over what counts.
+
+    Args:
+        output: of the model, with its loss.
+        batch: with labels.
+        weigh: how much it counts; 0 where every label is -100: then the loss is 0, and so are its gradients.
+    """
+    if "loss" not in output:
+        _labels(batch)
+        raise ModelError("the model gives no loss of its own; give loss=function(output, batch)")
+    if weigh(batch) > 0:
+        return output["loss"]
+    return torch.stack([value.sum() * 0 for name, value in output.items() if name != "loss"]).sum()
+
+
+def loss_of(model: nn.Module) -> Callable[[Any, Any], Tensor]:
+    """A model's own loss as (output, batch) -> mean."""
+    return functools.partial(own_loss, weigh=Labels.of(model))
+
+
+@dataclass(frozen=True)
+class Routers:
+    """The modules whose outputs a mixture of experts gathers for the loss of its routers."""
+
+    kinds: tuple[type, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Routers | None:
+        """None: the model gathers nothing."""
+        if not getattr(getattr(model, "config", None), "output_router_logits", False):
+            return None
+        recorded = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
+        kinds = {getattr(one, "target_class", one) for table in recorded
+                 for name, found in table.items() if name == "router_logits"
+                 for one in (found if isinstance(found, list) else [found])}  # fmt: skip
+        return cls(tuple(kinds)) if kinds else None
+
+    def __call__(self, module: nn.Module) -> bool:
+        """Whether a module is one of them."""
+        return isinstance(module, self.kinds)
+
+
+def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12) -> dict[str, Tensor]:
+    """A random batch of a model's kind: token ids with padding, pixels or audio features, and labels.
+
+    Args:
+        model: of transformers.
+        samples: in the batch.
+        seed: of the numbers.
+        length: of the sequences, in tokens; every second one is shorter, and padded.
+
+    Raises:
+        ModelError: the model takes something else.
+    """
+    config: Any = model.config
+    generator = torch.Generator().manual_seed(seed)
+    name = getattr(model, "main_input_name", "input_ids")
+    kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    heads = type(model).__name__
+    if name == "pixel_values":
+        size = getattr(config, "image_size", 32) or 32
+        sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+        pixels = torch.randn(samples, getattr(config, "num_channels", 3), *sides, generator=generator).to(kind)
+        if "Classification" not in heads:
+            return {name: pixels}
+        return {name: pixels, "labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    padding = getattr(text, "pad_token_id", None) or 0
+
+    def words() -> Tensor:
+        return torch.randint(min(3, text.vocab_size - 1), text.vocab_size, (samples, length), generator=generator)
+
+    if name == "input_features":
+        frames = 2 * config.max_source_positions
+        features = torch.randn(samples, config.num_mel_bins, frames, generator=generator).to(kind)
+        return {name: features, "labels": words()}
+    if name != "input_ids":
+        raise ModelError(f"{heads} takes {name}; give example=…, one batch of yours")
+    ids, seen = words(), torch.ones(samples, length, dtype=torch.int64)
+    seen[1::2, length - length // 3 :] = 0
+    batch = {"input_ids": ids.masked_fill(seen == 0, padding), "attention_mask": seen}
+    if not hasattr(model, "loss_function") or heads.endswith("Model"):
+        return batch
+    if "SequenceClassification" in heads:
+        return batch | {"labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
+    return batch | {"labels": words().masked_fill(seen == 0, IGNORED)}
