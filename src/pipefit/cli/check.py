@@ -117,12 +117,16 @@ def _try_once(model: ModelBundle, size: int, seed: int) -> None:
     import torch
 
     from pipefit.errors import PipefitError
+    from pipefit.stage.split import named_layers
 
     x, y = batch_of(model, size, seed)
     layers = copy.deepcopy(model.layers)
     try:
         with torch.no_grad():
-            model.loss(layers(x), y)
+            payload = x
+            for layer in named_layers(layers):
+                payload = layer.module(payload)
+            model.loss(payload, y)
     except PipefitError:
         raise
     except Exception as problem:

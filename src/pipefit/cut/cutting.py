@@ -73,8 +73,8 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     own = is_transformers(model)
     if example is None and not own:
         raise ModelError(
-            f"{type(model).__name__} is no sequence of layers: how it can be cut is found with an example of its input; "
-            "give example=…, one batch"
+            f"{type(model).__name__} is no sequence of layers: how it can be cut is found with an example of its "
+            "input; give example=…, one batch"
         )
     example = random_batch(model, 3) if example is None else example
     ways = (Call.of(model), result, Routers.of(model)) if own else (plain_arguments, _as_it_is, None)
@@ -213,16 +213,22 @@ def _crossings(shell: Shell, seen: Seen, example: Any) -> dict[int, list[int]]:
     crossing: dict[int, list[int]] = {}
     for number, (mine, whole) in enumerate(zip(entered, seen.entries, strict=True), 1):
         crossing[number] = [place for place, (a, b) in enumerate(zip(mine, whole, strict=True)) if not _same(a, b)]
+        for place in crossing[number]:
+            if not isinstance(whole[place], Tensor):
+                kind = type(whole[place]).__name__
+                raise ModelError(
+                    f"block {number - 1} is given a {kind} that depends on what came before; only tensors can travel"
+                )
     crossing[len(shell.blocks) + 1] = [place for place, leaf in enumerate(seen.exits[-1]) if isinstance(leaf, Tensor)]
     return crossing
 
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return False
-    return a is b or not isinstance(a, bool | int | float | str | None) or a == b
+    return a is b or not isinstance(a, bool | int | float | str | None) or bool(a == b)
 
 
 def _crossing(shell: Shell, seen: Seen) -> tuple[tuple[int, int], ...]:

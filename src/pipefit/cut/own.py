@@ -120,7 +120,7 @@ class Routers:
         if not getattr(getattr(model, "config", None), "output_router_logits", False):
             return None
         recorded = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
-        kinds = {getattr(one, "target_class", one) for table in recorded
+        kinds: set[Any] = {getattr(one, "target_class", one) for table in recorded
                  for name, found in table.items() if name == "router_logits"
                  for one in (found if isinstance(found, list) else [found])}  # fmt: skip
         return cls(tuple(kinds)) if kinds else None
@@ -151,7 +151,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
         size = getattr(config, "image_size", 32) or 32
         sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
         pixels = torch.randn(samples, getattr(config, "num_channels", 3), *sides, generator=generator).to(kind)
-        if "Classification" not in heads:
+        if "labels" not in inspect.signature(model.forward).parameters:
             return {name: pixels}
         return {name: pixels, "labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -170,7 +170,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
     ids, seen = words(), torch.ones(samples, length, dtype=torch.int64)
     seen[1::2, length - length // 3 :] = 0
     batch = {"input_ids": ids.masked_fill(seen == 0, padding), "attention_mask": seen}
-    if not hasattr(model, "loss_function") or heads.endswith("Model"):
+    if "labels" not in inspect.signature(model.forward).parameters:
         return batch
     if "SequenceClassification" in heads:
         return batch | {"labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}

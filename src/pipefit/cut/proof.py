@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cut.anatomy import Seen
+from pipefit.cut.anatomy import Anatomy, Seen, observe
 from pipefit.cut.shell import Shell
 from pipefit.errors import ModelError
 
@@ -102,8 +102,6 @@ def _gradients(shell: Shell, example: Any, payload: Any) -> Difference | None:
 
 def _whole(shell: Shell, args: Any, kwargs: Any) -> Any:
     """The whole model once more, now with its graph; each layer has its number as the seed."""
-    from pipefit.cut.anatomy import Anatomy, observe
-
     paths = {id(module): path for path, module in shell.model.named_modules()}
     parts = Anatomy(tuple(paths[id(block)] for block in shell.blocks), (), ())
     return observe(shell.model, parts, args, kwargs, torch.manual_seed).output
@@ -114,5 +112,6 @@ def _gradients_of(payload: Any, parameters: Sequence[nn.Parameter]) -> tuple[Ten
     if not leaves:
         return None
     # Each number counts a little differently, so that two errors cannot cancel.
-    total = sum((leaf.float() * torch.linspace(0.5, 1.5, leaf.numel()).view(leaf.shape)).sum() for leaf in leaves)
-    return torch.autograd.grad(total, list(parameters), allow_unused=True)  # type: ignore[arg-type]
+    weights = [torch.linspace(0.5, 1.5, leaf.numel()).view(leaf.shape).to(leaf) for leaf in leaves]
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(leaves, list(parameters), weights, allow_unused=True)
+    return found

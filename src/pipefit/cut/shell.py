@@ -197,7 +197,7 @@ class _Passage:
             self.carried.append(kept)
 
     def _skipped(self, number: int, stub: Stub, *args: Any, **kwargs: Any) -> Any:
-        """The output of an earlier block, where the end of the model runs: the model's own hooks see what was carried."""
+        """The output of an earlier block, where the model's end runs: the model's own hooks see what was carried."""
         if self.shell.carried:
             for module, output in zip(self.shell.carried[number - 1], self.carried[number - 1], strict=True):
                 with replaced_forwards({module: lambda output=output: output}):

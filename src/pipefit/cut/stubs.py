@@ -54,8 +54,10 @@ class Stub:
     def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if all(place is not None for place in self.alike):
-            found = [leaf if place is None or place < 0 else given[place].to("meta")
-                     for leaf, place in zip(self.example, self.alike, strict=True)]
+            found = [
+                leaf if place is None or place < 0 else given[place].to("meta")
+                for leaf, place in zip(self.example, self.alike, strict=True)
+            ]
             return self.structure, found
         forward: Callable[..., Any] = self.module.__dict__.pop("forward")
         try:

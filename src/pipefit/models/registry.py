@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from pipefit.cut import Cut
 from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
@@ -17,7 +18,9 @@ from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.models.factory import call_factory, find_factory
 from pipefit.models.factory_options import check_options, parse_text, signature_of
 from pipefit.models.gpt import gpt
+from pipefit.models.hub import hub_parts, is_hub
 from pipefit.models.mlp import mlp
+from pipefit.stage.split import named_layers
 
 
 class BuiltIn(NamedTuple):
@@ -41,7 +44,7 @@ class ModelBundle:
 
     Attributes:
         name: as the user wrote it.
-        layers: the model as named layers in order; a module that is no sequence is one layer.
+        layers: the model as named layers in order, or cut into layers.
         loss: (output, target) -> scalar mean over the samples.
         example: (batch, seed) -> random (x, y) of the shapes and types that the model takes.
         data: name of the data set to train on when none is given ("text", "digits"), or None.
@@ -50,7 +53,7 @@ class ModelBundle:
     """
 
     name: str
-    layers: nn.Sequential
+    layers: nn.Sequential | Cut
     loss: Loss
     example: Example
     data: str | None
@@ -58,7 +61,8 @@ class ModelBundle:
     num_parameters: int = field(init=False)
 
     def __post_init__(self) -> None:
-        count = sum(parameter.numel() for parameter in self.layers.parameters())
+        parameters = {id(p): p for layer in named_layers(self.layers) for p in layer.module.parameters()}
+        count = sum(parameter.numel() for parameter in parameters.values())
         object.__setattr__(self, "num_parameters", count)
 
     def describe(self) -> str:
@@ -68,7 +72,10 @@ class ModelBundle:
 
 
 def build(name_or_path: str, **options: object) -> ModelBundle:
-    """Builds a built-in model by name, or the user's by `pkg.mod:factory` or `path/file.py:factory`.
+    """Builds a model: a built-in one by name, one of transformers, or the user's `pkg.mod:factory`, `file.py:factory`.
+
+    One of transformers is `transformers:CLASS`, with fields of its configuration as options, or a folder that
+    `save_pretrained` wrote.
 
     The user's factory returns an `nn.Sequential`, a list of modules or of (name, module), or any `nn.Module`; or a
     tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`. The loss is
@@ -82,9 +89,18 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
         ModelError: an unknown name (the nearest is suggested) or option, or a factory that cannot be found, raises,
             or returns something else.
     """
+<<<<<<< HEAD
     factory = _factory(name_or_path)
     given = check_options(factory, options, name_or_path)
     made = call_factory(factory, given, name_or_path)
+=======
+    if is_hub(name_or_path):
+        layers, example = hub_parts(name_or_path, options)
+        assert layers.loss is not None
+        return ModelBundle(name_or_path, layers, layers.loss, example, None, options)
+    if ":" in name_or_path:
+        return _build_users(name_or_path, options)
+>>>>>>> e9c3ec2 (wip)
     entry = BUILT_IN.get(name_or_path)
     if entry is None:
         return _users(name_or_path, made, given)
@@ -109,7 +125,19 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
     Raises:
         ModelError: not NAME=VALUE, an unknown option (the valid ones are listed), or a word of another type.
     """
+<<<<<<< HEAD
     return check_options(_factory(name_or_path), parse_text(text, name_or_path), name_or_path)
+=======
+    words = parse_text(text, name_or_path)
+    if is_hub(name_or_path):
+        return dict(words)
+    if ":" in name_or_path:
+        return check_options(find_factory(name_or_path), words, name_or_path)
+    if name_or_path not in BUILT_IN:
+        raise ModelError(f"unknown model {name_or_path!r}; {nearest(name_or_path, BUILT_IN)}")
+    entry = BUILT_IN[name_or_path]
+    return check_options(entry.factory, words, name_or_path, entry.sizes)
+>>>>>>> e9c3ec2 (wip)
 
 
 def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -38,14 +38,14 @@ class NamedLayer(NamedTuple):
         return f"{self.prefix}." if self.prefix else ""
 
 
-def named_layers(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:
+def named_layers(model: Any) -> list[NamedLayer]:
     """The layers of an `nn.Sequential` (its children), of a list of modules, or of a model that was cut (its own).
 
     Raises:
         ModelError: the model is neither, or has no layers.
     """
-    if isinstance(model, list | tuple) and model and all(isinstance(layer, NamedLayer) for layer in model):
-        return list(model)
+    if isinstance(found := getattr(model, "layers", None), tuple):
+        return list(found)
     if isinstance(model, nn.Sequential | nn.ModuleList):
         named = list(model.named_children())
         if len(named) != len(model):  # a module given twice is one child of several names

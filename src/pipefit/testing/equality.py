@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from pipefit.cut import Cut
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.planner import by_hand, ranks_of
@@ -104,6 +105,7 @@ def check(
             f"precision {precision.dtype}: autocast takes float32 only, but weights and data are {dtype}"
         )
     layers, loss, example = _parts(model, loss, example)
+    updates = replace(updates, weigh=updates.weigh or getattr(layers, "weigh", None))
     sizes = _sizes(batch_size, steps, microbatches)
     num_ranks = ranks_of(parallelism.ranks or 2, parallelism.tensor)
     num_layers = len(named_layers(layers))
@@ -212,7 +214,7 @@ def _difference(got: Tensor, wanted: Tensor, floor: float) -> float:
 
 
 def _parts(model: Any, loss: Loss | None, example: Example | None) -> tuple[Any, Loss, Example]:
-    if not isinstance(model, nn.Module | list | tuple):
+    if not isinstance(model, nn.Module | list | tuple | Cut):
         loss, example, model = loss or model.loss, example or model.example, model.layers
     if example is None:
         raise ModelError(
