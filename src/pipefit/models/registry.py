@@ -89,18 +89,13 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
         ModelError: an unknown name (the nearest is suggested) or option, or a factory that cannot be found, raises,
             or returns something else.
     """
-<<<<<<< HEAD
-    factory = _factory(name_or_path)
-    given = check_options(factory, options, name_or_path)
-    made = call_factory(factory, given, name_or_path)
-=======
     if is_hub(name_or_path):
         layers, example = hub_parts(name_or_path, options)
         assert layers.loss is not None
         return ModelBundle(name_or_path, layers, layers.loss, example, None, options)
-    if ":" in name_or_path:
-        return _build_users(name_or_path, options)
->>>>>>> e9c3ec2 (wip)
+    factory = _factory(name_or_path)
+    given = check_options(factory, options, name_or_path)
+    made = call_factory(factory, given, name_or_path)
     entry = BUILT_IN.get(name_or_path)
     if entry is None:
         return _users(name_or_path, made, given)
@@ -125,19 +120,9 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
     Raises:
         ModelError: not NAME=VALUE, an unknown option (the valid ones are listed), or a word of another type.
     """
-<<<<<<< HEAD
-    return check_options(_factory(name_or_path), parse_text(text, name_or_path), name_or_path)
-=======
-    words = parse_text(text, name_or_path)
     if is_hub(name_or_path):
-        return dict(words)
-    if ":" in name_or_path:
-        return check_options(find_factory(name_or_path), words, name_or_path)
-    if name_or_path not in BUILT_IN:
-        raise ModelError(f"unknown model {name_or_path!r}; {nearest(name_or_path, BUILT_IN)}")
-    entry = BUILT_IN[name_or_path]
-    return check_options(entry.factory, words, name_or_path, entry.sizes)
->>>>>>> e9c3ec2 (wip)
+        return dict(parse_text(text, name_or_path))
+    return check_options(_factory(name_or_path), parse_text(text, name_or_path), name_or_path)
 
 
 def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:
