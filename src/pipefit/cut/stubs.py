@@ -11,10 +11,6 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 
-Shapes = tuple[Any, list[Any]]
-"""The structure of an output and its leaves; tensors of it are on the meta device."""
-
-
 def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """NaN (0 where there is none) in the shape and type of a tensor; takes no memory."""
     place = device or (torch.get_default_device() if tensor.is_meta else tensor.device)
@@ -25,47 +21,48 @@ def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 class Stub:
     """Stands in for a module.
 
-    The shapes of its output are those that the module gives on the meta device, found once for each kind of arguments.
-    Where it cannot run there, they are those of the arguments that had the output's shapes in the example.
+    The shapes of its output are those of the arguments that had the output's shapes in the example; where there are
+    none, those that the module gives on the meta device, found once for each kind of arguments.
 
     Args:
         module: stays as it is.
-        alike: for each leaf of the output the place of an argument of the same shape and type in the example, or None.
+        alike: for each leaf of the output the place of a tensor among the arguments that had the same shape and type
+            in the example, -1 for a leaf that is no tensor, None where there is none.
         example: an output.
     """
 
     def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any) -> None:
-        self.module, self.alike = module, alike
-        leaves, self.structure = pytree.tree_flatten(example)
-        self.example = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._known: dict[Any, Shapes] = {}
+        self.module, self.alike, self.example = module, alike, _to_meta(example)
+        self._known: dict[Any, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what can be found again."""
+        return self.__dict__ | {"_known": {}}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """NaN in the shapes of the module's output."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         key = tuple((tensor.shape, tensor.dtype) for tensor in given)
         if key not in self._known:
-            self._known[key] = self._shapes(args, kwargs)
-        structure, leaves = self._known[key]
+            self._known[key] = self._output(args, kwargs)
         device = given[0].device if given else torch.get_default_device()
-        made = [nan_like(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(made, structure)
+        return pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), self._known[key])
 
-    def _shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An output on the meta device."""
         if all(place is not None for place in self.alike):
-            found = [
-                leaf if place is None or place < 0 else given[place].to("meta")
-                for leaf, place in zip(self.example, self.alike, strict=True)
-            ]
-            return self.structure, found
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            leaves, structure = pytree.tree_flatten(self.example)
+            for index, place in enumerate(self.alike):
+                if place is not None and place >= 0:
+                    leaves[index] = given[place].to("meta")
+            return pytree.tree_unflatten(leaves, structure)
         forward: Callable[..., Any] = self.module.__dict__.pop("forward")
         try:
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-            meta = {name: tensor.to("meta") for name, tensor in tensors}
-            moved, options = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+            moved, options = _to_meta((args, kwargs))
             with torch.no_grad():
-                output = torch.func.functional_call(self.module, meta, moved, options)
+                return torch.func.functional_call(self.module, _to_meta(dict(tensors)), moved, options)
         except Exception as problem:
             kind = type(self.module).__name__
             raise ModelError(
@@ -74,5 +71,7 @@ class Stub:
             ) from problem
         finally:
             self.module.__dict__["forward"] = forward
-        leaves, structure = pytree.tree_flatten(output)
-        return structure, leaves
+
+
+def _to_meta(tree: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)
