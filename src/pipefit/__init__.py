@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipefit import draw, study
+    from pipefit.cutting.cut import cut
     from pipefit.errors import PipefitError
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
     from pipefit.pipeline.pipeline import Pipeline
@@ -48,6 +49,7 @@ _HOMES = {
     "bwd_input": "ir",
     "bwd_weight": "ir",
     "committed_step": "pipeline.resume",
+    "cut": "cutting.cut",
     "draw": "draw",
     "fwd": "ir",
     "plan": "pipeline.plan_model",
@@ -79,6 +81,7 @@ __all__ = [
     "bwd_input",
     "bwd_weight",
     "committed_step",
+    "cut",
     "draw",
     "fwd",
     "plan",

@@ -18,8 +18,8 @@ from pipefit.cli.options import exact, shown
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
 VERBS: Final = (
-    "train", "run", "check", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize", "schedules",
-    "study", "report", "links", "doctor",
+    "train", "run", "check", "cut", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize",
+    "schedules", "study", "report", "links", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 ModelName = Annotated[
     str,
-    Parameter(help="A built-in model (gpt, mlp, convnet), or your own as package.module:factory or file.py:factory."),
+    Parameter(
+        help="A built-in model (gpt, mlp, convnet), transformers:CLASS with fields of its configuration as options, a "
+        "folder that save_pretrained wrote, or your own as package.module:factory or file.py:factory."
+    ),
 ]
 ModelOptions = Annotated[
     list[str] | None, Parameter(help="Options of the model, like layers=8,hidden=256; may be repeated.")

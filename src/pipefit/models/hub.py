@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipefit.cut import Cut, cut
-from pipefit.cut.own import random_batch
+from pipefit.cutting import Cut, cut
+from pipefit.cutting.own import random_batch
 from pipefit.errors import ModelError, nearest
 from pipefit.models.examples import Example
 
@@ -45,15 +45,18 @@ def hub_model(name: str, options: Mapping[str, object]) -> nn.Module:
     if getattr(found, "config_class", None) is None:
         models = [one for one in dir(transformers) if one.endswith(("ForCausalLM", "Model", "ForMaskedLM"))]
         raise ModelError(f"{name}: transformers has no model class {kind!r}; {nearest(kind, models)}")
-    fields = found.config_class().to_dict()
+    usual = found.config_class()
     for field in options:
-        if field not in fields:
-            raise ModelError(f"{name}: {found.config_class.__name__} has no field {field!r}; {nearest(field, fields)}")
+        if not hasattr(usual, field):
+            hint = nearest(field, usual.to_dict())
+            raise ModelError(f"{name}: {type(usual).__name__} has no field {field!r}; {hint}")
     given = {field: _value(value) for field, value in options.items()}
     try:
         config = found.config_class(**given)
         # The fused kernels of experts are for GPUs, and know no float64.
         config._experts_implementation = "eager"
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id or 0
         return found(config).train()
     except Exception as problem:
         raise ModelError(f"{name}: {type(problem).__name__}: {problem}") from problem

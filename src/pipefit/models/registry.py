@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pipefit.cut import Cut
+from pipefit.cutting import Cut
 from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
-from pipefit.cut import Cut, as_layers
+from pipefit.cutting import Cut, as_layers
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipefit.cut import Cut
+from pipefit.cutting import Cut
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.planner import by_hand, ranks_of

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cut.anatomy import Anatomy, Seen, observe
-from pipefit.cut.shell import Shell
+from pipefit.cutting.anatomy import Anatomy, Seen, observe
+from pipefit.cutting.shell import Shell
 from pipefit.errors import ModelError
 
 

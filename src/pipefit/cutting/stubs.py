@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 
+
 def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """NaN (0 where there is none) in the shape and type of a tensor; takes no memory."""
     place = device or (torch.get_default_device() if tensor.is_meta else tensor.device)

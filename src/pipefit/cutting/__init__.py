@@ -1,5 +1,5 @@
 """Any `nn.Module` as a row of layers."""
 
-from pipefit.cut.cutting import Cut, as_layers, cut
+from pipefit.cutting.cut import Cut, as_layers, cut
 
 __all__ = ["Cut", "as_layers", "cut"]

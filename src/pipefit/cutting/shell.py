@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cut.stubs import Stub, nan_like
+from pipefit.cutting.stubs import Stub, nan_like
 
 Enter = Callable[[int], None]
 """Called when the forward comes to a layer that computes, with the layer's number."""

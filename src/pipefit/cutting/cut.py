@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.cut.anatomy import Anatomy, Seen, anatomies, calls_of, observe
-from pipefit.cut.own import Call, Labels, Routers, is_transformers, loss_of, random_batch, result
-from pipefit.cut.proof import prove
-from pipefit.cut.shell import CutLayer, Payload, Shell
-from pipefit.cut.stubs import Stub
+from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, calls_of, observe
+from pipefit.cutting.own import Call, Labels, Routers, is_transformers, loss_of, random_batch, result
+from pipefit.cutting.proof import prove
+from pipefit.cutting.shell import CutLayer, Payload, Shell
+from pipefit.cutting.stubs import Stub
 from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.units import columns, counted, format_bytes, format_count
 
 Arguments = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
 _Ways = tuple[Arguments, Callable[[Any], Any], Callable[[nn.Module], bool] | None]
@@ -46,6 +47,18 @@ class Cut:
     def __len__(self) -> int:
         """The number of layers."""
         return len(self.layers)
+
+    def __str__(self) -> str:
+        """A table of the layers with what enters each of them for the example."""
+        rows = [("layer", "parameters", "enters", "")]
+        entering = [
+            ("the batch", ""),
+            *((format_bytes(size), counted(count, "tensor")) for size, count in self.crossing),
+        ]
+        for layer, enters in zip(self.layers, entering, strict=True):
+            rows.append((layer.name, format_count(sum(p.numel() for p in layer.module.parameters())), *enters))
+        lines = [f"{len(self)} layers, proved equal to the whole model", *columns(rows)]
+        return "\n".join([*lines, *(f"no cut before {path}: {why}" for path, why in self.merged)])
 
 
 def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -251,7 +264,7 @@ def _layers(model: nn.Module, parts: Anatomy, shell: Shell, seen: Seen) -> tuple
     layers = []
     for number, paths in enumerate(members):
         prefix, holder = _holder(model, paths, parts.spine if number == 0 else ())
-        label = "before" if number == 0 else "after" if number == shell.num_layers - 1 else prefix
+        label = "before" if number == 0 else "after" if number == shell.num_layers - 1 else parts.blocks[number - 1]
         layers.append(NamedLayer(number, prefix, CutLayer(shell, number, holder), label))
     return tuple(layers)
 

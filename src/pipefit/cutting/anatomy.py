@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cut.shell import Enter, replaced_forwards
+from pipefit.cutting.shell import Enter, replaced_forwards
 from pipefit.errors import ModelError
 
 

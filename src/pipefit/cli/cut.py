@@ -1,0 +1,36 @@
+"""`pipefit cut`: where a model that nobody wrote for a pipeline can be cut."""
+
+from __future__ import annotations
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.models import ModelName, ModelOptions, make_model
+from pipefit.cli.options import Json, verb
+
+
+@verb()
+def command(model: ModelName, *, option: ModelOptions = None, seed: int = 0, json: Json = False) -> Answer:
+    """Show the layers of a model, what crosses between them, and prove that they compute what the model computes.
+
+    Example: pipefit cut transformers:LlamaForCausalLM --option hidden_size=64,num_hidden_layers=4
+
+    Args:
+        model: transformers:CLASS with fields of its configuration as options, a folder that save_pretrained wrote, a
+            built-in model, or your own as package.module:factory or file.py:factory.
+        seed: Of the weights.
+    """
+    from pipefit.cutting import Cut
+    from pipefit.stage.split import named_layers
+
+    made = make_model(model, option, seed=seed).layers
+    layers = named_layers(made)
+    crossing = made.crossing if isinstance(made, Cut) else ()
+    rows = [
+        {
+            "layer": layer.name,
+            "parameters": sum(parameter.numel() for parameter in layer.module.parameters()),
+            **({"enters_bytes": size, "enters_tensors": count} if layer.index else {}),
+        }
+        for layer, (size, count) in zip(layers, [(0, 0), *crossing], strict=False)
+    ]
+    merged = dict(made.merged) if isinstance(made, Cut) else {}
+    return Answer({"model": model, "layers": rows, "merged": merged}, lambda: f"{model}: {made}")

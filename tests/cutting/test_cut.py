@@ -1,0 +1,163 @@
+"""Models that nobody wrote for a pipeline: cut, proved, and trained like one process."""
+
+import pytest
+import torch
+from torch import nn
+
+import pipefit as pf
+from pipefit.cutting.own import Labels, own_loss, random_batch
+from pipefit.errors import ModelError
+from pipefit.models import build
+from pipefit.testing import check
+
+TEXT = "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,vocab_size=100"
+SEQUENCES = (
+    "d_model=32,encoder_layers=2,decoder_layers=2,encoder_attention_heads=4,decoder_attention_heads=4,"
+    "encoder_ffn_dim=64,decoder_ffn_dim=64,vocab_size=100,pad_token_id=0,decoder_start_token_id=0"
+)
+EXPERTS = f"{TEXT},num_key_value_heads=2,num_local_experts=4,output_router_logits=true"
+FAMILIES = {
+    "GPT2LMHeadModel": ("n_embd=32,n_layer=4,n_head=4,vocab_size=100", "zb-h1"),  # a tied head, dropout between layers
+    "LlamaForCausalLM": (f"{TEXT},num_key_value_heads=2", "interleaved"),
+    "MixtralForCausalLM": (EXPERTS, "1f1b"),  # the loss of the routers takes all layers' logits at once
+    "BertForMaskedLM": (TEXT, "pipedream-2bw"),
+    "BartForConditionalGeneration": (SEQUENCES, "zb-h1"),  # two lists of blocks
+    "T5ForConditionalGeneration": (  # a bias that the first block makes for all
+        "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,vocab_size=100", "1f1b"),
+    "SwinForImageClassification": ("embed_dim=16,depths=[2;2],num_heads=[2;4],image_size=32,window_size=4", "gpipe"),
+    "MambaForCausalLM": ("hidden_size=32,num_hidden_layers=4,vocab_size=100,state_size=4", "1f1b"),
+}  # fmt: skip
+
+
+def bundle(family):
+    fields = dict(part.split("=") for part in FAMILIES[family][0].split(","))
+    return build(f"transformers:{family}", **{name: value.replace(";", ",") for name, value in fields.items()})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_trains_as_in_one_process(family):
+    torch.manual_seed(0)
+    schedule = FAMILIES[family][1]
+    chunks = 2 if schedule == "interleaved" else 1
+    found = check(bundle(family), schedule=schedule, steps=2, parallelism=pf.Parallelism(ranks=2, chunks=chunks))
+    assert found.equal, found
+
+
+class Branches(nn.Module):
+    """Two branches that meet; a block that one skips, so that nothing may be cut inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.skipping = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = self.first(x) * self.scale
+        for block in self.blocks:
+            h = h + torch.tanh(block(h))
+        return self.last(h + self.skipping(h))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(4))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = self.embed(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def test_an_own_module_is_cut_before_its_blocks_and_keeps_its_names():
+    model = Plain()
+    made = pf.cut(model, torch.randn(4, 8))
+    assert [layer.name for layer in made.layers] == ["before", *(f"blocks.{i}" for i in range(4)), "after"]
+    names = [name for layer in made.layers for name in layer.module.state_dict(prefix=layer.dotted)]
+    assert names == list(model.state_dict())
+    assert "proved equal" in str(made)
+
+
+def test_an_own_module_trains_as_in_one_process():
+    def example(batch, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, 8, generator=generator), torch.randint(0, 3, (batch,), generator=generator)
+
+    made = pf.cut(Plain(), torch.randn(4, 8))
+    assert check(made, schedule="1f1b", example=example).equal
+
+
+def test_a_value_that_skips_a_block_allows_no_cut_there():
+    with pytest.raises(ModelError, match=r"Branches cannot be cut: .*Give cuts="):
+        pf.cut(Branches(), torch.randn(4, 8))
+
+
+def test_cuts_by_hand_name_modules_that_are_called_once():
+    made = pf.cut(Plain(), torch.randn(4, 8), cuts=["blocks.1", "blocks.3"])
+    assert [layer.name for layer in made.layers] == ["before", "blocks.1", "blocks.3", "after"]
+    with pytest.raises(ModelError, match=r"no module 'blocks.9'"):
+        pf.cut(Plain(), torch.randn(4, 8), cuts=["blocks.9"])
+
+
+def test_a_module_without_an_example_is_refused():
+    with pytest.raises(ModelError, match="give example="):
+        pf.Pipeline(Plain(), loss=nn.functional.cross_entropy, optimizer=torch.optim.SGD, stages=2)
+
+
+def test_a_pipeline_takes_a_model_of_transformers_and_its_dict_batches():
+    torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=100
+    )
+    model = transformers.LlamaForCausalLM(config)
+    batches = [random_batch(model, 8, seed) for seed in range(3)]
+    pipe = pf.Pipeline(model, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), stages=2, microbatches=4)
+    losses = pipe.fit(batches)
+    assert len(losses) == 3
+    assert pipe.state_dict().keys() == model.state_dict().keys() - {"model.rotary_emb.inv_freq"}
+    pipe.close()
+
+
+def test_labels_that_are_ignored_do_not_count():
+    batch = {"labels": torch.tensor([[5, 6, -100, 7], [-100, 8, 9, -100]])}
+    assert Labels(shifted=False)(batch) == 5
+    assert Labels(shifted=True)(batch) == 4
+
+
+def test_a_micro_batch_without_labels_that_count_has_loss_0():
+    batch = {"labels": torch.full((2, 3), -100)}
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    loss = own_loss({"loss": torch.tensor(float("nan")), "logits": logits}, batch, Labels(shifted=True))
+    loss.backward()
+    assert loss == 0
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("transformers:LlamaForCasualLM", {}, r"no model class.*LlamaForCausalLM"),
+        (
+            "transformers:LlamaForCausalLM",
+            {"hidden": 3},
+            "no field 'hidden'",
+        ),
+    ],
+)
+def test_what_transformers_does_not_know_is_refused(name, options, message):
+    with pytest.raises(ModelError, match=message):
+        build(name, **options)
+
+
+def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"is a pickle.*save_pretrained"):
+        build(str(tmp_path))
