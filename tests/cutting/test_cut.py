@@ -125,6 +125,26 @@ def test_a_pipeline_takes_a_model_of_transformers_and_its_dict_batches():
     pipe.close()
 
 
+def test_a_trained_model_is_saved_as_transformers_reads_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = build("transformers:GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=4, vocab_size=100)
+    pipe = pf.Pipeline(model.layers, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), stages=2)
+    pipe.fit([model.example(8, 0)[0]])
+    state = pipe.state_dict()
+    pipe.save_pretrained(tmp_path)
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[name], value) for name, value in state.items())
+    trained = build(str(tmp_path))
+    assert torch.equal(trained.layers.shell.model.lm_head.weight, state["lm_head.weight"])
+
+
+def test_a_sequence_of_layers_has_no_folder_of_transformers(tmp_path):
+    pipe = pf.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), loss=nn.functional.mse_loss,
+                       optimizer=torch.optim.SGD, stages=2)  # fmt: skip
+    with pytest.raises(ModelError, match="is no model of transformers"):
+        pipe.save_pretrained(tmp_path)
+
+
 def test_labels_that_are_ignored_do_not_count():
     batch = {"labels": torch.tensor([[5, 6, -100, 7], [-100, 8, 9, -100]])}
     assert Labels(shifted=False)(batch) == 5

@@ -11,7 +11,14 @@ from docs.pages import pages
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / name
-    for name in ("README.md", "docs/python.md", "docs/guarantees.md", "docs/data-and-models.md", "docs/verifier.md")
+    for name in (
+        "README.md",
+        "docs/python.md",
+        "docs/guarantees.md",
+        "docs/data-and-models.md",
+        "docs/your-model.md",
+        "docs/verifier.md",
+    )
 ]
 
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -175,3 +176,25 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
     if "SequenceClassification" in heads:
         return batch | {"labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
     return batch | {"labels": words().masked_fill(seen == 0, IGNORED)}
+
+
+def save_folder(model: nn.Module, state: Mapping[str, Tensor], folder: str | Path) -> Path:
+    """Writes a folder that `from_pretrained` reads: configuration, and weights in the names of the Hub.
+
+    Args:
+        model: of transformers; its own weights do not matter.
+        state: weights by the model's names.
+        folder: made if it is not there.
+
+    Raises:
+        ModelError: the model is none of transformers, or weights are missing.
+    """
+    if not is_transformers(model) or not hasattr(model, "config"):
+        raise ModelError(f"{type(model).__name__} is no model of transformers; save(path) writes its checkpoints")
+    whole: Any = type(model)(model.config).to(next(iter(state.values())).dtype)
+    missing = set(dict(whole.named_parameters())) - set(state)
+    if missing:
+        raise ModelError(f"the weights of {', '.join(sorted(missing)[:5])} are missing")
+    whole.load_state_dict(dict(state), strict=False)
+    whole.save_pretrained(folder)
+    return Path(folder)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
 from pipefit.cutting import Cut, as_layers
+from pipefit.cutting.own import save_folder
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
@@ -313,6 +314,20 @@ class Pipeline:
             PipefitError: it could not be saved; earlier checkpoints are as they were.
         """
         return save(self, path, extra=extra, keep=keep)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Writes a folder that transformers reads with `from_pretrained`: configuration and weights, on rank 0.
+
+        Every rank of a run must call it; each holds all weights in the host's memory for the while.
+
+        Raises:
+            ModelError: the model is none of transformers.
+        """
+        state = self.state_dict()
+        shell = getattr(self.layers[0].module, "shell", None)
+        if self.rank == 0:
+            save_folder(self.model if shell is None else shell.model, state, folder)
+        return Path(folder)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> Checkpoint:
         """Resumes from a checkpoint, which any number of ranks, stages and any schedule may have saved.
