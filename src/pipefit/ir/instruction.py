@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from pipefit.ir.op import OP_SPEC, Op
+
+PREFIX: Final = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}
+"""Letters before the numbers of operands, in text."""
 
 
 class Instruction(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +42,7 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
         if field == "peer":
             return f"{'>' if self.op is Op.SEND else '<'}{self.peer}"
         value = getattr(self, field)
-        prefix = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}.get(field, "")
+        prefix = PREFIX.get(field, "")
         if prefix:
             return f"{prefix}{value}" if value >= 0 else f"{prefix}*"
         return str(value)

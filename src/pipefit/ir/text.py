@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.errors import PipefitError, ProgramError, nearest
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import PREFIX, Instruction
 from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
@@ -16,7 +16,6 @@ from pipefit.spec.files import read_text, write_atomically
 
 _FORMAT = "format pipefit.program/1"
 _KINDS = sorted({*map(str, Kind), *map(str, Reduction)})
-_PREFIX = {"stage": "s", "mb": "m", "version": "w", "slot": "@"}
 
 
 def dump(program: Program) -> str:
@@ -147,7 +146,7 @@ def _operand(op: Op, field: str, text: str) -> int | str:
         return text
     if field == "tier":
         return text
-    prefix = _PREFIX.get(field) or (">" if op is Op.SEND else "<")
+    prefix = PREFIX.get(field) or (">" if op is Op.SEND else "<")
     match = re.fullmatch(re.escape(prefix) + r"(\d+|\*)", text)
     if match is None or (match.group(1) == "*" and field == "peer"):
         raise ProgramError(f"{op.value}: expected {field} as {prefix}0, {prefix}1, …, got {text!r}")

@@ -20,16 +20,12 @@ def with_recompute(program: Program, stages: Collection[int] | None = None) -> P
     ranks = []
     for instructions in program.ranks:
         listed: list[Instruction] = []
-        before: Instruction | None = None
+        before = None
         for i in instructions:
-            starts_backward = i.op in GRADIENT_OPS
-            if starts_backward and (stages is None or i.stage in stages) and not _just_ran(before, i):
+            wanted = i.op in GRADIENT_OPS and (stages is None or i.stage in stages)
+            if wanted and before != (Op.FWD, i.stage, i.mb):
                 listed.append(Instruction(Op.RECOMPUTE, i.stage, i.mb))
             listed.append(i)
-            before = i if i.op in COMPUTE_OPS else before
+            before = (i.op, i.stage, i.mb) if i.op in COMPUTE_OPS else before
         ranks.append(listed)
     return program.with_ranks(ranks)
-
-
-def _just_ran(before: Instruction | None, i: Instruction) -> bool:
-    return before is not None and (before.op, before.stage, before.mb) == (Op.FWD, i.stage, i.mb)

@@ -68,17 +68,10 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _FIXED = ("weight_bytes", "step_s")
-_SCALED = (
-    "forward_s",
-    "backward_input_s",
-    "backward_weight_s",
-    "output_bytes",
-    "saved_bytes",
-    "split_input_s",
-    "spread_s",
-)
 _UNKNOWN = ("grad_bytes", "split_s", "half_bytes")
 """Figures that may be None, and scale too where they are not."""
+
+_SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", *_FIXED, *_UNKNOWN))
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):

@@ -8,6 +8,9 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Op, Reduction
 from pipefit.units import columns
 
+_AROUND, _ROWS = 3, 8
+"""Columns that are shown before and after an instruction, and the most ranks."""
+
 _ABBREVIATED = {
     Reduction.REPLICAS.value: "sum",
     Reduction.SCATTER.value: "sums",
@@ -37,20 +40,18 @@ def cell(i: Instruction) -> str:
     return f"{name}{i.stage}w{i.version}" if "stage" in OP_SPEC[i.op].fields else name
 
 
-def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int, around: int = 3, rows: int = 8) -> str:
+def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int) -> str:
     """The grid around an instruction; its cell is marked >so<. Instructions of one column need not run together.
 
     Args:
         ranks: the instructions of each rank.
         rank: row of the mark.
         index: column of the mark.
-        around: columns before and after.
-        rows: the most ranks that are shown.
     """
-    first = max(0, min(rank - rows // 2, len(ranks) - rows))
-    shown = range(max(0, index - around), index + around + 1)
+    first = max(0, min(rank - _ROWS // 2, len(ranks) - _ROWS))
+    shown = range(max(0, index - _AROUND), index + _AROUND + 1)
     table = [["", *(str(column) for column in shown)]]
-    for row in range(first, min(first + rows, len(ranks))):
+    for row in range(first, min(first + _ROWS, len(ranks))):
         cells = [cell(ranks[row][column]) if column < len(ranks[row]) else "" for column in shown]
         if row == rank:
             cells[index - shown.start] = f">{cells[index - shown.start]}<"
