@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipefit.cost import CostModel, unit
 from pipefit.errors import TopologyError
 from pipefit.ir.op import Op
-from pipefit.planner.groups import grouped
+from pipefit.planner.space import grouped
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.simulate.event_engine import EventEngine

@@ -55,7 +55,6 @@ def plan_of(
     method: str = "auto",
     *,
     keeps: tuple[int, ...] = (),
-    tensor: int | None = None,
 ) -> Plan:
     """The plan of a candidate, still without a prediction.
 
@@ -65,7 +64,6 @@ def plan_of(
         partition: its stages.
         method: by which it was found.
         keeps: spilled stages that keep what a forward saved for its backward; the others replay it.
-        tensor: width to note; None: the candidate's.
     """
     slots, cap = config.slots, problem.cap
     spill = None
@@ -84,9 +82,8 @@ def plan_of(
         )
     # The schedule for one rank replays in any case.
     replays = spill is not None and config.schedule != "spilled"
-    width = tensor or config.tensor
     stages = tuple(
-        StageSpec(stage.layers, stage.replicas, width, stage.recompute or (replays and index not in keeps))
+        StageSpec(stage.layers, stage.replicas, config.tensor, stage.recompute or (replays and index not in keeps))
         for index, stage in enumerate(partition.stages)
     )
     # A pipeline that visits a stage for all micro-batches at once need not replay the last.
@@ -145,7 +142,7 @@ def _costs(problem: Problem, config: Config, partition: Partition) -> CostModel:
     return of_plan(
         problem.at(config.microbatch_size, config.tensor),
         # On groups of t devices: each is one.
-        plan_of(problem, config, partition, tensor=1),
+        plan_of(problem, replace(config, tensor=1), partition),
         problem.ranks(config.tensor),
         state_per_weight=problem.state,
         runtime=FREE,
