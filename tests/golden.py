@@ -7,7 +7,7 @@ from pathlib import Path
 import pipefit.draw.shelf
 from pipefit.draw.choices import How, Wish, drawn, over_ranks
 from pipefit.draw.drawing import draw
-from pipefit.draw.encode import Entry, to_text
+from pipefit.draw.encode import to_text
 from pipefit.draw.scene import scene_of
 from pipefit.draw.shelf import CHUNKS, FILE, MICROBATCHES, STAGES
 from pipefit.ir import Spill
@@ -53,7 +53,7 @@ def shelf_now() -> bytes:
     pricing = draw("1f1b", 1, 1).pricing
     wishes = [Wish(name, *shape) for name in over_ranks() for shape in product(STAGES, MICROBATCHES, CHUNKS)]
     found = filter(None, (drawn(wish, pricing, How()) for wish in wishes))
-    text = "".join(to_text(Entry(name, scene_of(timeline))) + "\n" for name, timeline in found)
+    text = "".join(to_text(name, scene_of(timeline)) + "\n" for name, timeline in found)
     return gzip.compress(text.encode(), mtime=0)
 
 

@@ -25,7 +25,7 @@ from pipefit.draw.caption import TITLES
 from pipefit.draw.chart import hue
 from pipefit.draw.choices import others
 from pipefit.draw.drawing import draw, drawing_of
-from pipefit.draw.encode import COPIED_KINDS, Entry, encode_scene, to_script, to_text
+from pipefit.draw.encode import COPIED_KINDS, encode_scene, to_text
 from pipefit.draw.look import chunk_colour
 from pipefit.draw.reasons import Why, reasons
 from pipefit.draw.scene import scene_of
@@ -186,7 +186,7 @@ def spilled_timeline(name, shape, options):
 @pytest.mark.parametrize(("name", "shape", "options"), SPILLED)
 def test_the_copies_in_the_page_come_back_as_the_bars_they_were_made_from(name, shape, options):
     scene = scene_of(spilled_timeline(name, shape, options))
-    data = json.loads(to_text(Entry("x", scene)))
+    data = json.loads(to_text("x", scene))
     found = reasons(scene)
     assert [reason for _, reason in boxes_in(data)] == found[: len(scene.boxes)]
     copies = bars_in(data)
@@ -549,7 +549,7 @@ def test_a_chart_of_nothing_or_of_no_numbers_is_refused(series):
 
 
 def test_the_script_data_never_holds_a_tag():
-    text = to_script([Entry("<a>&</a>", scene_of(timeline_of("gpipe", Shape(2, 2))))])
+    text = to_text("<a>&</a>", scene_of(timeline_of("gpipe", Shape(2, 2))))
     assert not set("<>&") & set(text)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
@@ -17,13 +16,6 @@ LETTERS = "FRBIWS"
 COPIED_KINDS = ("weights", "wgrad", "optim", "act", "input", "", "grad")
 """The kinds of values in copies, by their number in the data (`MOVED` in words.js); "": a step on the host."""
 _FINEST = 1_000_000  # ticks of a timeline whose times are no multiples of a simple fraction
-
-
-class Entry(NamedTuple):
-    """A drawing of a page: its name in the list of choices, and its scene."""
-
-    name: str
-    scene: Scene
 
 
 def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
@@ -108,13 +100,8 @@ def _tick(scene: Scene) -> float:
     return (scene.facts.makespan_s or 1.0) / _FINEST
 
 
-def to_script(entries: Iterable[Entry | str]) -> str:
-    """A list for a script element, of entries and of texts of `to_text`."""
-    return "[" + ",\n".join(entry if isinstance(entry, str) else to_text(entry) for entry in entries) + "]"
-
-
-def to_text(entry: Entry) -> str:
-    """One entry as JSON that is safe inside a script element: no "<" in it, so no text can end the element."""
-    data = encode_scene(entry.name or title_of(entry.scene.facts.schedule), entry.scene)
+def to_text(name: str, scene: Scene) -> str:
+    """A scene as JSON that is safe inside a script element: no "<" in it, so no text can end the element."""
+    data = encode_scene(name or title_of(scene.facts.schedule), scene)
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -7,9 +7,9 @@ from functools import cache
 from importlib.resources import files
 
 from pipefit.draw.caption import title_of
-from pipefit.draw.encode import Entry, to_script
+from pipefit.draw.encode import to_text
 from pipefit.draw.look import FAMILIES, INKS, cell_rules
-from pipefit.draw.scene import scene_of
+from pipefit.draw.scene import Scene, scene_of
 from pipefit.draw.shelf import Stored
 from pipefit.draw.svg import svg
 from pipefit.errors import PipefitError
@@ -22,17 +22,15 @@ def html(
     timelines: Timelines,
     *,
     title: str | None = None,
-    seconds: bool | None = None,
     compare: bool | None = None,
     more: Sequence[Stored] = (),
 ) -> str:
-    """A self-contained page that shows timelines, one or two at a time.
+    """A self-contained page that shows timelines, one or two at a time; in seconds where one of them was measured.
 
     Args:
         timelines: one or several; a mapping or pairs also name them. Several of one name are distinguished by their
             shape: the page has a choice for each of p, m, v and, where programs spill, of the slots.
         title: of the page.
-        seconds: whether times are real seconds; None: when one of the timelines was measured.
         compare: whether it opens with two drawings; None: with exactly two timelines it does.
         more: drawings encoded before, to choose from after those; of one name and shape the first counts.
 
@@ -41,22 +39,23 @@ def html(
     """
     named = _named(timelines)
     # A timeline next to a measured one predicts it.
-    real = any(timeline.source == "measured" for _, timeline in named) if seconds is None else seconds
-    entries = [Entry(name, scene_of(timeline, real)) for name, timeline in named]
+    real = any(timeline.source == "measured" for _, timeline in named)
+    entries = [(name, scene_of(timeline, real)) for name, timeline in named]
     if not entries:
         raise PipefitError("a page needs at least one timeline, got none")
-    first, drawn = entries[0], {_key(entry) for entry in entries}
+    (first, scene), drawn = entries[0], {_key(*entry) for entry in entries}
     stored = [item for item in more if item.key not in drawn]
-    chunks = sorted({entry.scene.facts.num_chunks for entry in entries} | {item.v for item in stored})
-    heading = title or (first.name if len({entry.name for entry in entries}) == 1 else "Pipeline schedules")
+    chunks = sorted({scene.facts.num_chunks for _, scene in entries} | {item.v for item in stored})
+    heading = title or (first if len({name for name, _ in entries}) == 1 else "Pipeline schedules")
+    texts = [*(to_text(*entry) for entry in entries), *(item.text for item in stored)]
     context = {
         "title": heading,
         "style": _asset("page.css") + _colours(chunks),
         "script": "".join(_asset(name) for name in _SCRIPTS),
-        "data": to_script([*entries, *(item.text for item in stored)]),
+        "data": "[" + ",\n".join(texts) + "]",
         "families": {letter: family.name for letter, family in FAMILIES.items()},
         # Readers without scripts still see the first one.
-        "picture": svg(first.scene, title=first.name),
+        "picture": svg(scene, title=first),
         "compare": len(entries) == 2 if compare is None else compare,
     }
     return _render(context)
@@ -65,9 +64,9 @@ def html(
 _SCRIPTS = ("words.js", "panel.js", "page.js")
 
 
-def _key(entry: Entry) -> tuple[str, int, int, int, int]:
-    facts = entry.scene.facts
-    return entry.name, facts.num_ranks, facts.num_microbatches, facts.num_chunks, facts.slots
+def _key(name: str, scene: Scene) -> tuple[str, int, int, int, int]:
+    facts = scene.facts
+    return name, facts.num_ranks, facts.num_microbatches, facts.num_chunks, facts.slots
 
 
 def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:
