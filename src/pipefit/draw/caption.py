@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipefit.draw.axes import label_number, time_scale
 from pipefit.draw.look import FAMILIES
-from pipefit.draw.scene import Box, Facts, Scene
+from pipefit.draw.scene import Box, Scene
 from pipefit.units import format_seconds
 
 TITLES = {
@@ -53,13 +53,14 @@ def duration(seconds: float, unit: str) -> str:
     return format_seconds(seconds) if unit else label_number(seconds)
 
 
-def counts(facts: Facts) -> str:
+def counts(scene: Scene) -> str:
     """The shape: "p = 8 · m = 32 · v = 2"."""
+    facts = scene.facts
     parts = [f"p = {facts.depth}", f"m = {facts.num_microbatches}"]
     if facts.num_chunks > 1:
         parts.append(f"v = {facts.num_chunks}")
-    if facts.num_ranks != facts.depth:
-        parts.append(f"{facts.num_ranks} ranks")
+    if scene.num_ranks != facts.depth:
+        parts.append(f"{scene.num_ranks} ranks")
     if facts.num_steps > 1:
         parts.append(f"{facts.num_steps} updates")
     if facts.spill:

@@ -32,11 +32,11 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     tick = _tick(scene)
     return {
         "name": name,
-        "p": facts.num_ranks,
+        "p": scene.num_ranks,
         "m": facts.num_microbatches,
         "v": facts.num_chunks,
         "steps": facts.num_steps,
-        "source": facts.source,
+        "source": scene.timeline.source,
         "unit": scene.unit,
         "tick": tick,
         "versioned": not facts.is_synchronous,

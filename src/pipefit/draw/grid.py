@@ -49,7 +49,7 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     right = max(len("peak"), *map(len, peaks)) + 2
     per_second, labelled, exact = _scale(scene, width - gutter - right - 1)
     length = max(round(scene.facts.makespan_s * per_second), 1)
-    head = f"{title_of(scene.facts.schedule)}  {counts(scene.facts)}  ({scene.facts.source})"
+    head = f"{title_of(scene.facts.schedule)}  {counts(scene)}  ({scene.timeline.source})"
     lines = [head, "", " " * gutter + " " * length + "peak".rjust(right)]
     for rank, name in enumerate(names):
         row = _row(scene, rank, per_second, length, labelled, exact, paint)

@@ -66,7 +66,7 @@ _SCRIPTS = ("words.js", "panel.js", "page.js")
 
 def _key(name: str, scene: Scene) -> tuple[str, int, int, int, int]:
     facts = scene.facts
-    return name, facts.num_ranks, facts.num_microbatches, facts.num_chunks, facts.slots
+    return name, scene.num_ranks, facts.num_microbatches, facts.num_chunks, facts.slots
 
 
 def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:

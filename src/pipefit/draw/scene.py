@@ -65,12 +65,10 @@ class Facts:
 
     schedule: str
     depth: int
-    num_ranks: int
     num_stages: int
     num_microbatches: int
     num_chunks: int
     num_steps: int
-    source: str
     is_synchronous: bool
     makespan_s: float
     bubble_fraction: float
@@ -179,12 +177,10 @@ def _facts(timeline: Timeline, seconds: bool) -> Facts:
     return Facts(
         schedule=header.schedule,
         depth=max(header.num_stages // chunks, 1),
-        num_ranks=header.num_ranks,
         num_stages=header.num_stages,
         num_microbatches=header.total_microbatches if one_each else header.num_microbatches,
         num_chunks=chunks,
         num_steps=1 if one_each else header.num_steps,
-        source=timeline.source,
         is_synchronous=header.weights is WeightRule.FLUSH,
         makespan_s=makespan,
         bubble_fraction=bubble,

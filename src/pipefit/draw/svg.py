@@ -41,7 +41,7 @@ def svg(
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="{scope}" width="{plan.width:.0f}" height="{plan.height:.0f}" '
         f'viewBox="0 0 {plan.width:.0f} {plan.height:.0f}" role="img" '
-        f'aria-label="{escape(name)}: {escape(counts(scene.facts))}, bubble {percent(scene.facts.bubble_fraction)}">',
+        f'aria-label="{escape(name)}: {escape(counts(scene))}, bubble {percent(scene.facts.bubble_fraction)}">',
         f"<title>{escape(name)}</title>",
         f"<desc>{escape(measures(scene))}</desc>",
         f"<style>{_style(scope, chunks)}</style>",
@@ -72,7 +72,7 @@ def _header(scene: Scene, plan: Layout, name: str) -> list[str]:
     facts = scene.facts
     factor, unit = time_scale(facts.makespan_s, scene.unit)
     times = f"makespan {label_number(facts.makespan_s * factor)} {unit}".strip()
-    line = f"{counts(facts)} · bubble {percent(facts.bubble_fraction)} · {times} · {facts.source}"
+    line = f"{counts(scene)} · bubble {percent(facts.bubble_fraction)} · {times} · {scene.timeline.source}"
     return [
         f'<text class="ink name" x="{MARGIN}" y="{MARGIN + 14}">{escape(name)}</text>',
         f'<text class="soft" x="{MARGIN}" y="{MARGIN + 35}">{escape(line)}</text>',
