@@ -29,7 +29,6 @@ from pipefit.calibrate.prediction import costs_on_ranks
 from pipefit.cost import RuntimeCosts
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.run_report import traffic
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
@@ -192,7 +191,7 @@ class _Contest:
         )
         steps = self.config.steps
         predicted_s = simulate(pipe.program, cost, repeats=steps).makespan_s / steps
-        moved = traffic(self.session, pipe.moved_bytes)
+        moved = pipe.report().traffic
         reduced = max(
             (cost.weight_bytes[s] for s, ranks in enumerate(pipe.plan.placement.ranks) if len(ranks) > 1), default=0.0
         )

@@ -26,36 +26,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Instruction": "ir",
-    "Parallelism": "spec.options",
-    "Partition": "spec",
-    "Pipeline": "pipeline.pipeline",
-    "PipefitError": "errors",
-    "Placement": "spec",
-    "Plan": "spec",
-    "Precision": "spec.options",
-    "Profile": "spec",
-    "Program": "ir",
-    "Report": "verify",
-    "Shape": "schedules",
-    "Spilled": "spec.options",
-    "Study": "study.api",
-    "Timeline": "timeline",
-    "Topology": "spec",
-    "Trial": "study.trial",
-    "Updates": "spec.options",
-    "bwd": "ir",
-    "bwd_input": "ir",
-    "bwd_weight": "ir",
-    "committed_step": "pipeline.resume",
-    "cut": "cutting.cut",
-    "draw": "draw",
-    "fwd": "ir",
-    "plan": "pipeline.plan_model",
-    "schedule": "schedules",
-    "study": "study",
+_NAMES_OF = {
+    "cutting.cut": ("cut",),
+    "draw": ("draw",),
+    "errors": ("PipefitError",),
+    "ir": ("Instruction", "Program", "bwd", "bwd_input", "bwd_weight", "fwd"),
+    "pipeline.pipeline": ("Pipeline",),
+    "pipeline.plan_model": ("plan",),
+    "pipeline.resume": ("committed_step",),
+    "schedules": ("Shape", "schedule"),
+    "spec": ("Partition", "Placement", "Plan", "Profile", "Topology"),
+    "spec.options": ("Parallelism", "Precision", "Spilled", "Updates"),
+    "study": ("study",),
+    "study.api": ("Study",),
+    "study.trial": ("Trial",),
+    "timeline": ("Timeline",),
+    "verify": ("Report",),
 }
+_HOMES = {name: home for home, names in _NAMES_OF.items() for name in names}
 
 __all__ = [
     "Instruction",

@@ -10,7 +10,7 @@ from pipefit.cost.tensor import tensor_shard
 from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.parallel import Region
-from pipefit.parallel.rehearsal import Exchange
+from pipefit.parallel.region import Exchange
 from pipefit.profiling import profile_layers
 from pipefit.profiling.links import per_core
 from pipefit.schedules import Shape, generate

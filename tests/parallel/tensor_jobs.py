@@ -23,7 +23,7 @@ from pipefit.parallel import Region, TensorRule, make_mesh, shard_layers
 from pipefit.planner import by_hand, plan
 from pipefit.runtime.session import current
 from pipefit.spec import Layer, Profile, Topology
-from pipefit.stage.split import named_layers
+from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.testing import Case, Outcome, run_pipeline
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 12, "context": 8}
@@ -138,7 +138,7 @@ def differences_from_dtensor() -> dict[str, float]:
     """A block of pipefit beside the same block divided by torch: output and gradients."""
     mesh = make_mesh(1, 2, current().rank, 2)
     ours, theirs = model()[1], model()[1]
-    shard_layers([("block", ours)], mesh)
+    shard_layers([NamedLayer(0, "block", ours)], mesh)
     columns, rows = ColwiseParallel(), RowwiseParallel()
     # torch cuts a fused projection through the middle, so its heads are laid side by side first.
     half = SIZES["hidden"] // 2
@@ -199,13 +199,13 @@ def bytes_of_four() -> dict[str, tuple[int, float, int]]:
     for name, options in ways.items():
         pipe = pipeline(model(), tensor=2, stages=2, **options)
         pipe.step(*batch(4, 0))
-        found[name] = (*pipe.moved_bytes, sum(i.op is Op.GATHER for i in pipe.program.ranks[0]))
+        found[name] = (*pipe.loop.moved_bytes, sum(i.op is Op.GATHER for i in pipe.program.ranks[0]))
         found[f"{name}, told"] = str(pipe.report()).splitlines()
     torch.manual_seed(0)
     odd = nn.Sequential(Alike(3, 3), Alike(3, 3)).double()
     pipe = pipeline(odd, tensor=2, stages=2)
     loss = pipe.step(torch.ones(2, 3).double(), torch.tensor([0, 2]))
-    found["odd"] = (loss, *pipe.moved_bytes)
+    found["odd"] = (loss, *pipe.loop.moved_bytes)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,24 +11,31 @@ from torch import nn
 
 from pipefit import Pipeline
 from pipefit.cli.watch import Watcher
-from pipefit.pipeline.step_figures import ModelFlop, StepFigures, count_flop
+from pipefit.ir import Instruction, Op
+from pipefit.pipeline import step_figures
+from pipefit.pipeline.step_figures import ModelFlop, StepFigures, count_flop, own_figures
+from pipefit.pipeline.workload import Workload
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device
 from pipefit.stage.split import named_layers
 
 
-def test_mfu_counts_each_product_of_forward_and_backward_once() -> None:
+def test_mfu_counts_each_product_of_forward_and_backward_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_figures, "measure_device", lambda *_, **__: Device(flops=1e3))
     layers = named_layers(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
     x, y = torch.randn(6, 8), torch.randn(6, 4)
-    found = count_flop(layers, (x, y), nn.functional.mse_loss, num_ranks=2, known=Device(flops=1e3))
+    work = Workload(layers, nn.functional.mse_loss, torch.optim.SGD, torch.device("cpu"), (x, y))
+    found = count_flop(work, num_ranks=2)
     assert found is not None
     # A multiply-add is two; the first layer has no gradient of its input, the second all three products.
     products = 2 * 8 * 16 * 2 + 2 * 16 * 4 * 3
     assert found.flop_per_sample == pytest.approx(products, rel=0.1)
     assert found.mfu(samples_per_s=1.0) == pytest.approx(found.flop_per_sample / 2e3)
-    assert "data sheet" in found.convention
+    assert "forward and backward once" in found.convention
 
 
-def test_every_step_tells_the_bubble_of_every_rank_when_it_is_asked_to() -> None:
+def test_every_step_tells_the_bubble_of_all_ranks_when_it_is_asked_to() -> None:
     pipe = Pipeline(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
         loss=nn.functional.mse_loss,
@@ -41,8 +49,7 @@ def test_every_step_tells_the_bubble_of_every_rank_when_it_is_asked_to() -> None
     pipe.loop.shares_figures = True
     pipe.fit([batch])
     assert pipe.loop.figures is not None
-    assert len(pipe.loop.figures.bubble) == 2
-    assert all(0 < bubble < 1 for bubble in pipe.loop.figures.bubble)
+    assert 0 < pipe.loop.figures.bubble < 1
     assert pipe.loop.figures.memory_bytes[0] > 1e6
 
 
@@ -50,6 +57,16 @@ def test_the_progress_line_names_bubble_memory_and_mfu() -> None:
     stream = io.StringIO()
     watcher = Watcher(num_steps=1, batch=4, stream=stream)
     watcher.counted(ModelFlop(10.0, 200.0, "model FLOP over the data sheet's"))
-    watcher.stepped(1, 2.0, 1.0, StepFigures((0.25, 0.35), (2.0**20, 2.0**21)))
+    watcher.stepped(1, 2.0, 1.0, StepFigures(0.3, (2.0**20, 2.0**21)))
     assert "MFU: model FLOP over the data sheet's" in stream.getvalue()
     assert "bubble 30%  memory 1 MiB + 2 MiB  MFU 20%" in stream.getvalue()
+
+
+def test_processes_that_share_a_rank_do_not_make_its_bubble_smaller() -> None:
+    """Two ranks of two processes that only wait; the sum of the first ones' was once divided by four."""
+    program = SimpleNamespace(header=SimpleNamespace(num_ranks=2))
+    compiled = SimpleNamespace(program=program, instructions=[Instruction(Op.LOAD, 0, 0)])
+    idle = SimpleNamespace(compiled=compiled, starts=[0.0], ends=[1.0])
+    first, second = (own_figures(Session(process, 4, None, Progress()), [idle]) for process in (0, 2))
+    assert first[0] + second[0] == 1.0
+    assert [size > 0 for size in first[1:]] == [True, False, False, False]

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipefit.parallel import Mesh, Region, make_mesh
-from pipefit.parallel.rehearsal import Exchange, Rehearsal
-from pipefit.pipeline.tensor_parallel import TensorParallel
+from pipefit.parallel import Mesh, Region, make_mesh, release, shard_layers
+from pipefit.parallel.region import Exchange, Rehearsal
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import per_core
@@ -77,9 +76,9 @@ def profile_of_shard(
     region = mesh.region
     assert region is not None
     size = largest_part(example[0], plan.num_microbatches)
-    with _rehearsed(layers, region) as (divided, rehearsal):
-        divided.check(example[0])
-        shard_loss = divided.loss(loss)
+    with _rehearsed(layers, region) as (shard, rehearsal):
+        shard.check(example[0])
+        shard_loss = shard.loss(loss)
         profile = agreed_profile(layers, example, [size], session, loss=shard_loss, optimizer=optimizer, clips=clips)
         batch = batch_of(example[0])
         x, y = (map_tensors(lambda leaf: leaf.to(device), take(item, size, batch)) for item in example)
@@ -97,15 +96,16 @@ def profile_of_shard(
 
 
 @contextmanager
-def _rehearsed(layers: Sequence[NamedLayer], region: Region) -> Iterator[tuple[TensorParallel, Rehearsal]]:
+def _rehearsed(layers: Sequence[NamedLayer], region: Region) -> Iterator[tuple[Mesh, Rehearsal]]:
     """The layers sharded as in the region, among processes that are not there."""
     wholes = [(p, p.data) for layer in layers for p in layer.module.parameters()]
     rehearsal = Rehearsal(region.group, region.size, 0, region.sequence)
-    divided = TensorParallel.on(layers, Mesh(region.size, 0, rehearsal))
+    mesh = Mesh(region.size, 0, rehearsal)
+    shard_layers(layers, mesh)
     try:
-        yield divided, rehearsal
+        yield mesh, rehearsal
     finally:
-        divided.release()
+        release(layers)
         for parameter, whole in wholes:
             parameter.data = whole
 

@@ -26,6 +26,7 @@ from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_sta
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt
+from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import encode, sync_folder
 from pipefit.spec.sealed import FileEntry, seal, write_file
 
@@ -53,7 +54,7 @@ def save(
     session = pipeline._session
     place = Path(directory)
     first = session.rank == 0
-    with session.busy():
+    with session.at(SAVING):
         made = attempt(lambda: _begin(place, pipeline.num_updates, extra, keep) if first else "")
         temporary = place / agree(session, made)[0]
         try:
@@ -125,7 +126,7 @@ def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], e
     """Rank 0: manifest and rename. Gives the checkpoint's name."""
     data = {
         "step": pipeline.num_updates,
-        "ordinal": pipeline._next_ordinal,
+        "ordinal": pipeline.loop.next_ordinal,
         "world": pipeline.plan.placement.num_ranks,
         "seed": pipeline._training.seed,
         "schedule": pipeline.plan.schedule,

@@ -86,7 +86,7 @@ def _state_of(
     tensors: FileEntry | bytes | None = None
     try:
         state = RankState(
-            ordinal=pipeline._next_ordinal,
+            ordinal=pipeline.loop.next_ordinal,
             loss_scale=worker.scale.state() if worker.scale is not None else None,
             optimization=optimization_of(worker, list(worker.stages)),
             known={stage: sorted(store.states.known) for stage, store in spilling.stores.items() if store.states},
@@ -171,7 +171,7 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
             # Copies: the file is overwritten while the run lasts.
             tensors = {name: lambda name=name, file=file: file.get_tensor(name).clone() for name in file.keys()}
         _restore(worker, state, tensors)
-        pipeline.num_updates, pipeline._next_ordinal = commit.step, state.ordinal
+        pipeline.loop.num_updates, pipeline.loop.next_ordinal = commit.step, state.ordinal
         extra = state.extra
     return extra
 

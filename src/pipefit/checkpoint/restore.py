@@ -22,6 +22,7 @@ from pipefit.checkpoint.tensor_files import DTYPES
 from pipefit.errors import ModelError, PipefitError
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.collectives import agree, attempt, exchange
+from pipefit.runtime.progress import SAVING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 
@@ -61,15 +62,14 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
         PipefitError: there is no valid checkpoint.
     """
     session = pipeline._session
-    with session.busy():
+    with session.at(SAVING):
         path, manifest, skipped = _choose(session, Path(directory))
         takers: list[Callable[[], None]] = []
         with whole_optimizers(pipeline, writing=False) if not weights_only else contextlib.nullcontext():
             agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
             agree(session, attempt(lambda: [take() for take in takers]))
     if not weights_only:
-        pipeline.num_updates = manifest.step
-        pipeline._next_ordinal = manifest.ordinal
+        pipeline.loop.num_updates, pipeline.loop.next_ordinal = manifest.step, manifest.ordinal
         for worker in pipeline.workers:
             if worker.scale is not None and manifest.loss_scale is not None:
                 worker.scale.load(manifest.loss_scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,14 +18,17 @@ from pipefit.stage.training import Training
 
 
 class Trained(Protocol):
-    """The run that is saved and loaded: a `pipefit.Pipeline`."""
+    """The run that is saved and loaded: a `pipefit.Pipeline`, whose `loop` counts updates and micro-batches."""
 
     layers: list[NamedLayer]
     plan: Plan
-    num_updates: int
     _session: Session
     _training: Training
-    _next_ordinal: int
+    loop: Any
+
+    @property
+    def num_updates(self) -> int:
+        """Weight updates since training began."""
 
     @property
     def workers(self) -> Sequence[Worker]:

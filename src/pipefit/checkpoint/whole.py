@@ -16,6 +16,7 @@ from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_sta
 from pipefit.checkpoint.tensor_files import payload, write_tensors
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt, exchange
+from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import sync_folder
 
 Forms = Sequence[Mapping[str, Tensor]]
@@ -37,7 +38,7 @@ def export(pipeline: Trained, path: str | Path) -> Path:
     """
     session = pipeline._session
     path = Path(path)
-    with session.busy():
+    with session.at(SAVING):
         forms, aliases = _forms(pipeline)
         values = _collected(pipeline, forms)
         metadata, first = {"format": "pt"} | aliases, session.rank == 0

@@ -93,7 +93,7 @@ def _of_ranks(figures: Any) -> list[str]:
     if figures is None:
         return []
     memory = [format_bytes(size) for size in figures.memory_bytes if size]
-    return [f"bubble {sum(figures.bubble) / len(figures.bubble):.0%}", "memory " + " + ".join(memory)]
+    return [f"bubble {figures.bubble:.0%}", "memory " + " + ".join(memory)]
 
 
 def report(result: Any) -> str:

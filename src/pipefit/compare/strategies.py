@@ -130,13 +130,12 @@ def update(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[Any, Any], Tensor], x: Any, y: Any, num: int
 ) -> float:
     """Steps by the summed gradients of `num` micro-batches and returns the mean loss of the batch."""
-    feed = feed_of([(x, y)], num, 0, "train")
     total = torch.zeros(())
-    for index, (part, target, share) in enumerate(zip(feed.inputs, feed.targets, feed.shares, strict=True), 1):
+    for index, part in enumerate(feed_of((x, y), num, 0, "train"), 1):
         # Torch's data parallel sums over ranks inside the last backward only.
         waits = isinstance(model, DistributedDataParallel) and index < num
         with model.no_sync() if waits else contextlib.nullcontext():
-            value = loss(model(part), target) * share
+            value = loss(model(part.input), part.target) * part.share
             value.backward()
         total += value.detach()
     optimizer.step()

@@ -45,12 +45,14 @@ class Bucket(NamedTuple):
         starts: of each, its first element.
         size: elements, divisible by the number of parts.
         dtype: of all of them.
+        num_marks: further elements, in the last bucket one for each parameter; see `GradientBuckets.marks`.
     """
 
     members: tuple[int, ...]
     starts: tuple[int, ...]
     size: int
     dtype: torch.dtype
+    num_marks: int = 0
 
     def views(self, flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The members' tensors inside a flat one, laid out in memory as the parameters are."""
@@ -91,7 +93,9 @@ def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None =
     made = []
     for members in groups:
         *starts, end = accumulate((padded(parameters[index].numel(), _ALIGN) for index in members), initial=0)
-        made.append(Bucket(tuple(members), tuple(starts), padded(end, _ALIGN * parts), parameters[members[0]].dtype))
+        num_marks = len(parameters) if parts == 1 and members is groups[-1] else 0
+        size, dtype = padded(end, _ALIGN * parts), parameters[members[0]].dtype
+        made.append(Bucket(tuple(members), tuple(starts), size, dtype, num_marks))
     return made
 
 
@@ -101,13 +105,11 @@ def record_layout(parameters: Sequence[Tensor]) -> tuple[list[Field], Layout]:
     Args:
         parameters: of a stage that is spilled.
     """
-    buckets = layout(parameters)
     flats: list[Field] = []
     fields: dict[int, Field] = {}
     position = 0
-    for number, bucket in enumerate(buckets):
-        tail = len(parameters) if number == len(buckets) - 1 else 0
-        flats.append(Field(position, torch.Size([bucket.size + tail]), bucket.dtype))
+    for bucket in layout(parameters):
+        flats.append(Field(position, torch.Size([bucket.size + bucket.num_marks]), bucket.dtype))
         for index, start in zip(bucket.members, bucket.starts, strict=True):
             fields[index] = Field(position + start * bucket.dtype.itemsize, parameters[index].shape, bucket.dtype)
         position += padded(flats[-1].num_bytes, _GRAIN_BYTES)
@@ -136,12 +138,12 @@ class GradientBuckets:
         self.parameters = list(parameters)
         self.buckets = layout(self.parameters, parts)
         self.flats: list[Tensor] = []
-        self.marks = torch.ones(0)
+        device = self.parameters[0].device if parameters else None
+        self.marks = torch.ones(len(self.parameters), dtype=torch.float64, device=device)
         self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
-        self._parts = parts
         self._fields = record_layout(self.parameters)[0] if spilled else []
         if not spilled:
-            self._place([self._new_flat(number) for number in range(len(self.buckets))])
+            self._place([torch.zeros(b.size + b.num_marks, dtype=b.dtype, device=device) for b in self.buckets])
         # Hooks stay: to make and remove them for every update takes longer than to call them. They live no longer than
         # this, though the parameters are the user's and may.
         itself = weakref.ref(self)
@@ -157,21 +159,11 @@ class GradientBuckets:
         self._launch: Launch = lambda number, flat: None
         self.idle: list[int] = []
 
-    def _tail(self, number: int) -> int:
-        return len(self.parameters) if self._parts == 1 and number == len(self.buckets) - 1 else 0
-
-    def _new_flat(self, number: int) -> Tensor:
-        bucket = self.buckets[number]
-        device = self.parameters[bucket.members[0]].device
-        return torch.zeros(bucket.size + self._tail(number), dtype=bucket.dtype, device=device)
-
     def _place(self, flats: list[Tensor]) -> None:
         self.flats = flats
-        for number, (bucket, flat) in enumerate(zip(self.buckets, flats, strict=True)):
-            if self._tail(number):
+        for bucket, flat in zip(self.buckets, flats, strict=True):
+            if bucket.num_marks:
                 self.marks = flat[bucket.size :]
-            elif number == len(self.buckets) - 1:
-                self.marks = torch.ones(len(self.parameters), dtype=torch.float64, device=flat.device)
             for index, view in zip(bucket.members, bucket.views(flat, self.parameters), strict=True):
                 self._views[index] = view
 

@@ -8,17 +8,21 @@ rank 1   2    3       rows: tensor parallelism, on the fastest links
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from pipefit.errors import ModelError, PlanError
+from pipefit.errors import DataError, ModelError, PlanError
+from pipefit.parallel.loss import Loss, shared_loss
 from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import ShardSpec, TensorRule, rule_of
 from pipefit.parallel.threads import let_carriers_wait
+from pipefit.stage.split import NamedLayer
 
 
 @dataclass
@@ -30,12 +34,14 @@ class Mesh:
         index: which of them this is, j.
         region: how they communicate; None without tensor parallelism.
         shards: how each sharded weight is split, by the user's name; tied ones under all their names.
+        shards_output: each process has its part of the output's last dimension.
     """
 
     tensor: int = 1
     index: int = 0
     region: Region | None = None
     shards: Mapping[str, ShardSpec] = field(default_factory=dict)
+    shards_output: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -69,6 +75,32 @@ class Mesh:
         spec = self.shards.get(name)
         return part if spec is None else spec.shape(part, self.tensor)
 
+    def loss(self, loss: Loss) -> Loss:
+        """The loss of the output as this process has it."""
+        return shared_loss(loss, self.region) if self.shards_output and self.region is not None else loss
+
+    def metric(self, metric: Callable[[Any, Any], float]) -> Callable[[Any, Any], float]:
+        """A metric of the output as this process has it."""
+        region = self.region
+        if region is None or not self.shards_output:
+            return metric
+        return lambda output, target: metric(region.join(output), target)
+
+    def check(self, x: Any) -> None:
+        """Refuses an input whose second dimension sequence parallelism cannot split.
+
+        Raises:
+            DataError: it is one.
+        """
+        if self.region is None or not self.region.sequence:
+            return
+        for leaf in pytree.tree_leaves(x):
+            if leaf.dim() < 2 or leaf.shape[1] % self.tensor:
+                raise DataError(
+                    f"sequence parallelism divides the sequence by tensor={self.tensor}, but an input has "
+                    f"shape {list(leaf.shape)}; give sequences of a length that {self.tensor} divides"
+                )
+
 
 @functools.cache
 def _group_of_rank(world: dist.ProcessGroup, tensor: int) -> dist.ProcessGroup:
@@ -100,11 +132,11 @@ def make_mesh(num_ranks: int, tensor: int, process: int, num_processes: int, seq
     return Mesh(tensor, process % tensor, region)
 
 
-def shard_layers(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:
+def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
     """Turns the layers of a whole model into those of this process, in place: same names, smaller weights.
 
     Args:
-        layers: (the user's prefix, layer) of all layers, with the weights that all processes have alike.
+        layers: all of them, with the weights that all processes have alike.
         mesh: gets the specification of each sharded weight.
 
     Raises:
@@ -112,29 +144,30 @@ def shard_layers(layers: Sequence[tuple[str, nn.Module]], mesh: Mesh) -> None:
     """
     if mesh.region is None:
         return
-    rules = [_checked(prefix, layer, mesh.tensor) for prefix, layer in layers]
+    rules = [_checked(layer, mesh.tensor) for layer in layers]
     if mesh.region.sequence and not (rules[0].takes_whole and rules[-1].gives_shares):
         raise ModelError(
             "sequence parallelism shards what flows between layers, so the model must begin with a layer that takes "
-            f"the input whole and end with one that joins it; {layers[0][0]} … {layers[-1][0]} do not"
+            f"the input whole and end with one that joins it; {layers[0].name} … {layers[-1].name} do not"
         )
     shards: dict[str, ShardSpec] = {}
     done: set[int] = set()
-    for (prefix, layer), rule in zip(layers, rules, strict=True):
+    for named, rule in zip(layers, rules, strict=True):
+        layer = named.module
         parameters = dict(layer.named_parameters(remove_duplicate=False))
         for name, spec in rule.shards.items():
-            shards[f"{prefix}.{name}"], parameter = spec, parameters[name]
+            shards[named.dotted + name], parameter = spec, parameters[name]
             if id(parameter) not in done:
                 done.add(id(parameter))
                 parameter.data = spec.part(parameter.data, mesh.index, mesh.tensor)
         layer.__class__ = rule.becomes
         layer.region = mesh.region
-    mesh.shards = shards
+    mesh.shards, mesh.shards_output = shards, rules[-1].gives_shares
 
 
-def release(layers: Sequence[tuple[str, nn.Module]]) -> None:
+def release(layers: Sequence[NamedLayer]) -> None:
     """Gives layers their own class back; their weights stay this process's parts."""
-    for _, layer in layers:
+    for layer in (named.module for named in layers):
         if isinstance(layer.__dict__.get("region"), Region):
             layer.__class__ = type(layer).__mro__[1]
             del layer.region
@@ -149,7 +182,8 @@ def widths_of(layers: Sequence[nn.Module], most: int) -> tuple[int, ...]:
     return tuple(width for width in range(1, most + 1) if all(size % width == 0 for size in sizes))
 
 
-def _checked(prefix: str, layer: nn.Module, width: int) -> TensorRule:
+def _checked(named: NamedLayer, width: int) -> TensorRule:
+    prefix, layer = named.name, named.module
     rule = rule_of(layer)
     if rule is None:
         raise ModelError(

@@ -48,6 +48,10 @@ class Piece(NamedTuple):
     offset: int
     master: nn.Parameter
 
+    def of(self, part: Tensor) -> Tensor:
+        """The stretch in this replica's part of the bucket."""
+        return part[self.offset : self.offset + self.stop - self.start]
+
 
 class ShardedStore(WeightStore):
     """The weight versions of a stage, stepped part by part.
@@ -141,11 +145,10 @@ class ShardedStore(WeightStore):
             for index, tensor in enumerate(data):
                 self.masters[index].data = tensor
             for piece in self.pieces:
-                flat = flats[piece.bucket].chunk(self._num)[self._replica]
-                piece.master.data = flat[piece.offset : piece.offset + piece.stop - piece.start]
+                piece.master.data = piece.of(flats[piece.bucket].chunk(self._num)[self._replica])
         self._flats[version + 1], self._versions[version + 1] = flats, data
         for piece in self.pieces:
-            found = self.gradients[piece.bucket][piece.offset : piece.offset + piece.stop - piece.start]
+            found = piece.of(self.gradients[piece.bucket])
             piece.master.grad = None if self._parameters[piece.index].grad is None else found
         for index in self._whole:
             self.masters[index].grad = self._parameters[index].grad
@@ -174,13 +177,12 @@ class ShardedStore(WeightStore):
         super().rebase()
 
 
-def shard(optimizer: Optimizer, store: ShardedStore, masters: Sequence[nn.Parameter]) -> None:
+def shard(optimizer: Optimizer, store: ShardedStore) -> None:
     """Lets an optimizer that was made for whole weights step this replica's pieces of them.
 
     Args:
-        optimizer: fresh; its groups and options stay.
+        optimizer: fresh and made for the store's masters; its groups and options stay.
         store: of the stage.
-        masters: the parameters that it was made for, in the stage's order.
 
     Raises:
         PlanError: the optimizer looks at more than one number at a time, or has begun already.
@@ -193,7 +195,7 @@ def shard(optimizer: Optimizer, store: ShardedStore, masters: Sequence[nn.Parame
         )
     if optimizer.state:
         raise PlanError("a sharded optimizer must be fresh, but this one keeps states already")
-    number = {id(master): index for index, master in enumerate(masters)}
+    number = {id(master): index for index, master in enumerate(store.masters)}
     for group in optimizer.param_groups:
         indices = [number[id(parameter)] for parameter in group["params"]]
         store.groups.append(indices)

@@ -11,11 +11,11 @@ import torch
 
 from pipefit.checkpoint.committed import MOST_BYTES
 from pipefit.ir.program import Header, Program
-from pipefit.parallel.sharded_weights import ShardedStore, shard
+from pipefit.parallel.mesh import Mesh
+from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.pipeline.full_state import forget_others
 from pipefit.pipeline.layer_sizes import state_per_weight
-from pipefit.pipeline.resume import agree_on_step
-from pipefit.pipeline.tensor_parallel import TensorParallel
+from pipefit.pipeline.resume import agree_on_step, place_of
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
@@ -23,7 +23,7 @@ from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.create import RankStages, create_spilling
 from pipefit.spill.rank import Spilling, SpillPlace
-from pipefit.stage.materialise import is_meta, materialise
+from pipefit.stage.materialise import InitialiseLayer, is_meta, materialise
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import MakeOptimizer, Tie, Training
@@ -35,13 +35,13 @@ _SELDOM = 10
 def assemble(
     program: Program,
     plan: Plan,
-    tensor: TensorParallel,
+    layers: Sequence[NamedLayer],
+    mesh: Mesh,
     training: Training,
     session: Session,
     device: torch.device,
-    model: object,
+    initialise: InitialiseLayer | None,
     spill: Spilled | None,
-    place: SpillPlace | None,
 ) -> Engine:
     """The workers of this process: one rank when ranks are processes, else all of them.
 
@@ -50,26 +50,31 @@ def assemble(
     Args:
         program: of a pass; it says which stages are a rank's and which are spilled.
         plan: of the program.
-        tensor: the layers of the whole model, sharded.
+        layers: of the whole model, sharded.
+        mesh: that they are sharded over.
         training: loss, optimizer and the like.
         session: the ranks of the run.
         device: where this process computes.
-        model: of the user; it may know how its layers draw their weights.
+        initialise: how layers draw their weights, where the model knows it.
         spill: how stages spill, as the user asked for it.
-        place: where spilled stages live; None: in the host's memory.
     """
-    header, mesh = program.header, tensor.mesh
-    layers: list[NamedLayer] = list(tensor.layers)
+    header = program.header
+    place = SpillPlace() if spill is None else place_of(spill, layers, plan, training, session)
     ranks = [mesh.rank_of(session.rank)] if session.is_distributed else list(range(header.num_ranks))
     ties = tied_parameters(layers, plan.partition)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
     spillings: list[Spilling | None] = []
     for rank, part in zip(ranks, parts, strict=True):
-        stages = RankStages(rank, part, _shared(part, ties), getattr(model, "initialise_layer", None))
-        where = _with_share(place or SpillPlace(), rank, header, plan.partition, layers, session)
+        stages = RankStages(rank, part, _shared(part, ties), initialise)
+        where = place
+        if place.host_bytes is not None:
+            share = _host_share(rank, header, plan.partition, layers, session)
+            where = replace(place, host_bytes=int(place.host_bytes * share))
         is_spilled = any(header.is_spilled(stage) for stage in part)
         spillings.append(create_spilling(stages, program, training, device, where) if is_spilled else None)
-        _draw_resident(stages, header, training.seed, device)
+        for stage, own in part.items():
+            if not header.is_spilled(stage) and is_meta(own):
+                materialise(own, training.seed, device, initialise)
     if spill is not None and spill.resume is not False:
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)
@@ -77,10 +82,9 @@ def assemble(
     for rank, part, spilling in zip(ranks, parts, spillings, strict=True):
         if spilling is not None:
             spilling.commit_every = interval
-        workers.append(Worker.create(rank, training, part, ties, device, spilling))
-    _shard_optimizers(workers, plan)
-    for worker in workers:
-        worker.mesh = mesh
+        of_stage = {stage: plan.placement.ranks[stage] for stage in part if plan.sharded_optimizer}
+        shards = {stage: (of.index(rank), len(of)) for stage, of in of_stage.items() if len(of) > 1}
+        workers.append(Worker.create(rank, training, part, ties, device, spilling, mesh, shards))
     if session.is_distributed:
         forget_others(layers, {layer.index for part in parts for own in part.values() for layer in own})
     return Engine(workers, header.num_stages, session, device)
@@ -94,7 +98,7 @@ def end_run(workers: Sequence[Worker], finished: bool) -> None:
             worker.spilling.close(discard=finished)
 
 
-def release(workers: Sequence[Worker]) -> None:
+def release_workers(workers: Sequence[Worker]) -> None:
     """Gives the stages of some workers back to their user: own memory for weights, own classes for batch norms."""
     for worker in workers:
         if worker.spilling:
@@ -104,28 +108,6 @@ def release(workers: Sequence[Worker]) -> None:
         for store in worker.stores.values():
             if isinstance(store, ShardedStore):
                 store.release()
-
-
-def _draw_resident(stages: RankStages, header: Header, seed: int, device: torch.device) -> None:
-    """Gives the layers of the meta device whose stages stay on the device their memory and weights."""
-    for stage, layers in stages.layers.items():
-        if not header.is_spilled(stage) and is_meta(layers):
-            materialise(layers, seed, device, stages.initialise)
-
-
-def _with_share(
-    place: SpillPlace,
-    rank: int,
-    header: Header,
-    partition: Partition,
-    whole: Sequence[NamedLayer],
-    session: Session,
-) -> SpillPlace:
-    """The place of a rank's spilled stages, with its share of the host's memory, if that is limited."""
-    if place.host_bytes is None or header.num_ranks == 1:
-        return place
-    share = _host_share(rank, header, partition, whole, session)
-    return replace(place, host_bytes=int(place.host_bytes * share))
 
 
 def _host_share(
@@ -165,51 +147,22 @@ def _commit_every(
         return 1
     if spill.commit_every is not None:
         return spill.commit_every
-    if spill.host_bytes is not None:
-        return _SELDOM
-    return _SELDOM if _staying_bytes(header, layers, partition, optimizer) > MOST_BYTES else 1
+    is_much = spill.host_bytes is not None or _staying_bytes(header, layers, partition, optimizer) > MOST_BYTES
+    return _SELDOM if is_much else 1
 
 
 def _staying_bytes(
     header: Header, layers: Sequence[NamedLayer], partition: Partition, optimizer: MakeOptimizer
 ) -> float:
     """Bytes of the weights and states that stay on the devices, as far as they are known before the first step."""
-    users = Counter(id(p) for layer in layers for p in layer.module.parameters())
-    passed: set[int] = set()
-    staying = 0.0
-    stepping: list[NamedLayer] = []
-    for stage, part in enumerate(partition.stages):
-        for layer in (layers[index] for index in part.layers):
-            for parameter in layer.module.parameters():
-                stays = not header.is_spilled(stage) or users[id(parameter)] > 1
-                if stays and id(parameter) not in passed:
-                    staying += parameter.nbytes
-                passed.add(id(parameter))
-            if header.keeps_states(stage) or not header.is_spilled(stage):
-                stepping.append(layer)
-    weights = sum({id(p): p.nbytes for layer in stepping for p in layer.module.parameters()}.values())
-    return staying + weights * state_per_weight(stepping, optimizer)
-
-
-def _shard_optimizers(workers: Sequence[Worker], plan: Plan) -> None:
-    """Gives each replicated stage weights in flat buckets and an optimizer of this replica's part of them.
-
-    Raises:
-        PlanError: an optimizer cannot be divided.
-    """
-    if not plan.sharded_optimizer:
-        return
-    for worker in workers:
-        for stage, before in list(worker.stores.items()):
-            ranks = plan.placement.ranks[stage]
-            if len(ranks) > 1:
-                owned = worker.owned[stage]
-                store = ShardedStore(
-                    [own.parameter for own in owned],
-                    [own.tie is not None for own in owned],
-                    ranks.index(worker.rank),
-                    len(ranks),
-                )
-                if stage in worker.optimizers:
-                    shard(worker.optimizers[stage], store, before.masters)
-                worker.stores[stage] = store
+    of_stage = [(stage, layers[index]) for stage, part in enumerate(partition.stages) for index in part.layers]
+    users = Counter(id(p) for _, layer in of_stage for p in layer.module.parameters())
+    staying = {
+        id(p): p.nbytes
+        for stage, layer in of_stage
+        for p in layer.module.parameters()
+        if not header.is_spilled(stage) or users[id(p)] > 1
+    }
+    stepping = [layer for stage, layer in of_stage if header.keeps_states(stage) or not header.is_spilled(stage)]
+    weights = {id(p): p.nbytes for layer in stepping for p in layer.module.parameters()}
+    return sum(staying.values()) + sum(weights.values()) * state_per_weight(stepping, optimizer)

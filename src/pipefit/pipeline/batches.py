@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
 from itertools import chain, islice
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
 from pipefit.runtime.collectives import exchange
-from pipefit.runtime.executor import Feed
-from pipefit.runtime.microbatches import Weigh, feed_of
+from pipefit.runtime.microbatches import MicroBatch, Weigh, feed_of
 from pipefit.runtime.session import Session
 
 _KEPT_STEPS = 4
 _MOST_IN_FLIGHT = 256
+_SAMPLES = "samples in the first batch"
 _CURE = (
     "every rank must be given the same batches in full: pipefit itself gives each replica its micro-batches, so use no "
     "DistributedSampler and no drop_last on some ranks only"
@@ -44,7 +45,7 @@ class DataComparison:
             {
                 "batches": len(batches) if isinstance(batches, Sized) else None,
                 "steps": steps,
-                "samples in the first batch": _samples(first[0]) if first else None,
+                _SAMPLES: _samples(first[0]) if first else None,
             }
         )
         return chain(first, iterator)
@@ -56,7 +57,7 @@ class DataComparison:
             DataError: on every rank with the same words: the sizes differ.
         """
         if self._is_due:
-            self._compare({"samples in the first batch": _samples(batch)})
+            self._compare({_SAMPLES: _samples(batch)})
 
     def _compare(self, facts: dict[str, int | None]) -> None:
         self._is_due = False
@@ -74,16 +75,27 @@ def _samples(batch: Any) -> int | None:
     return max(sizes, default=None)
 
 
-class _Source:
-    """Draws batches in order and keeps the micro-batches of those that are still in use."""
+class BatchStream:
+    """The feed of a program of many steps: draws (input, target) batches in order, each one step's worth.
 
-    def __init__(self, batches: Iterator[Any], num_microbatches: int, first: int, weigh: Weigh | None) -> None:
-        self._batches, self._size, self._first, self._weigh = batches, num_microbatches, first, weigh
-        self._steps: dict[int, Feed] = {}
+    Args:
+        batches: as many as the program has steps.
+        num_microbatches: of a step.
+        first_ordinal: number of the first micro-batch since training began.
+        weigh: how much a micro-batch counts.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], num_microbatches: int, first_ordinal: int, weigh: Weigh | None = None
+    ) -> None:
+        self._batches, self._size, self._first, self._weigh = batches, num_microbatches, first_ordinal, weigh
+        # A micro-batch is out of the pipeline long before this many later ones have entered it.
+        most_steps = _KEPT_STEPS + -(-_MOST_IN_FLIGHT // num_microbatches)
+        self._kept: deque[MicroBatch] = deque(maxlen=most_steps * num_microbatches)
         self._drawn = 0
 
-    def at(self, mb: int) -> tuple[Feed, int]:
-        step, offset = divmod(mb, self._size)
+    def __getitem__(self, mb: int) -> MicroBatch:
+        step = mb // self._size
         while self._drawn <= step:
             try:
                 batch = next(self._batches)
@@ -92,43 +104,6 @@ class _Source:
                     f"the data ended after {self._drawn} batches, before step {step}; give `steps` at most that many"
                 ) from None
             ordinal = self._first + self._drawn * self._size
-            self._steps[self._drawn] = feed_of([batch], self._size, ordinal, "train", self._weigh)
-            # A micro-batch is out of the pipeline long before this many later ones have entered it.
-            self._steps.pop(self._drawn - _KEPT_STEPS - self._most_in_flight(), None)
+            self._kept += feed_of(batch, self._size, ordinal, "train", self._weigh)
             self._drawn += 1
-        return self._steps[step], offset
-
-    def _most_in_flight(self) -> int:
-        return -(-_MOST_IN_FLIGHT // self._size)
-
-
-class _Column:
-    """One field of the micro-batches, by number."""
-
-    def __init__(self, source: _Source, field: Callable[[Feed, int], Any], length: int) -> None:
-        self._source, self._field, self._length = source, field, length
-
-    def __getitem__(self, mb: int) -> Any:
-        return self._field(*self._source.at(mb))
-
-    def __len__(self) -> int:
-        return self._length
-
-
-def stream_feed(
-    batches: Iterator[Any], num_steps: int, num_microbatches: int, first_ordinal: int, weigh: Weigh | None = None
-) -> Feed:
-    """The feed of a program of many steps over an iterator of (input, target) batches, each one step's worth."""
-    source = _Source(batches, num_microbatches, first_ordinal, weigh)
-    total = num_steps * num_microbatches
-    columns = [
-        _Column(source, field, total)
-        for field in (
-            lambda feed, offset: feed.inputs[offset],
-            lambda feed, offset: feed.targets[offset],
-            lambda feed, offset: feed.shares[offset],
-            lambda feed, offset: feed.signatures[offset],
-        )
-    ]
-    inputs, targets, shares, signatures = columns
-    return Feed(inputs, targets, shares, range(first_ordinal, first_ordinal + total), signatures)
+        return self._kept[mb - self._drawn * self._size]

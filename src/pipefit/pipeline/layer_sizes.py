@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,29 +15,28 @@ from pipefit.stage.ties import tied_layers
 from pipefit.stage.training import MakeOptimizer
 
 
-class _States:
-    """The states that an optimizer keeps for some parameters; for those of the same forms they are found out once."""
+def _states_by(optimizer: MakeOptimizer) -> Callable[[Sequence[nn.Parameter]], list[StateSpec]]:
+    """Tells the states that an optimizer keeps for some parameters; for those of the same forms it finds out once."""
+    known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[StateSpec]] = {}
 
-    def __init__(self, optimizer: MakeOptimizer) -> None:
-        self._optimizer = optimizer
-        self._known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[StateSpec]] = {}
-
-    def of(self, parameters: Sequence[nn.Parameter]) -> list[StateSpec]:
+    def states(parameters: Sequence[nn.Parameter]) -> list[StateSpec]:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         key = tuple((parameter.shape, parameter.dtype) for parameter in trained)
-        if key not in self._known:
-            self._known[key] = probe_states(self._optimizer, trained, torch.device("cpu"))
-        return self._known[key]
+        if key not in known:
+            known[key] = probe_states(optimizer, trained, torch.device("cpu"))
+        return known[key]
+
+    return states
 
 
 def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> float:
     """Bytes that an optimizer keeps for each byte of weights; of layers built alike one is looked at."""
-    made = _States(optimizer)
+    states_of = _states_by(optimizer)
     weights = states = 0.0
     for layer in layers:
         parameters = list(layer.module.parameters())
         weights += sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        states += sum(spec.like.nbytes for spec in made.of(parameters))
+        states += sum(spec.like.nbytes for spec in states_of(parameters))
     return states / weights if weights else 0.0
 
 
@@ -49,11 +48,13 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
         optimizer: of a stage.
         copies: of the pipeline; gradients that these add up lie in buckets.
     """
-    made = _States(optimizer)
+    states_of = _states_by(optimizer)
 
     def taken(parameters: Sequence[nn.Parameter], staying: float = 0.0) -> LayerBytes:
-        weights = laid_out_bytes(parameters) + (_in_buckets(parameters) if copies > 1 else 0)
-        states = laid_out_bytes(spec.like for spec in made.of(parameters))
+        # Buckets need more than a plain record: rounding, and a mark for each parameter; see `parallel.buckets`.
+        in_buckets = sum(17 * parameter.itemsize for parameter in parameters) if copies > 1 else 0
+        weights = laid_out_bytes(parameters) + in_buckets
+        states = laid_out_bytes(spec.like for spec in states_of(parameters))
         return LayerBytes(weights, states, staying, len(parameters))
 
     found = [
@@ -62,11 +63,6 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
     ]
     ties = [(group, taken(_shared([layers[index] for index in group]))) for group in tied_layers(layers)]
     return ModelBytes(tuple(found), tuple(ties))
-
-
-def _in_buckets(parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes of buckets beyond a plain record: rounding, and a mark for each parameter; see `parallel.buckets`."""
-    return sum(16 * parameter.itemsize + parameter.itemsize for parameter in parameters)
 
 
 def _shared(layers: Sequence[NamedLayer]) -> list[nn.Parameter]:

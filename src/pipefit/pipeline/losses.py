@@ -1,16 +1,23 @@
-"""The loss of each step, the same number on every rank."""
+"""The loss of each step, and over data that is not trained on: the same number on every rank."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from pipefit.errors import NonFiniteLossError
+from pipefit.errors import DataError, NonFiniteLossError
+from pipefit.ir.program import Header
 from pipefit.runtime.collectives import start_sum
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
+from pipefit.runtime.progress import LOSS
+from pipefit.schedules.forward import forward_only
 
 
 class PendingLosses:
@@ -36,7 +43,7 @@ class PendingLosses:
     def wait(self) -> Sequence[float]:
         """The losses by step."""
         if self._work is not None:
-            with self._session.awaiting_loss():
+            with self._session.at(LOSS):
                 self._work.wait()
         self._session.stop.agreed |= bool(self._table[-1])
         return self._table[: self._count].view(self._num_steps, -1).sum(1).tolist()
@@ -59,3 +66,43 @@ def finite(loss: float, update: int) -> float:
             "or look for bad data; the weights may hold it already, so resume from an earlier checkpoint"
         )
     return loss
+
+
+def evaluate(
+    engine: Engine,
+    header: Header,
+    batches: Iterable[Any],
+    metric: Callable[[Any, Any], float] | None,
+    weigh: Weigh | None,
+) -> tuple[float, float]:
+    """Mean loss and mean metric over some batches, the same on every rank; without a metric its mean is 0.
+
+    Args:
+        engine: the ranks.
+        header: of the training's program: its stages, and the micro-batches of a full batch.
+        batches: of (input, target).
+        metric: from output and target to a number.
+        weigh: how much a micro-batch counts in its batch.
+
+    Raises:
+        DataError: there are no batches.
+    """
+    total = loss = measured = 0.0
+    measure = engine.mesh.metric(metric) if metric else None
+    for batch in batches:
+        x, y = pair_of(batch)
+        engine.mesh.check(x)
+        count = len(y) if isinstance(y, Tensor) else len(pytree.tree_leaves(y)[0])
+        num = min(header.num_microbatches, count)
+        feed = feed_of((x, y), num, 0, "eval", weigh)
+        for worker in engine.workers:
+            worker.train(False)
+        with torch.no_grad():
+            runs = engine.run(forward_only(header, num), feed, measure)
+        sums = PendingLosses(engine, runs, num, 1, sum(value for run in runs for value in run.metrics))
+        loss += sums.wait()[0] * count
+        measured += sums.extra[0] * count
+        total += count
+    if not total:
+        raise DataError("there is no data to evaluate: the iterable of batches is empty")
+    return loss / total, measured / total

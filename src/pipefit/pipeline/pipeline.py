@@ -18,19 +18,15 @@ from pipefit.cutting.own import save_folder
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
-from pipefit.parallel import Region
-from pipefit.pipeline.assembly import assemble, release
+from pipefit.parallel import Region, make_mesh, release, shard_layers
+from pipefit.pipeline.assembly import assemble, release_workers
 from pipefit.pipeline.batches import DataComparison
-from pipefit.pipeline.evaluate import evaluate
 from pipefit.pipeline.full_state import full_state
-from pipefit.pipeline.losses import finite
-from pipefit.pipeline.peak_memory import held_memory_bytes, peak_memory_bytes
+from pipefit.pipeline.losses import evaluate, finite
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.request import decide, default_device
-from pipefit.pipeline.resume import place_of
-from pipefit.pipeline.run_report import PipelineReport, traffic
+from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.spilled_shape import spilled_shape
-from pipefit.pipeline.tensor_parallel import TensorParallel
 from pipefit.pipeline.training_loop import OnStep, TrainingLoop, number_of
 from pipefit.pipeline.workload import Workload
 from pipefit.runtime.microbatches import pair_of
@@ -111,9 +107,11 @@ class Pipeline:
         work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name)
         self.plan = decide(request, work, self._session).plan
         self.schedule = find(self.plan.schedule)
-        self._tensor = TensorParallel.of(self.layers, self.plan, self._session, self.device)
+        num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
+        mesh = make_mesh(num_ranks, self.plan.tensor, self._session.rank, self._session.num_ranks, sequence)
+        shard_layers(self.layers, mesh)
         self._training = Training(
-            self._tensor.loss(loss),
+            mesh.loss(loss),
             optimizer,
             updates.scheduler,
             clip_norm,
@@ -121,19 +119,25 @@ class Pipeline:
             half=half,
             loss_scale=first_scale(half, precision.loss_scale),
         )
-        place = None if spill is None else place_of(spill, self.layers, self.plan, self._training, self._session)
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
         # Replicas of a stage that take whole mini-batches need one each, so a round of them is the least to run.
         alternate = self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL)
         self.program = self._program(math.lcm(*map(len, self.plan.placement.ranks)) if alternate else 1)
         self._engine = assemble(
-            self.program, self.plan, self._tensor, self._training, self._session, self.device, model, spill, place
+            self.program,
+            self.plan,
+            self.layers,
+            mesh,
+            self._training,
+            self._session,
+            self.device,
+            getattr(model, "initialise_layer", None),
+            spill,
         )
         self._weigh = weigh
         self.loop = TrainingLoop(
             self._engine,
-            self._tensor,
             self.schedule,
             self.plan.num_microbatches,
             self._program,
@@ -172,7 +176,7 @@ class Pipeline:
     @property
     def region(self) -> Region | None:
         """The processes that share this one's rank by tensor parallelism; None without it."""
-        return self._tensor.mesh.region
+        return self._engine.mesh.region
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -184,27 +188,10 @@ class Pipeline:
         """Weight updates since training began."""
         return self.loop.num_updates
 
-    @num_updates.setter
-    def num_updates(self, value: int) -> None:
-        self.loop.num_updates = value
-
-    @property
-    def _next_ordinal(self) -> int:
-        return self.loop.next_ordinal
-
-    @_next_ordinal.setter
-    def _next_ordinal(self, value: int) -> None:
-        self.loop.next_ordinal = value
-
     @property
     def held_bytes(self) -> float | None:
         """The most bytes of tensors that this process held in one pass; None: not measured yet."""
         return self.loop.held_bytes
-
-    @property
-    def moved_bytes(self) -> tuple[float, float]:
-        """Bytes that this process sent in the last pass: to other ranks, and to those it shares its rank with."""
-        return self._engine.moved_bytes
 
     @property
     def stop_requested(self) -> bool:
@@ -275,7 +262,7 @@ class Pipeline:
             batches: of (input, target).
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is given.
         """
-        loss, measured = evaluate(self._engine, self.program.header, self._tensor, batches, metric, self._weigh)
+        loss, measured = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
         return loss if metric is None else (loss, measured)
 
     # ---- results ---------------------------------------------------------------------------------------------------
@@ -290,7 +277,7 @@ class Pipeline:
         Raises:
             ModelError: a name is missing or has another shape.
         """
-        state = {name: self._tensor.mesh.part(name, value) for name, value in state.items()}
+        state = {name: self._engine.mesh.part(name, value) for name, value in state.items()}
         for worker in self.workers:
             for index, stage in worker.stages.items():
                 with worker.presence(index, change=True):
@@ -348,13 +335,11 @@ class Pipeline:
 
     def timeline(self, last: int = 3) -> Timeline:
         """The last passes as they were measured, of all ranks. Every rank of a run must ask together."""
-        return self.loop.history.timeline(self._engine, last)
+        return self.loop.timeline(last)
 
     def report(self, last: int = 8) -> PipelineReport:
         """Where the time of the last passes went: print it. Every rank of a run must ask together."""
-        moved = traffic(self._session, self.moved_bytes)
-        held = held_memory_bytes(self._session, self.held_bytes)
-        return PipelineReport(self.timeline(last), self.plan, peak_memory_bytes(self._session), moved, held)
+        return PipelineReport.of(self.timeline(last), self.plan, self._session, self.loop.moved_bytes, self.held_bytes)
 
     def draw(self) -> Drawing:
         """The picture of the schedule under unit costs; it shows itself in a notebook."""
@@ -374,5 +359,5 @@ class Pipeline:
 
     def close(self) -> None:
         """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
-        release(self.workers)
-        self._tensor.release()
+        release_workers(self.workers)
+        release(self.layers)

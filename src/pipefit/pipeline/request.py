@@ -120,10 +120,12 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
             sharded=True if spread.shard_optimizer else None,
         )
     stages = request.stages
+    in_one_rank = spread.ranks in (None, 1) and not session.is_distributed
+    usual = "spilled" if request.spill is not None and in_one_rank else "1f1b"
     return by_hand(
         len(work.layers),
         num_ranks=_num_ranks(request, session),
-        schedule=request.schedule or _usual_schedule(request, session),
+        schedule=request.schedule or usual,
         num_microbatches=request.microbatches,
         num_chunks=spread.chunks,
         stages=None if stages is None or isinstance(stages, int | str) else list(stages),
@@ -137,11 +139,6 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
         profile=profile,
         model=work.model,
     )
-
-
-def _usual_schedule(request: Request, session: Session) -> str:
-    in_one_rank = request.parallelism.ranks in (None, 1) and not session.is_distributed
-    return "spilled" if request.spill is not None and in_one_rank else "1f1b"
 
 
 def _num_ranks(request: Request, session: Session) -> int:

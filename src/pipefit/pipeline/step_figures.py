@@ -1,62 +1,51 @@
-"""Figures of a training while it runs: bubble and memory of every rank after each step, and FLOP for MFU."""
+"""Figures of a training while it runs: bubble and memory of every rank, and FLOP for MFU."""
 
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from pipefit.errors import PipefitError
 from pipefit.ir.op import COMPUTE_OPS
+from pipefit.pipeline.workload import Workload
 from pipefit.profiling import analytic_profile, measure_device
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.session import Session
+from pipefit.runtime.worker import Worker
 from pipefit.spec.topology import Device
-from pipefit.stage.split import NamedLayer
+
+_PATIENCE_S = 0.5
 
 
 class StepFigures(NamedTuple):
-    """The bubble and memory of the last pass, by rank; by process where each is one.
+    """The bubble and memory of the last pass.
 
     Attributes:
-        bubble: share of the pass without forward or backward.
-        memory_bytes: the most the process has held so far: of its GPU, or resident.
+        bubble: share of the pass without forward or backward, the mean over ranks.
+        memory_bytes: the most that each process has held so far: of its GPU, or resident; of those that share a rank,
+            the first one's.
     """
 
-    bubble: tuple[float, ...]
+    bubble: float
     memory_bytes: tuple[float, ...]
-
-    @classmethod
-    def of(cls, figures: Sequence[float]) -> StepFigures:
-        """From the sums of the figures that every process gave by `own_figures`."""
-        half = len(figures) // 2
-        return cls(tuple(figures[:half]), tuple(figures[half:]))
 
 
 def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
-    """The part of this process in `StepFigures`, zeros at the places of the others."""
+    """The part of this process in the bubble and memories of `StepFigures`, which are the sums over all processes."""
     bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
-    if not session.is_distributed:
-        return [*bubbles, *([_memory_bytes()] + [0.0] * (len(bubbles) - 1))]
-    figures = [0.0] * (2 * session.num_ranks)
-    figures[session.rank] = bubbles[0]
-    figures[session.num_ranks + session.rank] = _memory_bytes()
-    return figures
+    memory = [0.0] * session.num_ranks
+    memory[session.rank] = peak_memory_bytes()
+    return [sum(bubbles) / runs[0].compiled.program.header.num_ranks, *memory]
 
 
 def _bubble(instructions: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -> float:
     busy = sum(end - start for i, start, end in zip(instructions, starts, ends, strict=True) if i.op in COMPUTE_OPS)
     whole = max(ends, default=0.0) - min(starts, default=0.0)
     return 1 - busy / whole if whole > 0 else 0.0
-
-
-def _memory_bytes() -> float:
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
 class ModelFlop(NamedTuple):
@@ -77,40 +66,85 @@ class ModelFlop(NamedTuple):
         return samples_per_s * self.flop_per_sample / self.flops
 
 
-def count_flop(
-    layers: Sequence[NamedLayer],
-    example: tuple[Any, Any],
-    loss: Callable[[Any, Any], Tensor],
-    num_ranks: int,
-    known: Device | None = None,
-    device: str = "",
-) -> ModelFlop | None:
-    """Counts the model's FLOP on tensors without data; those of the device come from its data sheet or are measured.
+def count_flop(work: Workload, num_ranks: int) -> ModelFlop | None:
+    """Counts the model's FLOP on tensors without data, and measures those of the device.
 
     Args:
-        layers: of the whole model.
-        example: (input, target).
-        loss: as in training.
+        work: the model and an example.
         num_ranks: of the run.
-        known: with its peak FLOP per second, where a topology gives them.
-        device: where ranks compute, "" for the best there is.
 
     Returns:
         None where the model's FLOP cannot be counted.
     """
-    x, y = example
+    x, y = work.batch("MFU")
     # On a device of one FLOP per second, seconds are FLOP.
     one = Device(flops=1.0, efficiency=1.0)
     try:
-        count = analytic_profile([(layer.name, layer.module) for layer in layers], x, one, loss, y)
+        count = analytic_profile([(layer.name, layer.module) for layer in work.layers], x, one, work.loss, y)
     except (PipefitError, RuntimeError, NotImplementedError, TypeError):
         return None
     total = sum(layer.total_s for layer in count.layers) + count.loss_s
     if not total:
         return None
-    flops, how = (known.flops, "the data sheet's") if known is not None and known.flops else (0.0, "")
-    if not flops:
-        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        flops, how = measure_device(place, threads=None, repeats=3).flops, "those that a large matrix product reaches"
-    convention = f"model FLOP, forward and backward once, over {how}, {flops / 1e9:.0f} GFLOP/s per rank"
+    flops = measure_device(work.device, threads=None, repeats=3).flops
+    reached = f"those that a large matrix product reaches, {flops / 1e9:.0f} GFLOP/s per rank"
+    convention = f"model FLOP, forward and backward once, over {reached}"
     return ModelFlop(total / count.microbatch_size, flops * num_ranks, convention)
+
+
+def peak_memory_bytes() -> float:
+    """The most memory this process has held: of its GPU when it has one, else its resident set."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+class HeldMemory:
+    """The most bytes of tensors that a rank holds in one pass, seen after each of its instructions.
+
+    What it holds before is counted, weights and gradients and the optimizer's states; what is added in the pass is
+    the growth of the memory in use, which the allocator tells exactly. What comes and goes inside an instruction is
+    not seen.
+
+    Args:
+        worker: whose pass it is.
+        tell: bytes in use now.
+    """
+
+    def __init__(self, worker: Worker, tell: Callable[[], float]) -> None:
+        self._tell = tell
+        self._kept = _kept_bytes(worker)
+        self._begin = self._highest = tell()
+        self._left_s = _PATIENCE_S
+        self._worker = worker
+
+    def look(self) -> None:
+        """Looks, until looking has taken half a second."""
+        # What a step on the host takes for a moment is not the device's, but of a processor the allocator is the same.
+        steps = self._worker.spilling.steps if self._worker.spilling else ()
+        if self._left_s > 0 and all(step.ended() for step in steps):
+            began = time.perf_counter()
+            self._highest = max(self._highest, self._tell())
+            self._left_s -= time.perf_counter() - began
+
+    @property
+    def held_bytes(self) -> float:
+        """The most so far."""
+        return self._kept + self._highest - self._begin
+
+
+def _kept_bytes(worker: Worker) -> float:
+    """Of weights, their gradients, buffers and the optimizers' states, as far as they are on the worker's device.
+
+    What is spilled is away between two passes; its slots are there.
+    """
+    tensors = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
+    tensors += [p.grad for p in tensors if p.grad is not None]
+    tensors += [x for stage in worker.stages.values() for layer in stage.layers for x in layer.module.buffers()]
+    spilled = worker.spilling.stores if worker.spilling else {}
+    for stage, optimizer in worker.optimizers.items():
+        if stage not in spilled or not spilled[stage].on_host:
+            tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    slots = worker.spilling.arena.num_bytes if worker.spilling else 0
+    return float(sum(storages.values()) + slots)

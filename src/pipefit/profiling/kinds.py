@@ -28,7 +28,7 @@ from pipefit.profiling.passes import Loss, Step
 from pipefit.profiling.survey import saved_storages, storage_key
 from pipefit.profiling.tensors import batch_of, describe, map_tensors, num_bytes, placed, take, tensors_of
 from pipefit.profiling.untouched import random_state_kept, untouched
-from pipefit.runtime.in_use import in_use
+from pipefit.runtime.malloc import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.materialise import is_meta, materialise

@@ -10,6 +10,7 @@ from typing import Any
 from pipefit.draw import chart, svg
 from pipefit.draw.chart import can_plot
 from pipefit.errors import PipefitError
+from pipefit.pipeline.run_report import SHOWN
 from pipefit.planner.explain import spill_lines
 from pipefit.spec import Plan
 from pipefit.spec.files import read_json, write_atomically
@@ -49,26 +50,11 @@ def _render(place: Path, data: dict[str, Any]) -> str:
         result=result,
         plan=plan,
         spill=spill_lines(plan),
-        rows=[row for row in result["rows"] if _is_shown(row)],
+        rows=[row for row in result["rows"] if row["name"].split()[0] in ("period", "bubble", *SHOWN)],
         loss=_loss_chart(place, result) if can_plot() else "",
         measured=svg(measured, title="measured", seconds=True),
         predicted=svg(predicted, title="predicted", seconds=True),
     )
-
-
-def _is_shown(row: dict[str, Any]) -> bool:
-    """Messages and bookkeeping are left to the timelines."""
-    return row["name"].split()[0] in {
-        "period",
-        "bubble",
-        "fwd",
-        "bwd",
-        "recompute",
-        "loss",
-        "step",
-        "bwd_input",
-        "bwd_weight",
-    }
 
 
 def _loss_chart(place: Path, result: dict[str, Any]) -> str:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pipefit.errors import PipefitError
 from pipefit.ir import text as program_text
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.run_report import Traffic
 from pipefit.run.config import RunConfig
-from pipefit.run.metrics import METRICS
 from pipefit.spec import Plan, Prediction, Profile
 from pipefit.spec.files import write_atomically, write_json
 from pipefit.spec.options import as_flat
 from pipefit.timeline import Timeline, save_trace
 from pipefit.timeline.compare import Row
+
+METRICS = "metrics.jsonl"
+"""The loss of every step, written as it becomes known: a run that is killed has lost its last at most."""
 
 
 @dataclass
@@ -85,3 +91,39 @@ def _plain(result: RunResult) -> dict[str, Any]:
     data: dict[str, Any] = msgspec.to_builtins(asdict(result))
     data["rows"] = [{key: value for key, value in row._asdict().items() if key != "error"} for row in result.rows]
     return data
+
+
+@contextlib.contextmanager
+def metrics_in(folder: Path | None, done: int) -> Iterator[Callable[[int, float], None]]:
+    """Opens a file in a run's folder with a line for each step; gives what adds a step's loss.
+
+    Args:
+        folder: of the run; None: nothing is written.
+        done: steps that are done already. A run that resumes in its folder keeps their lines, and no later ones.
+
+    Raises:
+        PipefitError: it cannot be written.
+    """
+    if folder is None:
+        yield lambda step, loss: None
+        return
+    path = folder / METRICS
+    write_atomically(path, "".join(_before(path, done)))
+
+    def add(step: int, loss: float) -> None:
+        try:
+            file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+            file.flush()
+        except OSError as problem:
+            raise PipefitError(f"{path}: cannot be written: {problem.strerror}") from None
+
+    with path.open("a", encoding="utf-8") as file:
+        yield add
+
+
+def _before(path: Path, done: int) -> list[str]:
+    """The lines of the steps that are done; a last one that was cut off is none of them."""
+    if not done or not path.exists():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
+    return [line for line in lines if json.loads(line)["step"] <= done]

@@ -1,7 +1,8 @@
-"""Data of a run by name: batches to train on, batches to evaluate on."""
+"""Model and data of a run by name: first weights, batches to train on, batches to evaluate on."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from pipefit.data import ArrayBatches, TextBatches, digits, split_corpus, synthetic, text, unigram_entropy
 from pipefit.errors import DataError, ModelError
-from pipefit.models import ModelBundle
+from pipefit.models import ModelBundle, build
+from pipefit.stage.materialise import can_be_drawn, initialise
+from pipefit.stage.split import named_layers
 
 
 @dataclass(frozen=True)
@@ -128,3 +131,19 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int) -
         ("unigram entropy", unigram_entropy(train)),
         tokens_per_sample=context,
     )
+
+
+def bundle_of(model: str, options: dict[str, Any], seed: int, capped: bool) -> ModelBundle:
+    """A model for a run, whose weights are the same with and without a cap.
+
+    One that says how a layer draws its weights draws them so, layer by layer; under a cap it comes without weights, for
+    a layer draws them once it has a slot. Any other is built in memory, for only its factory knows how.
+    """
+    with torch.device("meta") if capped else contextlib.nullcontext():
+        bundle = build(model, **options)
+    layers = named_layers(bundle.layers)
+    if not hasattr(bundle.layers, "initialise_layer") or not can_be_drawn(layers):
+        return build(model, **options) if capped else bundle
+    for layer in layers if not capped else ():
+        initialise(layer, seed, bundle.layers.initialise_layer)
+    return bundle

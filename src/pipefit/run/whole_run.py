@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,18 +19,15 @@ from pipefit.errors import PipefitError
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.assembly import end_run
 from pipefit.pipeline.memory_cap import machine_tier
-from pipefit.pipeline.peak_memory import held_memory_bytes, peak_memory_bytes
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.request import decide, default_device
-from pipefit.pipeline.run_report import traffic
+from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, StepFigures, count_flop
 from pipefit.pipeline.workload import Workload
-from pipefit.run.bundle import bundle_of
 from pipefit.run.config import RunConfig, with_defaults
-from pipefit.run.metrics import Metrics
 from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosine
-from pipefit.run.result import RunResult, checkpoints_of, write_folder
-from pipefit.run.sources import Source, example_of, source_of
+from pipefit.run.result import RunResult, checkpoints_of, metrics_in, write_folder
+from pipefit.run.sources import Source, bundle_of, example_of, source_of
 from pipefit.run.tier_records import with_tier
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
@@ -41,7 +37,6 @@ from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import Parallelism
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
-from pipefit.timeline import Timeline
 from pipefit.timeline.compare import compare
 
 
@@ -74,15 +69,16 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     assert profile is not None and topology is not None
     profile = profile.at(largest_part(subject.work.batch("a run")[0], plan.num_microbatches))
     if config.spill.cap_bytes is None and session.rank == 0:
-        observer.counted(_flop(config, subject))
+        observer.counted(count_flop(subject.work, config.request.parallelism.ranks or 1))
     cost = _cost(config, subject.work, plan, profile, topology, session)
     pipe = _pipeline(config, subject, plan)
     plan = _with_prediction(config, pipe, cost)
     observer.planned(plan, profile, subject.bundle, subject.source)
     _resume(config, pipe, subject.source)
     losses, seconds = _train(config, pipe, subject.source, observer)
-    measured = pipe.timeline(last=8 if pipe.schedule.is_synchronous else 1)
-    result = _result(config, pipe, plan, subject.source, losses, seconds, measured)
+    report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
+    measured = report.timeline
+    result = _result(config, pipe, plan, subject.source, losses, seconds, report)
     predicted = simulate(measured.program, cost, repeats=measured.num_repeats)
     # What lives on a tier may be more than the host can hold.
     state = {} if plan.spill else pipe.state_dict()
@@ -123,11 +119,6 @@ def _build(config: RunConfig) -> _Subject:
         bundle.name,
     )
     return _Subject(bundle, source, work)
-
-
-def _flop(config: RunConfig, subject: _Subject) -> ModelFlop | None:
-    spread, work = config.request.parallelism, subject.work
-    return count_flop(work.layers, work.batch("a run"), work.loss, spread.ranks or 1, device=spread.device or "")
 
 
 def _cost(
@@ -203,10 +194,10 @@ def _train(config: RunConfig, pipe: Pipeline, source: Source, observer: Observer
     size = config.checkpoint_every or config.steps
     done = pipe.num_updates
     folder = Path(config.output) if config.output and pipe.rank == 0 else None
-    with contextlib.closing(Metrics(folder, done)) as metrics:
+    with metrics_in(folder, done) as add:
 
         def show(before: int, step: int, loss: float) -> None:
-            metrics.add(before + step, loss)
+            add(before + step, loss)
             observer.stepped(before + step, loss, time.perf_counter() - began, pipe.loop.figures)
 
         while done < config.steps:
@@ -229,10 +220,14 @@ def _result(
     source: Source,
     losses: list[float],
     seconds: float,
-    measured: Timeline,
+    report: PipelineReport,
 ) -> RunResult:
-    session = current()
-    held_out_loss, accuracy = _evaluate(pipe, source)
+    measured = report.timeline
+    held_out_loss = accuracy = None
+    if source.counts_hits:
+        held_out_loss, accuracy = pipe.evaluate(source.held_out, _hits)
+    elif source.held_out:
+        held_out_loss = pipe.evaluate(source.held_out)
     rate = len(losses) * config.batch / seconds if seconds else 0.0
     return RunResult(
         losses=losses,
@@ -246,22 +241,14 @@ def _result(
         measured_period_s=measured.period_s,
         bubble=measured.bubble_fraction,
         utilisation=[measured.utilisation(rank) for rank in range(len(measured.program.ranks))],
-        traffic=traffic(session, pipe.moved_bytes),
-        peak_memory_bytes=peak_memory_bytes(session),
-        held_bytes=held_memory_bytes(session, pipe.held_bytes),
+        traffic=report.traffic,
+        peak_memory_bytes=report.peak_memory_bytes,
+        held_bytes=report.held_bytes,
     )
 
 
-def _evaluate(pipe: Pipeline, source: Source) -> tuple[float | None, float | None]:
-    """Loss and accuracy on the held-out part of the data, as far as there are such."""
-    if not source.held_out:
-        return None, None
-    if source.counts_hits:
-        found: tuple[float, float] = pipe.evaluate(
-            source.held_out, lambda output, y: (output.argmax(1) == y).float().mean().item()
-        )
-        return found
-    return pipe.evaluate(source.held_out), None
+def _hits(output: torch.Tensor, y: torch.Tensor) -> float:
+    return (output.argmax(1) == y).float().mean().item()
 
 
 def _generated(config: RunConfig, subject: _Subject, plan: Plan, state: dict[str, torch.Tensor]) -> str:

@@ -67,13 +67,13 @@ def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:
-    """Returns the value of a function, or its error, as JSON data: {"value": …} or {"error": text}."""
+    """Returns the value of a function, or its error, as JSON data: {"value": …} or {"error": text, "kind": class}."""
     try:
         return {"value": function()}
-    except PipefitError as problem:
-        return {"error": str(problem)}
     except Exception as problem:  # whatever it is, the other ranks must get it before this one raises
-        return {"error": f"{type(problem).__name__}: {problem}"}
+        known = isinstance(problem, PipefitError)
+        text = str(problem) if known else f"{type(problem).__name__}: {problem}"
+        return {"error": text, "kind": type(problem).__name__}
 
 
 def agree(session: Session, outcome: dict[str, Any], kind: type[PipefitError] = PipefitError) -> list[Any]:
@@ -99,13 +99,7 @@ def from_first(session: Session, function: Callable[[], Any]) -> Any:
     """
     if not session.is_distributed:
         return function()
-    outcome: dict[str, Any] = {}
-    if session.rank == 0:
-        try:
-            outcome = {"value": function()}
-        except Exception as problem:  # the other processes wait for the outcome
-            known = isinstance(problem, PipefitError)
-            outcome = {"error": str(problem) if known else repr(problem), "kind": type(problem).__name__}
+    outcome = attempt(function) if session.rank == 0 else None
     first = exchange(session, outcome)[0]
     if "error" in first:
         raise getattr(errors, first["kind"], PipefitError)(first["error"])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import is_in_place, lifetimes
-from pipefit.ir.op import OP_SPEC, Op
+from pipefit.ir.op import OP_SPEC, WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import ACT, GRAD, INPUT, Value
+
+SUMMED = (Reduction.REPLICAS.value, Reduction.SCATTER.value)
+"""Reductions of gradients over the replicas of a stage."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class CompiledRank:
         awaited_at_end: those that no instruction waits for, but the next pass: such as weights that replicas join.
         frees: for each instruction, the values nobody on the rank needs after it.
         in_place: the steps that may overwrite their weights.
+        early: reductions over replicas that may begin inside an update's last backward of their stage, by its index.
     """
 
     program: Program
@@ -35,6 +39,7 @@ class CompiledRank:
     awaited_at_end: tuple[int, ...]
     frees: tuple[tuple[Value, ...], ...]
     in_place: frozenset[int]
+    early: Mapping[int, Instruction]
 
     def part(self, first: int, end: int) -> CompiledRank:
         """The instructions from `first` to before `end`, as a list of its own: nothing is under way across the cuts."""
@@ -50,6 +55,7 @@ class CompiledRank:
             inside(self.awaited_at_end),
             self.frees[first:end],
             frozenset(inside(self.in_place)),
+            {index - first: reduce for index, reduce in self.early.items() if first <= index < end},
         )
 
 
@@ -80,4 +86,21 @@ def _compile(program: Program, rank: int) -> CompiledRank:
             frees[life.dies].append(life.value)
     steps = (index for index, i in enumerate(instructions) if i.op is Op.STEP)
     in_place = frozenset(index for index in steps if is_in_place(instructions, index))
-    return CompiledRank(program, rank, instructions, tuple(awaits), at_end, tuple(map(tuple, frees)), in_place)
+    early = _early_reductions(program, rank)
+    return CompiledRank(program, rank, instructions, tuple(awaits), at_end, tuple(map(tuple, frees)), in_place, early)
+
+
+def _early_reductions(program: Program, rank: int) -> dict[int, Instruction]:
+    """Those with no other collective between the two, so that the rank comes to its collectives in the same order."""
+    found: dict[int, Instruction] = {}
+    last: dict[tuple[int, int], int] = {}
+    collective = -1
+    for index, i in enumerate(program.ranks[rank]):
+        if i.op in WEIGHT_GRADIENT_OPS:
+            last[i.stage, program.header.update_of(i.stage, i.mb)] = index
+        elif i.op in (Op.REDUCE, Op.BARRIER, Op.GATHER):
+            before = last.get((i.stage, i.version), -1)
+            if i.op is Op.REDUCE and i.kind in SUMMED and before > collective:
+                found[before] = i
+            collective = index
+    return found

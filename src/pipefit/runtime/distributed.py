@@ -28,6 +28,7 @@ from pipefit.errors import ModelError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
 from pipefit.parallel.mesh import Mesh
+from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message
 from pipefit.simulate import FEW_SENDS
 from pipefit.stage.payload import Contract
@@ -53,7 +54,7 @@ class DistributedTransport:
         link_groups: whether each direction of a link gets a process group of its own; on a GPU it does anyway.
 
     Attributes:
-        bytes_sent: of all activations and gradients so far.
+        bytes_sent: of all activations and gradients of the pass.
         max_open_sends: messages of one kind to a rank that may be under way before the oldest is waited for.
     """
 
@@ -66,12 +67,12 @@ class DistributedTransport:
         self._has_link_groups = link_groups or device.type == "cuda"
         self._world: dist.ProcessGroup = dist.group.WORLD
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._made: dict[tuple[int, object], Contract] = {}
-        self._announced: dict[tuple[int, int, object], Contract] = {}
-        self._told: set[tuple[int, int, object]] = set()
-        # Announced in this pass, and no answer to such a message has come yet.
-        self._unproven: set[tuple[int, int, object]] = set()
-        self._signatures: Sequence[object] = ()
+        self._made: dict[tuple[int, str], Contract] = {}
+        self._announced: dict[tuple[int, int, str], Contract] = {}
+        self._told: set[tuple[int, int, str]] = set()
+        # The peers that have got an announcement in this pass.
+        self._learning: set[int] = set()
+        self._feed: Feed = []
         self._open: dict[tuple[int, str], deque[_Sent]] = {}
         self._deferred: dict[int, deque[_Receive]] = {}
         # Every link of the programs so far, and how this process reaches the other end of its own.
@@ -110,11 +111,12 @@ class DistributedTransport:
                 if j == self._mesh.index:
                     self._groups[members] = group
 
-    def begin(self, signatures: Sequence[object]) -> None:
+    def begin(self, feed: Feed) -> None:
         """A pass begins."""
-        self._signatures = signatures
+        self._feed = feed
         self._parity ^= 1
-        self._unproven.clear()
+        self.bytes_sent = 0
+        self._learning.clear()
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -135,14 +137,14 @@ class DistributedTransport:
             self.bytes_sent += leaf.nbytes
         queue = self._open.setdefault((to, kind), deque())
         queue.append(sent)
-        # A receiver that has not learnt a contract yet posts later than its program says: until an answer shows that it
-        # has, waiting here could mean that both ends wait for each other.
-        while len(queue) > self.max_open_sends and not any(peer == to for peer, _, _ in self._unproven):
+        # A receiver that has not learnt a contract yet posts later than its program says: waiting here could mean that
+        # both ends wait for each other.
+        while len(queue) > self.max_open_sends and to not in self._learning:
             queue.popleft().finish()
 
     def _agree(self, i: Instruction, to: int, message: Message, sent: _Sent) -> None:
         """Holds an activation to its contract, and announces the contract to a receiver that has not seen it."""
-        signature = self._signatures[i.mb]
+        signature = self._feed[i.mb].signature
         contract = Contract.of(message.leaves, message.flags, message.structure)
         known = self._made.setdefault((i.stage, signature), contract)
         if known != contract:
@@ -157,7 +159,7 @@ class DistributedTransport:
             )
         if (to, i.stage, signature) not in self._told:
             self._told.add((to, i.stage, signature))
-            self._unproven.add((to, i.stage, signature))
+            self._learning.add(to)
             self._post_known()
             text = torch.frombuffer(bytearray(contract.to_bytes()), dtype=torch.uint8)
             head = torch.tensor([text.numel(), i.mb])
@@ -166,7 +168,7 @@ class DistributedTransport:
             sent.works.extend((self._world.send([head], to, tag), self._world.send([text], to, tag + 1)))
 
     def receive(self, instruction: Instruction, deliver: Callable[[Message], None]) -> Ending:
-        """Posts a receive.
+        """Posts a receive; whoever waits for it has the message delivered.
 
         One whose shapes are not known yet is posted when it is waited for, and so are those behind it on the same link:
         without tags, receives must be posted in the sender's order.
@@ -186,7 +188,7 @@ class DistributedTransport:
     def _contract_of(self, receive: _Receive) -> Contract | None:
         """The contract of a value that will arrive, if it is known already."""
         i = receive.instruction
-        signature = self._signatures[i.mb]
+        signature = self._feed[i.mb].signature
         if receive.kind == Kind.ACT:
             return self._announced.get((receive.peer, i.stage, signature))
         return self._made.get((i.stage, signature))
@@ -230,14 +232,11 @@ class DistributedTransport:
         self._world.recv([head], peer, tag).wait()
         text = torch.empty(int(head[0]), dtype=torch.uint8)
         self._world.recv([text], peer, tag + 1).wait()
-        signature = self._signatures[int(head[1])]
+        signature = self._feed[int(head[1])].signature
         self._announced[peer, stage, signature] = Contract.from_bytes(text.numpy().tobytes())
 
     def _release(self, kind: str, stage: int, mb: int) -> None:
         """Lets go of a send whose receiver has answered, and of all before it on the same link."""
-        if self._unproven and kind == Kind.ACT:
-            known = (stage, self._signatures[mb])
-            self._unproven = {key for key in self._unproven if key[1:] != known}
         for (_, sent_kind), queue in self._open.items():
             if sent_kind == kind and any((sent.stage, sent.mb) == (stage, mb) for sent in queue):
                 while (sent := queue.popleft()) and (sent.stage, sent.mb) != (stage, mb):

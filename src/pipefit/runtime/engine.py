@@ -17,13 +17,14 @@ from pipefit.parallel.threads import let_carriers_wait
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
-from pipefit.runtime.executor import Execution, Feed
+from pipefit.runtime.executor import Execution
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.launch import program_file
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.malloc import keep_freed
-from pipefit.runtime.progress import Progress
-from pipefit.runtime.reducing import early_reductions, make_buckets
+from pipefit.runtime.microbatches import Feed
+from pipefit.runtime.progress import MEETING, Progress
+from pipefit.runtime.reducing import make_buckets
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.simulate import most_unposted
@@ -35,19 +36,16 @@ class Engine:
     Attributes:
         workers: one in a distributed run; all of them in a local one.
         transports: of each worker.
-        moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
     """
 
     def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session
         self.device = device
         self.workers = list(workers)
-        self.moved_bytes = (0.0, 0.0)
-        self._flags: list[dict[tuple[int, object], list[bool]]] = [{} for _ in workers]
         self._prepared: set[str] = set()
         self._between: DistributedTransport | None = None
         if session.is_distributed:
-            has_link_groups = session.on_one_machine and self.mesh.tensor == 1
+            has_link_groups = session.folder is not None and self.mesh.tensor == 1
             rank = self.workers[0].rank
             self._between = DistributedTransport(rank, num_stages, device, self.mesh, has_link_groups)
             session.before_leaving.append(self._between.finish)
@@ -58,6 +56,12 @@ class Engine:
     def mesh(self) -> Mesh:
         """The processes that share this process's rank."""
         return self.workers[0].mesh
+
+    @property
+    def moved_bytes(self) -> tuple[float, float]:
+        """Bytes that this process has sent in the last pass: to other ranks, and to those it shares its rank with."""
+        inside = self.mesh.region.moved_bytes if self.mesh.region is not None else 0.0
+        return float(sum(transport.bytes_sent for transport in self.transports)), inside
 
     def run(
         self,
@@ -80,18 +84,16 @@ class Engine:
         is_new = program.digest not in self._prepared
         if is_new:
             self._prepare(program)
-        sent, inside = self._total_moved_bytes()
+        if self.mesh.region is not None:
+            self.mesh.region.moved_bytes = 0.0
         self.executions = []
-        for worker, transport, flags in zip(self.workers, self.transports, self._flags, strict=True):
-            transport.begin(feed.signatures)
+        for worker, transport in zip(self.workers, self.transports, strict=True):
+            transport.begin(feed)
             compiled = compile_rank(program, worker.rank)
             progress = self.session.progress if self.session.is_distributed else Progress()
             if worker.scale is not None:
                 worker.scale.begin()
-            early = early_reductions(program, worker.rank) if worker.buckets else {}
-            self.executions.append(
-                Execution(compiled, worker, transport, feed, flags, progress, metric, early=early, look=look)
-            )
+            self.executions.append(Execution(compiled, worker, transport, feed, progress, metric, look=look))
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:
@@ -105,14 +107,7 @@ class Engine:
             let_carriers_wait()
             if not any(worker.spilling for worker in self.workers):
                 keep_freed()
-        now_sent, now_inside = self._total_moved_bytes()
-        self.moved_bytes = now_sent - sent, now_inside - inside
         return self.executions
-
-    def _total_moved_bytes(self) -> tuple[float, float]:
-        """Bytes that this process has sent so far: to other ranks, and to those it shares its rank with."""
-        inside = self.mesh.region.moved_bytes if self.mesh.region is not None else 0.0
-        return float(sum(transport.bytes_sent for transport in self.transports)), inside
 
     def _prepare(self, program: Program) -> None:
         self._prepared.add(program.digest)
@@ -126,7 +121,7 @@ class Engine:
         links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]
         # Where each rank has one stage, receivers keep up with what is sent.
         unposted = most_unposted(program) if links and program.header.num_chunks > 1 else 0
-        with self.session.meeting():
+        with self.session.at(MEETING):
             self._between.prepare(sets, links, unposted)
         number = self.session.programs.setdefault(program.digest, len(self.session.programs))
         if self.session.folder and self.session.rank == 0:

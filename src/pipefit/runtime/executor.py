@@ -13,8 +13,11 @@ from torch import Tensor
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.runtime.compiled import CompiledRank
+from pipefit.runtime.distributed import DistributedTransport
+from pipefit.runtime.local import LocalTransport
+from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.progress import Progress
-from pipefit.runtime.transport import Ending, Message, Transport
+from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
 
 Key = tuple[str, int, int]
@@ -23,25 +26,6 @@ Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 """Lets the threads that carry messages have the core between two instructions, where each rank has only one: a message
 that others wait for would otherwise lie there until the scheduler ends this thread's turn, some milliseconds later."""
-
-
-@dataclass(frozen=True)
-class Feed:
-    """The data of one pass over a program.
-
-    Attributes:
-        inputs: of each micro-batch, on ranks that hold stage 0.
-        targets: of each micro-batch, on ranks that hold the last stage.
-        shares: of each micro-batch in the loss of its step; they add up to 1 over a step.
-        ordinals: number of each micro-batch since training began.
-        signatures: identify the shapes of each micro-batch.
-    """
-
-    inputs: Sequence[Any]
-    targets: Sequence[Any]
-    shares: Sequence[float]
-    ordinals: Sequence[int]
-    signatures: Sequence[object]
 
 
 @dataclass
@@ -53,14 +37,12 @@ class Execution:
         worker: the rank's stages and optimizers.
         transport: how it reaches the others.
         feed: the data.
-        flags: which outputs of a stage need gradients, learnt from the first micro-batch of each shape.
         progress: where others can see how far the rank has come.
         values: activations, inputs, gradients and what autograd saved, by (kind, stage, micro-batch).
         endings: what is under way and will be waited for, by the index of its instruction.
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
         metric, metrics: a further number taken of each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
-        early: reductions over replicas that begin inside a backward, by its index.
         index: of the instruction that is running or waiting.
         at_end: done once the list is through.
         look: called after each instruction, when what it made and what it needed are both there.
@@ -69,9 +51,8 @@ class Execution:
 
     compiled: CompiledRank
     worker: Worker
-    transport: Transport
+    transport: LocalTransport | DistributedTransport
     feed: Feed
-    flags: dict[tuple[int, object], list[bool]]
     progress: Progress
     metric: Callable[[Any, Any], float] | None = None
     values: dict[Key, Any] = field(default_factory=dict)
@@ -79,7 +60,6 @@ class Execution:
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
-    early: Mapping[int, Instruction] = field(default_factory=dict)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     index: int = 0
     look: Callable[[], None] | None = None
@@ -124,8 +104,3 @@ class Execution:
                 while not end():
                     yield self.compiled.instructions[self.index]
                 self.ends[index] = time.perf_counter()
-
-    def stage_input(self, instruction: Instruction) -> Message:
-        """The input of a forward or replay: the activation of the stage before, or the micro-batch."""
-        stage, mb = instruction.stage, instruction.mb
-        return self.values["act", stage - 1, mb] if stage else self.values["input", 0, mb][0]

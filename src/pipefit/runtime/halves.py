@@ -6,7 +6,7 @@
                                                                         the second half goes down from there
 
 Where ways branch off the node itself runs in both halves: for its input in the first, for its weights in the second.
-A weight that is used at several depths of a stage cannot be reached from its uses one by one; some nodes (a fused
+A weight that is used several times in a stage cannot be reached from its uses one by one; some nodes (a fused
 recurrent layer, a function written in Python) make all their gradients whenever they run; and those of vectors, such as
 a norm's, take as long as reading what arrives. There the first half makes the gradient of the weight too, and only
 adding it up is left to the second.
@@ -17,6 +17,7 @@ Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2, for what th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | Non
         grads: of the stage's outputs.
 
     Raises:
-        ModelError: a weight with a hook of its own is used at several depths, or inside a function written in Python.
+        ModelError: a weight with a hook of its own is used several times, or inside a function written in Python.
     """
     roots, given = tuple(saved.edges), tuple(grads)
     if not roots or not saved.inputs:
@@ -152,45 +153,30 @@ class _Ways:
         """Where gradients arrive at each node of `branches`."""
         edges = [(edge.node, edge.output_nr) for edge in roots]
         edges += [edge for node in self.to_input for edge in self.children[node]]
-        entries: dict[Node, dict[int, None]] = {node: {} for node in self.branches}
-        for node, slot in edges:
+        entries: dict[Node, list[GradientEdge]] = {node: [] for node in self.branches}
+        for node, slot in dict.fromkeys(edges):
             if node in entries:
-                entries[node][slot] = None
-        return {node: [GradientEdge(node, slot) for slot in slots] for node, slots in entries.items()}
-
-    def is_behind(self, nodes: set[Node]) -> bool:
-        """Whether a way leads from one of these nodes to another."""
-        seen: set[Node] = set()
-        stack = [child for node in nodes for child, _ in self.children[node]]
-        while stack:
-            node = stack.pop()
-            if node in nodes:
-                return True
-            if node not in seen:
-                seen.add(node)
-                stack += [child for child, _ in self.children[node] if child in self.to_input]
-        return False
+                entries[node].append(GradientEdge(node, slot))
+        return entries
 
 
 def _nodes_below(starts: Iterable[Node], ends: set[Node]) -> dict[Node, list[tuple[Node, int]]]:
     """All nodes down to some ends, each with the edges that leave it; none comes before one that it leads to."""
     done: dict[Node, list[tuple[Node, int]]] = {}
-    opened: dict[Node, list[tuple[Node, int]]] = {}
-    stack = [*starts]
+    stack: list[tuple[Node, list[tuple[Node, int]] | None]] = [(node, None) for node in starts]
     while stack:
-        node = stack[-1]
-        if node in done:
-            stack.pop()
-        elif node in opened:
-            done[node] = opened[node]
-            stack.pop()
-        else:
-            children: Any = () if node in ends else node.next_functions
-            opened[node] = [(child, slot) for child, slot in children if child is not None]
-            stack += [child for child, _ in opened[node] if child not in opened]
+        node, children = stack.pop()
+        if children is not None:
+            done[node] = children
+        elif node not in done:
+            leaving: Any = () if node in ends else node.next_functions
+            children = [(child, slot) for child, slot in leaving if child is not None]
+            stack.append((node, children))
+            stack += [(child, None) for child, _ in children if child not in done]
     return done
 
 
+@dataclass(eq=False)
 class _Group:
     """Branches that lead to the same weights, and are therefore followed together.
 
@@ -202,17 +188,11 @@ class _Group:
         is_early: whether it has made the gradients of the weights there, which are left to be added up.
     """
 
-    def __init__(self) -> None:
-        self.nodes: set[Node] = set()
-        self.weights: set[Any] = set()
-        self.roots: list[int] = []
-        self.edges: list[GradientEdge] = []
-        self.is_early = False
-
-    def absorb(self, other: _Group) -> None:
-        self.nodes |= other.nodes
-        self.weights |= other.weights
-        self.roots += other.roots
+    nodes: set[Node] = field(default_factory=set)
+    weights: set[Any] = field(default_factory=set)
+    roots: list[int] = field(default_factory=list)
+    edges: list[GradientEdge] = field(default_factory=list)
+    is_early: bool = False
 
 
 def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
@@ -224,7 +204,9 @@ def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
         for weight in weights:
             other = groups.get(weight)
             if other is not None and other is not own:
-                own.absorb(other)
+                own.nodes |= other.nodes
+                own.weights |= other.weights
+                own.roots += other.roots
                 groups.update(dict.fromkeys(other.weights, own))
             own.weights.add(weight)
             groups[weight] = own
@@ -251,12 +233,12 @@ def _is_early(ways: _Ways, group: _Group) -> bool:
     next_ones = (edge.node for node in group.nodes for edge in ways.branches[node])
     hooked = any(getattr(getattr(node, "variable", None), "_backward_hooks", None) for node in next_ones)
     at_once = any(isinstance(node, BackwardCFunction) or node.name() in _AT_ONCE for node in group.nodes)
-    if not at_once and not (len(group.nodes) > 1 and ways.is_behind(group.nodes)):
+    if not at_once and len(group.nodes) == 1:
         # The gradient of a vector takes as long as reading what arrives.
         return not hooked and all(node.variable.dim() < 2 for node in group.weights)
     if hooked:
         raise ModelError(
-            "a weight with a hook (register_hook) is used at several depths of a stage, or in an autograd.Function: "
+            "a weight with a hook (register_hook) is used several times in a stage, or in an autograd.Function: "
             "a backward in two halves would call the hook twice; use a schedule with whole backwards, such as 1f1b"
         )
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,51 +15,45 @@ from pipefit.errors import ModelError
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import PIECE_OF, WHOLE_OF, Kind, Op, Reduction
+from pipefit.ir.spill import SLOTTED
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing
 from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
-from pipefit.runtime.spill_handlers import evict, fetch, norm_part, norms_of, saving, step_on_host
 from pipefit.runtime.transport import Message
+from pipefit.spill.lanes import Copy
+from pipefit.spill.rank import Spilling
+from pipefit.spill.tiers import Key
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
 
+PARKED = "parked "
+"""Before the kind of a value of the run that waits on the tier: its flags and structure, without tensors."""
+
 
 def _load(run: Execution, i: Instruction) -> None:
-    header = run.compiled.program.header
-    source = run.feed.inputs[i.mb] if i.stage == 0 else None
-    target = run.feed.targets[i.mb] if i.stage == header.last_stage else None
-    device = run.worker.device
-    run.values["input", i.stage, i.mb] = (_message(source, device), _on(target, device))
+    part, device, what = run.feed[i.mb], run.worker.device, "the input of the model"
+    source = target = None
+    if i.stage == 0:
+        leaves, structure = flatten(_on(part.input, device, what), what)
+        source = Message(leaves, [False] * len(leaves), structure)
+    if i.stage == run.compiled.program.header.last_stage:
+        target = _on(part.target, device, "the target")
+    run.values["input", i.stage, i.mb] = (source, target)
 
 
-def _fetch(run: Execution, i: Instruction) -> None:
-    """As `fetch`; an input of the model that has left the device is loaded again."""
-    if i.kind == Kind.INPUT:
-        _load(run, Instruction(Op.LOAD, i.stage, i.version))
-    else:
-        fetch(run, i)
-
-
-def _message(source: Any, device: torch.device) -> Message | None:
-    if source is None:
-        return None
-    leaves, structure = flatten(source, "the input of the model")
-    leaves = [leaf.to(device, non_blocking=True) for leaf in leaves]
-    return Message(leaves, [False] * len(leaves), structure)
-
-
-def _on(target: Any, device: torch.device) -> Any:
-    if target is None or device.type == "cpu":
-        return target
-    leaves, structure = flatten(target, "the target")
+def _on(payload: Any, device: torch.device, what: str) -> Any:
+    """A payload on the device; on a CPU, anything as it is."""
+    if device.type == "cpu":
+        return payload
+    leaves, structure = flatten(payload, what)
     return unflatten([leaf.to(device, non_blocking=True) for leaf in leaves], structure)
 
 
 def _forward(run: Execution, i: Instruction) -> None:
     """A forward that will be replayed keeps nothing; which of its outputs need gradients it learns the first time."""
-    known = run.flags.get((i.stage, run.feed.signatures[i.mb]))
+    known = run.worker.flags.get((i.stage, run.feed[i.mb].signature))
     replayed = (i.stage, i.mb) in run.compiled.program.recomputed
     with torch.set_grad_enabled(not replayed or known is None):
         saved, act = _run_stage(run, i, replay=False)
@@ -66,7 +61,7 @@ def _forward(run: Execution, i: Instruction) -> None:
         run.values["act", i.stage, i.mb] = act
         return
     if known is None:
-        run.flags[i.stage, run.feed.signatures[i.mb]] = act.flags
+        run.worker.flags[i.stage, run.feed[i.mb].signature] = act.flags
     run.values["act", i.stage, i.mb] = act if known is None else act._replace(flags=known)
     if not replayed:
         run.values["saved", i.stage, i.mb] = saved
@@ -77,7 +72,7 @@ def _recompute(run: Execution, i: Instruction) -> None:
 
 
 def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Message]:
-    given = run.stage_input(i)
+    given: Message = run.values["act", i.stage - 1, i.mb] if i.stage else run.values["input", 0, i.mb][0]
     leaves = [
         leaf.detach().requires_grad_() if flag else leaf for leaf, flag in zip(given.leaves, given.flags, strict=True)
     ]
@@ -90,16 +85,16 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
     payload = unflatten(leaves, given.structure)
     if stage.is_cut and i.stage:
         # What every rank has of the micro-batch never travels.
-        payload["batch"] = _on(run.feed.inputs[i.mb], run.worker.device)
-    with saving(run, i):
-        output = stage.forward(payload, run.feed.ordinals[i.mb], replay, update)
+        payload["batch"] = _on(run.feed[i.mb].input, run.worker.device, "the batch")
+    with _saving(run, i):
+        output = stage.forward(payload, run.feed[i.mb].ordinal, replay, update)
     if stage.is_cut and i.stage < run.compiled.program.header.last_stage:
         output = output | {"batch": ()}
     outputs, structure = flatten(output, f"the output of stage {i.stage}")
     # Without a graph there are no edges, though a layer may hand on an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]
     if stage.half is not None and i.stage < run.compiled.program.header.last_stage:
-        known = flags if torch.is_grad_enabled() else run.flags.get((i.stage, run.feed.signatures[i.mb]), flags)
+        known = flags if torch.is_grad_enabled() else run.worker.flags.get((i.stage, run.feed[i.mb].signature), flags)
         outputs = narrowed(outputs, known, stage.half)
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
     return Saved(inputs, edges), Message([leaf.detach() for leaf in outputs], flags, structure)
@@ -115,8 +110,9 @@ def _loss(run: Execution, i: Instruction) -> None:
     given = leaves if half is None else in_float32(leaves, half)
     loss = run.worker.training.loss(unflatten(given, act.structure), target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {_describe(loss)}")
-    share = run.feed.shares[i.mb]
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")
+    share = run.feed[i.mb].share
     run.losses.append((i.mb, loss.detach() * share))
     if run.metric is not None:
         run.metrics.append(float(run.metric(unflatten(act.leaves, act.structure), target)) * share)
@@ -127,10 +123,6 @@ def _loss(run: Execution, i: Instruction) -> None:
         share *= scale.of(program, program.header.update_of(last, i.mb))
     grads = run_backward((loss,), (torch.full_like(loss, share),), tuple(needed)) if needed else ()
     run.values["grad", last, i.mb] = _whole(grads, needed)
-
-
-def _describe(value: object) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _backward(run: Execution, i: Instruction) -> None:
@@ -196,8 +188,7 @@ def _reduce(run: Execution, i: Instruction) -> None:
     program, worker = run.compiled.program, run.worker
     members = collective_members(program.header, i)
     if i.kind == Reduction.NORM and i.stage >= 0:
-        norm_part(run, i)
-        return
+        return _norm_part(run, i)
     if i.kind == Reduction.NORM:
         # Each rank brings its own entry and zeros for the others: the sum is the same to the bit in any order.
         squares = torch.zeros(program.header.num_processes, dtype=torch.float64, device=worker.device)
@@ -217,11 +208,10 @@ def _local_square(run: Execution, update: int) -> Tensor:
     """The sum of squares of the gradients that count here: each weight once over all ranks."""
     header, worker = run.compiled.program.header, run.worker
     mine = [s for s in worker.stages if header.placement[s][0] == worker.rank and not header.is_sharded(s)]
-    parts = reducing.counted_parts(run) if header.sharded else []
-    norms = [norm.double() for norm in torch._foreach_norm(parts)] if parts else []
+    norms = _norms_of(reducing.counted_parts(run) if header.sharded else [])
     gone = worker.spilling.parts if worker.spilling else {}
     for stage in mine:
-        norms += gone[update, stage] if (update, stage) in gone else norms_of(worker.counted_gradients(stage))
+        norms += gone[update, stage] if (update, stage) in gone else _norms_of(worker.counted_gradients(stage))
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=worker.device)
 
 
@@ -245,7 +235,7 @@ def _host_step(run: Execution, i: Instruction) -> None:
     worker = run.worker
     batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
     taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
-    step_on_host(run, i, _update(run, i) if taken and i.stage in worker.optimizers else None)
+    _step_on_host(run, i, _update(run, i) if taken and i.stage in worker.optimizers else None)
 
 
 def _update(run: Execution, i: Instruction) -> Callable[[], None]:
@@ -292,6 +282,95 @@ def _barrier(run: Execution, i: Instruction) -> None:
     run.endings[run.index] = run.transport.all_reduce(members, ("barrier", run.index), token)
 
 
+# ---- spilling: copies start here, and go on while the rank computes --------------------------------------------------
+
+
+def _fetch(run: Execution, i: Instruction) -> None:
+    """Starts to load a stage's weights, states or gradients, or data at a cut; whoever needs them waits."""
+    if i.kind == Kind.INPUT:
+        return _load(run, Instruction(Op.LOAD, i.stage, i.version))
+    if i.kind not in SLOTTED:
+        copy, arrived = _unparked(run, i)
+    else:
+        store = _spilling(run).stores[i.stage]
+        copy, arrived = store.fetch(i.kind, i.version, i.slot), partial(store.arrived, i.kind, i.version, i.slot)
+    _time(run, copy)
+
+    def end() -> bool:
+        copy.wait()
+        arrived()
+        return True
+
+    run.endings[run.index] = end
+
+
+def _evict(run: Execution, i: Instruction) -> None:
+    """Starts to write back what has changed, or data at a cut; an input of the model is just let go of."""
+    if i.kind == Kind.INPUT:
+        del run.values[i.kind, i.stage, i.version]
+        return
+    if i.kind == Kind.WGRAD:
+        # Their marks go with them.
+        run.worker.forget_idle_gradients(i.stage)
+    copy = _spilling(run).stores[i.stage].evict(i.kind, i.version) if i.kind in SLOTTED else _park(run, i)
+    _spilling(run).writes.append(copy)
+    _time(run, copy)
+
+
+def _park(run: Execution, i: Instruction) -> Copy:
+    """Starts to write an activation or its gradient, of which the rank keeps only flags and structure."""
+    message: Message = run.values.pop((i.kind, i.stage, i.version))
+    run.values[PARKED + i.kind, i.stage, i.version] = message._replace(leaves=[])
+    return _spilling(run).parked.write(Key(i.stage, i.kind, i.version), message.leaves)
+
+
+def _unparked(run: Execution, i: Instruction) -> tuple[Copy, Callable[[], None]]:
+    """An activation or its gradient on its way back, and what makes it a value of the run again once it is there."""
+    copy, tensors = _spilling(run).parked.read(Key(i.stage, i.kind, i.version))
+
+    def arrived() -> None:
+        message = run.values.pop((PARKED + i.kind, i.stage, i.version))
+        run.values[i.kind, i.stage, i.version] = message._replace(leaves=tensors())
+
+    return copy, arrived
+
+
+def _saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[None]:
+    """Around a forward: what autograd saves of a stage that keeps it must not lie in its slot."""
+    spill, spilling = run.compiled.program.header.spill, run.worker.spilling
+    if spill is None or spilling is None or i.stage not in spill.keeps:
+        return contextlib.nullcontext()
+    return spilling.stores[i.stage].saving()
+
+
+def _step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None) -> None:
+    """Starts an optimizer's step on the host; the next fetch of the stage's weights waits for it."""
+    spilling = _spilling(run)
+    copy = spilling.stores[i.stage].step_on_host(i.version, work)
+    spilling.steps.append(copy)
+    _time(run, copy)
+
+
+def _norm_part(run: Execution, i: Instruction) -> None:
+    """Takes a stage's part of the global norm while its gradients are on the device."""
+    _spilling(run).parts[i.version, i.stage] = _norms_of(run.worker.counted_gradients(i.stage))
+
+
+def _time(run: Execution, copy: Copy) -> None:
+    """The times of the instruction will be those of its copy, which its lane knows."""
+    run.at_end.append(partial(copy.record_times, run.starts, run.ends, run.index))
+
+
+def _norms_of(gradients: list[Tensor]) -> list[Tensor]:
+    """The norm of each gradient, as a scalar in double precision."""
+    return [norm.double() for norm in torch._foreach_norm(gradients)] if gradients else []
+
+
+def _spilling(run: Execution) -> Spilling:
+    assert run.worker.spilling is not None
+    return run.worker.spilling
+
+
 HANDLERS: Handlers = {
     Op.LOAD: _load,
     Op.FWD: _forward,
@@ -309,5 +388,5 @@ HANDLERS: Handlers = {
     Op.BARRIER: _barrier,
     Op.GATHER: _gather,
     Op.FETCH: _fetch,
-    Op.EVICT: evict,
+    Op.EVICT: _evict,
 }

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing as mp
 import os
 import pickle
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -20,8 +23,9 @@ from typing import Any
 
 from pipefit.errors import CommunicationError, PipefitError
 from pipefit.ir import text
-from pipefit.runtime.progress import PLACES, Progress
+from pipefit.runtime.progress import positions_of
 from pipefit.runtime.signals import ENDING, die_with, die_with_parent
+from pipefit.runtime.waits import where
 
 _GRACE_S = 2.0
 _TERMINATED = 128 + signal.SIGTERM
@@ -75,8 +79,13 @@ def launch(
     for stale in (place / "store", place / ENDING, *(path for left in _LEFT for path in place.glob(left))):
         stale.unlink(missing_ok=True)
     context = _server()
-    threads = threads or max(1, (os.cpu_count() or 1) // num_ranks)
-    environment = dict(os.environ)  # the server's own is as old as the server
+    environment = {
+        **os.environ,  # the server's own is as old as the server
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "PIPEFIT_RUN": str(place),
+        "OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // num_ranks)),
+    }
     if deadline_s is not None:
         environment["PIPEFIT_DEADLINE_S"] = str(deadline_s)
     processes: list[Any] = []
@@ -85,8 +94,9 @@ def launch(
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                settings = _Settings(rank, num_ranks, str(place), threads, quiet, environment)
-                process = context.Process(target=_main, args=(settings, theirs, function, args), daemon=True)
+                own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                log, hides = place / f"rank-{rank}.log", quiet or rank > 0
+                process = context.Process(target=_main, args=(own, log, hides, theirs, function, args), daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)
@@ -95,7 +105,7 @@ def launch(
         finally:
             _end(processes, place)
     if folder is None:
-        _remove(place)
+        shutil.rmtree(place)
     if asked.is_set() or any(kind == "stopped" for kind, _ in outcomes):
         raise SystemExit(_TERMINATED)
     return [result for _, result in outcomes]
@@ -123,30 +133,23 @@ def _passing_on_sigterm(processes: list[Any]) -> Iterator[threading.Event]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class _Settings:
-    """The settings of a child process before it joins the others."""
-
-    def __init__(
-        self, rank: int, num_ranks: int, folder: str, threads: int, quiet: bool, environment: dict[str, str]
-    ) -> None:
-        self.rank, self.num_ranks, self.folder, self.threads, self.quiet = rank, num_ranks, folder, threads, quiet
-        self.environment = environment
-
-
-_context: Any = None
-
-
+@functools.cache
 def _server() -> Any:
     """The fork server with torch and the runtime loaded, started once per process."""
-    global _context
-    if _context is None:
-        _context = mp.get_context("forkserver")
-        _context.set_forkserver_preload(["pipefit.pipeline.preload"])
-    return _context
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["pipefit.pipeline.preload"])
+    return context
 
 
-def _main(settings: _Settings, pipe: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """A rank's process."""
+def _main(
+    environment: dict[str, str],
+    log: Path,
+    hides: bool,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+) -> None:
+    """A rank's process; one that hides writes to its log only."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if (launcher := mp.parent_process()) is not None:
@@ -154,19 +157,12 @@ def _main(settings: _Settings, pipe: Connection, function: Callable[..., Any], a
     import torch
 
     os.environ.clear()
-    os.environ.update(settings.environment)
-    os.environ.update(
-        RANK=str(settings.rank),
-        LOCAL_RANK=str(settings.rank),
-        WORLD_SIZE=str(settings.num_ranks),
-        LOCAL_WORLD_SIZE=str(settings.num_ranks),
-        PIPEFIT_RUN=settings.folder,
-        OMP_NUM_THREADS=str(settings.threads),
-    )
-    torch.set_num_threads(settings.threads)
-    log = Path(settings.folder) / f"rank-{settings.rank}.log"
-    if settings.rank or settings.quiet:
-        _redirect(log)
+    os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if hides:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for standard in (1, 2):  # for C++ too
+            os.dup2(handle, standard)
     outcome = _outcome(function, args, log)
     with contextlib.suppress(OSError):
         pipe.send_bytes(_packed(outcome))
@@ -213,13 +209,6 @@ def _packed(outcome: tuple[str, Any]) -> bytes:
         return pickle.dumps(("failed", f"{outcome[1]!r:.500} (not picklable: {problem})"))
 
 
-def _redirect(log: Path) -> None:
-    """Standard output and error to a file, for C++ too."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-
-
 def _collect(
     processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: threading.Event
 ) -> list[tuple[str, Any]]:
@@ -251,10 +240,12 @@ def _collect(
 
 def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
     """The error of the rank that is to blame: one that refused, raised or died before one that lost its peer."""
-    hung = sorted(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime)
-    if hung:
-        said, _, rest = hung[0].read_text(encoding="utf-8").partition("where the ranks are:")
-        return LaunchError(f"the run hung: {said.rstrip()}\n  all of it: {hung[0]}{_indented(rest)}")
+    first = min(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime, default=None)
+    if first is not None:
+        said, _, rest = first.read_text(encoding="utf-8").partition("where the ranks are:\n")
+        return LaunchError(
+            f"the run hung: {said.rstrip()}\n  all of it: {first}\n{textwrap.indent(rest.rstrip(), '  ')}"
+        )
     order = ("refused", "died", "failed", "later")
     rank, (kind, what) = min(failures.items(), key=lambda item: (order.index(item[1][0]), item[0]))
     if kind == "refused" and isinstance(what, PipefitError):
@@ -264,27 +255,19 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
         name = signal.Signals(-what).name if what and what < 0 else f"exit code {what}"
         said = f"the process died ({name})"
     return LaunchError(
-        f"rank {rank} failed{_last_instruction(rank, place)}: {said}\n  its log: {place / f'rank-{rank}.log'}"
+        f"rank {rank} failed {_last_place(rank, place)}: {said}\n  its log: {place / f'rank-{rank}.log'}"
     )
 
 
-def _indented(text: str) -> str:
-    return "".join(f"\n  {line}" for line in text.splitlines() if line.strip())
-
-
-def _last_instruction(rank: int, place: Path) -> str:
+def _last_place(rank: int, place: Path) -> str:
     """Where the rank was, from its progress file and the program that rank 0 left in the folder."""
-    position = Progress.read(place / f"rank-{rank}.progress")
+    position = positions_of(place, rank + 1).get(rank)
     if position is None or not position.passes:
-        return " before its first instruction"
-    if position.index in PLACES:
-        return f" {PLACES[position.index]}, after pass {position.passes}"
-    try:
+        return "before its first instruction"
+    program = None
+    with contextlib.suppress(PipefitError):
         program = text.load(program_file(place, position.program))
-        instructions = program.ranks[rank // program.header.tensor]
-        return f" at '{instructions[position.index]}' (instruction {position.index}, pass {position.passes})"
-    except (PipefitError, IndexError):
-        return f" after {position.passes} passes"
+    return where(program, rank, position)
 
 
 def _end(processes: Sequence[Any], place: Path) -> None:
@@ -302,12 +285,6 @@ def _end(processes: Sequence[Any], place: Path) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-
-
-def _remove(place: Path) -> None:
-    for path in place.iterdir():
-        path.unlink(missing_ok=True)
-    place.rmdir()
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:

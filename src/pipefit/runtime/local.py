@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
+from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message
 
 Key = tuple[Any, ...]
@@ -44,7 +45,7 @@ class Mailbox:
 
 
 class LocalTransport:
-    """One rank's access to the mailbox."""
+    """One rank's access to the mailbox; the members of a collective call it with the same key."""
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         self.rank = rank
@@ -52,9 +53,10 @@ class LocalTransport:
         self.bytes_sent = 0
         self._pass = 0
 
-    def begin(self, signatures: Sequence[object]) -> None:
+    def begin(self, feed: Feed) -> None:
         """Collectives of one pass must not meet those of the next."""
         self._pass += 1
+        self.bytes_sent = 0
 
     def send(self, instruction: Instruction, message: Message) -> None:
         """Copies, as a real link would: neither side can then change what the other holds."""
@@ -64,7 +66,7 @@ class LocalTransport:
         self.mailbox.messages[i.peer, self.rank, i.kind, i.stage, i.mb] = message._replace(leaves=leaves)
 
     def receive(self, instruction: Instruction, deliver: Callable[[Message], None]) -> Ending:
-        """Nothing to post: the mailbox has room."""
+        """Has the message delivered once it is there; nothing to post, the mailbox has room."""
         i = instruction
         key = (self.rank, i.peer, i.kind, i.stage, i.mb)
 
@@ -77,7 +79,7 @@ class LocalTransport:
         return end
 
     def all_reduce(self, members: tuple[int, ...], key: Key, tensors: list[Tensor]) -> Ending:
-        """The sums replace the tensors."""
+        """The sums of the members' tensors replace them."""
         return self._join(members, key, tensors, lambda all_: torch._foreach_copy_(tensors, all_.sums))
 
     def reduce_scatter(self, members: tuple[int, ...], key: Key, whole: Tensor, part: Tensor) -> Ending:

@@ -1,10 +1,13 @@
-"""Settings of glibc's allocator for memory that is freed; with another allocator, nothing changes."""
+"""The allocator: how many bytes are in use, and what becomes of memory that is freed (with glibc)."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Callable
 from typing import Final
+
+import torch
 
 # From malloc.h.
 _M_TRIM_THRESHOLD: Final = -1
@@ -32,3 +35,34 @@ def give_back_freed() -> None:
 def _set(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(option, value)
+
+
+def in_use(device: torch.device) -> Callable[[], float] | None:
+    """Tells, whenever it is called, how many bytes are in use; None where the system does not know.
+
+    On a CPU it is all that C and C++ have allocated, in whatever thread: tensors, and what torch notes about them.
+    """
+    if device.type == "cuda":
+        return lambda: float(torch.cuda.memory_allocated(device))
+    return _of_glibc()
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def _of_glibc() -> Callable[[], float] | None:
+    try:
+        tell = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    tell.restype = _Mallinfo
+
+    def bytes_in_use() -> float:
+        info = tell()
+        return float(info.uordblks + info.hblkhd)
+
+    return bytes_in_use

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
-from pipefit.runtime.executor import Feed
 
 Weigh = Callable[[Any], float]
 """How much a micro-batch counts in the mean of its batch, from its target: by default its number of samples."""
+
+
+class MicroBatch(NamedTuple):
+    """The data of a micro-batch.
+
+    Attributes:
+        input: of the model.
+        target: of the loss.
+        share: in the loss of its step; shares add up to 1 over a step.
+        ordinal: its number since training began.
+        signature: its shapes, and whether it trains.
+    """
+
+    input: Any
+    target: Any
+    share: float
+    ordinal: int
+    signature: str
+
+
+class Feed(Protocol):
+    """The data of one pass over a program: its micro-batches, as far as they are asked for."""
+
+    def __getitem__(self, mb: int, /) -> MicroBatch: ...
 
 
 def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]:
@@ -44,50 +66,38 @@ def largest_part(batch: Any, num_microbatches: int) -> int:
 
 
 def feed_of(
-    batches: Sequence[tuple[Any, Any]], num_microbatches: int, first_ordinal: int, mode: str, weigh: Weigh | None = None
-) -> Feed:
-    """The data of a pass: each batch is one step's worth, cut into micro-batches.
+    batch: tuple[Any, Any], num_microbatches: int, first_ordinal: int, mode: str, weigh: Weigh | None = None
+) -> list[MicroBatch]:
+    """The data of a step, cut into micro-batches.
 
     Args:
-        batches: (input, target) of each step of the program.
-        num_microbatches: per step.
+        batch: (input, target).
+        num_microbatches: of the step.
         first_ordinal: number of the first micro-batch since training began.
         mode: "train" or "eval"; part of what shapes are agreed for.
         weigh: how much a micro-batch counts.
+
+    Raises:
+        DataError: the batch cannot be cut so, or none of its micro-batches counts.
     """
-    inputs: list[Any] = []
-    targets: list[Any] = []
-    shares: list[float] = []
-    for x, y in batches:
-        parts, wanted = cut(x, num_microbatches), cut(y, num_microbatches, "the target")
-        weights = [float(weigh(target)) if weigh else float(_num_samples(target)) for target in wanted]
-        total = sum(weights)
-        if not total > 0:
-            raise DataError(f"the micro-batches of a batch count {weights}; at least one must count more than 0")
-        inputs += parts
-        targets += wanted
-        shares += [weight / total for weight in weights]
-    signatures = [_number((mode, _shapes(x), _shapes(y))) for x, y in zip(inputs, targets, strict=True)]
-    ordinals = range(first_ordinal, first_ordinal + len(inputs))
-    return Feed(inputs, targets, shares, ordinals, signatures)
-
-
-def _number(signature: Hashable) -> int:
-    """A number that identifies the shapes of a micro-batch in this process: cheaper to look up than the shapes."""
-    return _NUMBERS.setdefault(signature, len(_NUMBERS))
-
-
-_NUMBERS: dict[Hashable, int] = {}
+    parts, wanted = cut(batch[0], num_microbatches), cut(batch[1], num_microbatches, "the target")
+    weights = [float(weigh(target)) if weigh else float(_num_samples(target)) for target in wanted]
+    total = sum(weights)
+    if not total > 0:
+        raise DataError(f"the micro-batches of a batch count {weights}; at least one must count more than 0")
+    return [
+        MicroBatch(x, y, weight / total, first_ordinal + k, f"{mode} {_shapes(x)} {_shapes(y)}")
+        for k, (x, y, weight) in enumerate(zip(parts, wanted, weights, strict=True))
+    ]
 
 
 def _num_samples(target: Any) -> int:
     return int(pytree.tree_leaves(target)[0].shape[0])
 
 
-def _shapes(payload: Any) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    if isinstance(payload, Tensor):
-        return ((payload.shape, payload.dtype),)
-    return tuple((leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(payload))
+def _shapes(payload: Any) -> str:
+    leaves = [payload] if isinstance(payload, Tensor) else pytree.tree_leaves(payload)
+    return ",".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in leaves)
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -62,11 +63,16 @@ class Progress:
         """Where the rank is."""
         return Position(*_LAYOUT.unpack_from(self._memory))
 
-    @staticmethod
-    def read(path: Path) -> Position | None:
-        """The last position in a rank's file; None when it never joined."""
-        try:
-            position = Position(*_LAYOUT.unpack(path.read_bytes()))
-        except (OSError, struct.error):
-            return None
-        return position if position.pid else None
+
+def progress_file(folder: Path, rank: int) -> Path:
+    """Where a rank writes its position."""
+    return folder / f"rank-{rank}.progress"
+
+
+def positions_of(folder: Path, num_ranks: int) -> dict[int, Position]:
+    """The last positions of the ranks of a run, without those that never joined."""
+    found = {}
+    for rank in range(num_ranks):
+        with contextlib.suppress(OSError, struct.error):
+            found[rank] = Position(*_LAYOUT.unpack(progress_file(folder, rank).read_bytes()))
+    return {rank: position for rank, position in found.items() if position.pid}

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op, Reduction
+from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.parallel.buckets import GradientBuckets, Launch
 from pipefit.parallel.sharded_weights import ShardedStore
+from pipefit.runtime.compiled import SUMMED
 from pipefit.runtime.transport import Ending, all_of
 from pipefit.spill.stage_store import SpilledStore
 
@@ -24,12 +25,10 @@ if TYPE_CHECKING:
     from pipefit.runtime.executor import Execution
     from pipefit.runtime.worker import Worker
 
-_SUMMED = (Reduction.REPLICAS.value, Reduction.SCATTER.value)
-
 
 def make_buckets(worker: Worker, program: Program) -> None:
     """Buckets for the stages of a rank that the program reduces over replicas; they stay with the worker."""
-    reduced = {i.stage for i in program.ranks[worker.rank] if i.op is Op.REDUCE and i.kind in _SUMMED}
+    reduced = {i.stage for i in program.ranks[worker.rank] if i.op is Op.REDUCE and i.kind in SUMMED}
     for stage in reduced:
         if stage not in worker.buckets:
             store = worker.stores[stage]
@@ -43,32 +42,10 @@ def make_buckets(worker: Worker, program: Program) -> None:
                 worker.buckets[stage] = GradientBuckets(own)
 
 
-def early_reductions(program: Program, rank: int) -> dict[int, Instruction]:
-    """For the index of an update's last backward of a stage: the reduction that may begin inside it.
-
-    It may where no other collective lies between the two, so that the rank comes to its collectives in the same order.
-    """
-    kept: dict[int, dict[int, Instruction]] = program.__dict__.setdefault("_early", {})
-    if rank in kept:
-        return kept[rank]
-    found: dict[int, Instruction] = kept.setdefault(rank, {})
-    last: dict[tuple[int, int], int] = {}
-    collective = -1
-    for index, i in enumerate(program.ranks[rank]):
-        if i.op in WEIGHT_GRADIENT_OPS:
-            last[i.stage, program.header.update_of(i.stage, i.mb)] = index
-        elif i.op in (Op.REDUCE, Op.BARRIER, Op.GATHER):
-            before = last.get((i.stage, i.version), -1)
-            if i.op is Op.REDUCE and i.kind in _SUMMED and before > collective:
-                found[before] = i
-            collective = index
-    return found
-
-
 def backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
     """A backward of a replicated stage; the last of an update starts the reduction of each bucket that is full."""
     buckets = run.worker.buckets[i.stage]
-    reduce = run.early.get(run.index)
+    reduce = run.compiled.early.get(run.index)
     if reduce is None:
         work()
         buckets.adopt()
@@ -134,8 +111,7 @@ def counted_parts(run: Execution) -> list[Tensor]:
             owned = worker.owned[stage]
             for piece in store.pieces:
                 if worker.mesh.is_first or owned[piece.index].name in worker.mesh.shards:
-                    part = store.gradients[piece.bucket]
-                    found.append(part[piece.offset : piece.offset + piece.stop - piece.start])
+                    found.append(piece.of(store.gradients[piece.bucket]))
             if header.placement[stage][0] == worker.rank:
                 tied = {id(own.parameter.grad) for own in owned if own.tie}
                 found += [grad for grad in worker.counted_gradients(stage) if id(grad) in tied]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
-from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, SAVING, Progress
+from pipefit.runtime.progress import OUTSIDE, Progress, progress_file
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
@@ -30,7 +30,7 @@ class Session:
     Attributes:
         rank: its number; 0 in a run of one process.
         num_ranks: how many processes there are; 1: all ranks of a program run in this process.
-        folder: private folder of the run on this machine, None under torchrun.
+        folder: private folder of the run where pipefit itself started the ranks, all on this machine; else None.
         progress: where this rank is.
         before_leaving: what must be done before the process group is gone, such as waiting for sends under way.
         programs: those that this rank has run, by digest, numbered in order.
@@ -52,40 +52,17 @@ class Session:
         """Whether ranks are processes."""
         return self.num_ranks > 1
 
-    @property
-    def on_one_machine(self) -> bool:
-        """Whether pipefit itself started the ranks, all here."""
-        return self.folder is not None
-
-    @contextlib.contextmanager
-    def passing(self, program: Program) -> Iterator[None]:
+    def passing(self, program: Program) -> contextlib.AbstractContextManager[None]:
         """A pass over a program: its position is known to others, and the watchdog looks at it."""
         if self.watchdog is None:
-            yield
-            return
+            return contextlib.nullcontext()
         self.progress.program = self.programs.setdefault(program.digest, len(self.programs))
-        with self.watchdog.passing(program):
-            yield
-        self.progress.at(OUTSIDE)
+        return self.watchdog.passing(program)
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """A checkpoint is saved or loaded: it takes as long as the disk needs, and no watchdog ends it."""
-        self.progress.at(SAVING)
-        yield
-        self.progress.at(OUTSIDE)
-
-    @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """This rank makes process groups with the others, all of which have come to this point."""
-        self.progress.at(MEETING)
-        yield
-        self.progress.at(OUTSIDE)
-
-    @contextlib.contextmanager
-    def awaiting_loss(self) -> Iterator[None]:
-        """This rank waits for the loss of a step."""
-        self.progress.at(LOSS)
+    def at(self, place: int) -> Iterator[None]:
+        """This rank is at a place outside its programs; see `progress.PLACES`."""
+        self.progress.at(place)
         yield
         self.progress.at(OUTSIDE)
 
@@ -124,7 +101,7 @@ def join() -> Session:
                 dist.init_process_group(backend, timeout=_TIMEOUT)
             except (RuntimeError, ValueError) as problem:
                 raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
-    progress = Progress(folder / f"rank-{rank}.progress" if folder else None)
+    progress = Progress(progress_file(folder, rank) if folder else None)
     stop = Stop()
     listen(stop, folder)
     if folder is not None:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-import time
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -24,6 +24,7 @@ _GRACE_S = 10.0
 _TERMINATED = 128 + signal.SIGTERM
 
 
+@dataclass
 class Stop:
     """Whether this run was asked to stop (SIGTERM).
 
@@ -32,9 +33,8 @@ class Stop:
         agreed: all ranks know it, since the same step.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
-        self.agreed = False
+    requested: bool = False
+    agreed: bool = False
 
 
 def stack_file(folder: Path, rank: int) -> Path:
@@ -93,12 +93,9 @@ def _serve(reader: int, stop: Stop, folder: Path | None) -> None:
         if stop.requested or (folder is not None and (folder / ENDING).exists()):
             _leave()
         stop.requested = True
-        threading.Thread(target=_leave_later, name="pipefit-grace", daemon=True).start()
-
-
-def _leave_later() -> None:
-    time.sleep(float(os.environ.get("PIPEFIT_GRACE_S", _GRACE_S)))
-    _leave()
+        grace = threading.Timer(float(os.environ.get("PIPEFIT_GRACE_S", _GRACE_S)), _leave)
+        grace.daemon = True
+        grace.start()
 
 
 def _leave() -> None:

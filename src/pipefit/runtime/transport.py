@@ -1,15 +1,13 @@
-"""The interface between the executor and whatever carries tensors from rank to rank."""
+"""The nouns of the border between the executor and the two transports, which carry tensors from rank to rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-from pipefit.ir.instruction import Instruction
 
 
 class Message(NamedTuple):
@@ -43,28 +41,3 @@ def all_of(endings: Sequence[Ending]) -> Ending:
         return not left
 
     return end
-
-
-class Transport(Protocol):
-    """Carries messages and reductions for one rank.
-
-    The members of a collective call it with the same key.
-    """
-
-    def begin(self, signatures: Sequence[object]) -> None:
-        """A pass over a program begins; micro-batch k has shapes that `signatures[k]` identifies."""
-
-    def send(self, instruction: Instruction, message: Message) -> None:
-        """Starts to send; the tensors stay alive until it is done."""
-
-    def receive(self, instruction: Instruction, deliver: Callable[[Message], None]) -> Ending:
-        """Posts a receive; whoever waits for it has the message delivered."""
-
-    def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Ending:
-        """Starts to sum tensors over some ranks, in place."""
-
-    def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> Ending:
-        """Starts to sum a flat tensor over some ranks; this member's part of the sum goes to `part`."""
-
-    def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Ending:
-        """Starts to join the members' parts in `whole`, in which `part` may lie."""

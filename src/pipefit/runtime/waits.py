@@ -67,26 +67,25 @@ def _index(position: Position) -> int:
     return position.index if position.index >= 0 else 1 << 60
 
 
+_STATES = {"T": "stopped", "t": "stopped", "Z": "ended"}
+"""What it means that the kernel says so of a process; any other state is of one that runs or waits."""
+
+
 def _state(position: Position) -> str:
-    """The state letter of a rank's process: "T" stopped, "Z" or "" gone, else running."""
+    """Whether a rank's process is "stopped", "ended" or "there"."""
     try:
-        return Path(f"/proc/{position.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return _STATES.get(Path(f"/proc/{position.pid}/stat").read_text().rpartition(")")[2].split()[0], "there")
     except OSError:
-        return ""
+        return "ended"
 
 
-def _where(program: Program | None, rank: int, position: Position) -> str:
+def where(program: Program | None, rank: int, position: Position) -> str:
+    """A rank's position in words."""
     if position.index in PLACES:
         return f"{PLACES[position.index]}, after pass {position.passes}"
-    name = f"instruction {position.index}"
-    if program is not None and position.index < len(own := program.ranks[rank // program.header.tensor]):
-        name = f"'{own[position.index]}' ({name})"
-    return f"at {name} of pass {position.passes}"
-
-
-def _states(positions: Mapping[int, Position]) -> dict[int, str]:
-    """The state letter of every known rank's process."""
-    return {rank: _state(position) for rank, position in positions.items()}
+    if program is None or position.index >= len(own := program.ranks[rank // program.header.tensor]):
+        return f"at instruction {position.index} of pass {position.passes}"
+    return f"at '{own[position.index]}' (instruction {position.index}, pass {position.passes})"
 
 
 def _culprit(
@@ -98,41 +97,28 @@ def _culprit(
     current = rank
     while current not in seen:
         seen.append(current)
-        if current not in positions or (current != rank and states[current] in ("T", "t", "Z", "")):
+        if current not in positions or (current != rank and states[current] != "there"):
             return current, lines
         peers = waits_for(program, current, positions)
         if not peers:
             return current, lines
         # A rank that is stopped or gone explains more than one that also waits.
-        bad = [peer for peer in peers if states.get(peer, "R") in ("T", "t", "Z", "")]
-        peer = bad[0] if bad else min(peers)
+        peer = min(peers, key=lambda peer: (states.get(peer, "there") == "there", peer))
         lines.append(f"rank {current} waits for {peers[peer]} of rank {peer}")
         current = peer
     return None, lines
 
 
-def _verdict(
-    program: Program | None,
-    culprit: int | None,
-    positions: Mapping[int, Position],
-    states: Mapping[int, str],
-    seconds: float,
-    own: int,
-) -> str:
-    if culprit is None:
-        return f"the ranks wait for each other in a circle (for {seconds:.0f} s)"
-    if culprit not in positions:
-        return f"rank {culprit} is to blame: where it is is not known on this machine"
-    state, where = states[culprit], _where(program, culprit, positions[culprit])
-    if state in ("T", "t") and culprit != own:
-        return f"rank {culprit} is stopped (by SIGSTOP or a debugger), {where}"
-    if state in ("Z", ""):
-        return f"rank {culprit} has ended without a word, {where}"
-    if positions[culprit].index == MEETING:
-        return f"rank {culprit} does not meet the others: {where}"
-    if positions[culprit].index == OUTSIDE:
-        return f"rank {culprit} has been outside the program too long: {where}"
-    return f"rank {culprit} does not go on, though it waits for no other rank: {where}"
+def _verdict(culprit: int, place: str, position: Position, state: str) -> str:
+    if state == "stopped":
+        return f"rank {culprit} is stopped (by SIGSTOP or a debugger), {place}"
+    if state == "ended":
+        return f"rank {culprit} has ended without a word, {place}"
+    if position.index == MEETING:
+        return f"rank {culprit} does not meet the others: {place}"
+    if position.index == OUTSIDE:
+        return f"rank {culprit} has been outside the program too long: {place}"
+    return f"rank {culprit} does not go on, though it waits for no other rank: {place}"
 
 
 def hang_report(
@@ -155,21 +141,26 @@ def hang_report(
         num_ranks: of the run.
         stacks: gives the Python stack of a rank, "" if it cannot be had.
     """
-    states = _states(positions)
+    # The process that finds out is there, even if it was stopped for a while.
+    states = {other: "there" if other == rank else _state(position) for other, position in positions.items()}
+    places = {other: where(program, other, position) for other, position in positions.items()}
     culprit, chain = (rank, []) if program is None else _culprit(program, rank, positions, states)
+    if culprit is None:
+        verdict = f"the ranks wait for each other in a circle (for {stood_s:.0f} s)"
+    elif culprit not in positions:
+        verdict = f"rank {culprit} is to blame: where it is is not known on this machine"
+    else:
+        verdict = _verdict(culprit, places[culprit], positions[culprit], states[culprit])
     lines = [
-        _verdict(program, culprit, positions, states, stood_s, rank),
-        f"seen by rank {rank}, which stood still for {stood_s:.1f} s, {_where(program, rank, positions[rank])} "
+        verdict,
+        f"seen by rank {rank}, which stood still for {stood_s:.1f} s, {places[rank]} "
         f"(deadline {deadline_s:.1f} s; PIPEFIT_DEADLINE_S changes it, 0 turns it off)",
         *chain,
         "where the ranks are:",
     ]
     for other in range(num_ranks):
-        if other in positions:
-            mark = {"T": "stopped, ", "t": "stopped, ", "Z": "ended, ", "": "ended, "}.get(states[other], "")
-            lines.append(f"  rank {other}: {mark}{_where(program, other, positions[other])}")
-        else:
-            lines.append(f"  rank {other}: not known on this machine")
-    if culprit in positions and states[culprit] in ("R", "S", "D") and (stack := stacks(culprit)):
+        mark = f"{states[other]}, " if states.get(other, "there") != "there" else ""
+        lines.append(f"  rank {other}: {mark}{places.get(other, 'not known on this machine')}")
+    if states.get(culprit) == "there" and (stack := stacks(culprit)):
         lines += [f"what rank {culprit} was doing (innermost call first):", stack.rstrip()]
     return "\n".join(lines) + "\n"

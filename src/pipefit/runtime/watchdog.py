@@ -14,14 +14,15 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
-from pipefit.runtime.progress import LOSS, MEETING, Position, Progress
+from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, Position, Progress, positions_of
 from pipefit.runtime.signals import STACK_SIGNAL, stack_file
 from pipefit.runtime.waits import hang_report
+from pipefit.spec.files import write_atomically
 
 HANG_EXIT = 75
 _FLOOR_S = 60.0
@@ -101,6 +102,7 @@ class Watchdog:
             self._stop.set()
             raise
         self._steps_s.append((time.monotonic() - began) / program.header.num_steps)
+        self._progress.at(OUTSIDE)
 
     def stop(self) -> None:
         """Watches no longer."""
@@ -118,41 +120,31 @@ class Watchdog:
                 self._end(position, stood_s)
 
     def _end(self, position: Position, stood_s: float) -> None:
-        positions = self._positions(position)
+        others = positions_of(self._folder, self._num_ranks) if self._folder is not None else {}
+        positions = {**others, self._rank: position}
         page = hang_report(
-            self._rank, self._program, positions, stood_s, self.deadline_s, self._num_ranks, self._stack_of(positions)
+            self._rank,
+            self._program,
+            positions,
+            stood_s,
+            self.deadline_s,
+            self._num_ranks,
+            lambda rank: self._stack_of(rank, positions[rank].pid),
         )
-        with contextlib.suppress(OSError):
-            if self._folder is not None:
-                temporary = hang_file(self._folder, self._rank).with_suffix(".writing")
-                temporary.write_text(page, encoding="utf-8")
-                temporary.replace(hang_file(self._folder, self._rank))
+        if self._folder is not None:
+            with contextlib.suppress(PipefitError):
+                write_atomically(hang_file(self._folder, self._rank), page)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.write(page)
             sys.stderr.flush()
         os._exit(HANG_EXIT)
 
-    def _stack_of(self, positions: dict[int, Position]) -> Callable[[int], str]:
-        def ask(rank: int) -> str:
-            if self._folder is None:
-                return ""
-            file = stack_file(self._folder, rank)
-            if not file.exists():
-                return ""
+    def _stack_of(self, rank: int, pid: int) -> str:
+        """The Python stack of a rank; "" where it does not answer."""
+        if self._folder is not None and (file := stack_file(self._folder, rank)).exists():
             with contextlib.suppress(OSError):
-                os.kill(positions[rank].pid, STACK_SIGNAL)
+                os.kill(pid, STACK_SIGNAL)
                 time.sleep(_ANSWER_S)
                 return file.read_text(encoding="utf-8", errors="replace")
-            return ""
-
-        return ask
-
-    def _positions(self, mine: Position) -> dict[int, Position]:
-        found = {self._rank: mine}
-        if self._folder is not None:
-            for rank in range(self._num_ranks):
-                position = Progress.read(self._folder / f"rank-{rank}.progress")
-                if rank != self._rank and position is not None:
-                    found[rank] = position
-        return found
+        return ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
+from pipefit.parallel.sharded_weights import ShardedStore, shard
 from pipefit.spill.rank import Spilling
 from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
@@ -39,6 +41,7 @@ class Worker:
         scale: of the loss; None: it is not scaled.
         spilling: tier, slots and lanes of the rank; None: all its stages stay on the device.
         mesh: the processes that share the rank by tensor parallelism.
+        flags: which outputs of a stage need gradients, learnt from the first micro-batch of each shape.
     """
 
     rank: int
@@ -54,6 +57,7 @@ class Worker:
     mesh: Mesh = field(default_factory=Mesh)
     buckets: dict[int, GradientBuckets] = field(default_factory=dict)
     scale: LossScale | None = None
+    flags: dict[tuple[int, str], list[bool]] = field(default_factory=dict)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod
@@ -65,10 +69,26 @@ class Worker:
         ties: dict[str, Tie],
         device: torch.device,
         spilling: Spilling | None = None,
+        mesh: Mesh | None = None,
+        shards: Mapping[int, tuple[int, int]] = MappingProxyType({}),
     ) -> Worker:
-        """Builds the stages of a rank from their layers, those of `spilling` without their weights."""
+        """Builds the stages of a rank from their layers, those of `spilling` without their weights.
+
+        Args:
+            rank: its number.
+            training: loss, optimizer and the rest.
+            layers: of each stage.
+            ties: all tied parameters of the model.
+            device: where it computes.
+            spilling: where spilled stages live.
+            mesh: the processes that share the rank.
+            shards: (replica, replicas) of each stage whose optimizer is sharded over them.
+
+        Raises:
+            PlanError: an optimizer cannot be sharded.
+        """
         stages = {index: Stage(index, own, device, training.seed) for index, own in layers.items()}
-        worker = cls(rank, training, device, stages, ties, spilling=spilling)
+        worker = cls(rank, training, device, stages, ties, spilling=spilling, mesh=mesh or Mesh())
         spilled = spilling.stores if spilling else {}
         if training.loss_scale is not None:
             worker.scale = LossScale(training.loss_scale)
@@ -82,12 +102,17 @@ class Worker:
             if index in spilled:
                 store = worker.stores[index] = spilled[index]
                 spilled[index].make_masters([parameter for _, parameter in named])
+            elif index in shards:
+                tied = [owned.tie is not None for owned in worker.owned[index]]
+                store = worker.stores[index] = ShardedStore([p for _, p in named], tied, *shards[index])
             else:
                 store = worker.stores[index] = WeightStore([parameter for _, parameter in named])
             if named:
                 worker.optimizers[index] = optimizer = training.optimizer(store.masters)
                 if index in spilled:
                     spilled[index].take_optimizer(optimizer)
+                elif isinstance(store, ShardedStore):
+                    shard(optimizer, store)
                 if training.scheduler:
                     worker.schedulers[index] = training.scheduler(optimizer)
         return worker
@@ -116,21 +141,21 @@ class Worker:
         """
         held = {o.tie.owner: (stage, o.parameter) for stage in stages for o in self.owned[stage] if o.tie}
         ties = {tie.owner: tie for tie in self.ties.values()}
-        # The same type on every rank, whatever it holds.
-        marks = self._marks([held.get(name) for name in ties], next(iter(ties.values())).dtype)
-        return [
-            _gradient(held[name][1]) if name in held else torch.zeros(tie.shape, dtype=tie.dtype, device=self.device)
-            for name, tie in ties.items()
-        ] + marks
-
-    def _marks(self, held: Sequence[tuple[int, nn.Parameter] | None], dtype: torch.dtype) -> list[Tensor]:
-        """A number for each parameter that becomes, once reduced, how many ranks had a gradient for it."""
-        real = [entry is not None and entry[1].grad is not None for entry in held]
-        marks = torch.tensor(real, dtype=dtype, device=self.device)
-        for index, entry in enumerate(held):
-            if entry is not None and not real[index]:
-                self.mark_idle(*entry, marks[index])
-        return [marks]
+        # The same type on every rank, whatever it holds; once reduced, how many ranks had each gradient.
+        marks = torch.zeros(len(ties), dtype=next(iter(ties.values())).dtype, device=self.device)
+        gradients = []
+        for (name, tie), mark in zip(ties.items(), marks, strict=True):
+            if name not in held:
+                gradients.append(torch.zeros(tie.shape, dtype=tie.dtype, device=self.device))
+                continue
+            stage, parameter = held[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                self.mark_idle(stage, parameter, mark)
+            else:
+                mark.fill_(1)
+            gradients.append(parameter.grad)
+        return [*gradients, marks]
 
     def mark_idle(self, stage: int, parameter: nn.Parameter, mark: Tensor) -> None:
         """This rank has no gradient for a parameter; `mark` will say how many of the others have one."""
@@ -151,10 +176,3 @@ class Worker:
         if not self.mesh.is_first:
             counted = (o for o in counted if o.name in self.mesh.shards)
         return [o.parameter.grad for o in counted if o.parameter.grad is not None]
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """A gradient, zero where no micro-batch reached it: every member of a reduction must bring one."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad

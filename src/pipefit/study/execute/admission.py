@@ -17,9 +17,8 @@ from pipefit.errors import DataError, InfeasibleError, ModelError, PipefitError
 from pipefit.partition.capacity import hydra, shard_bytes
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.profiling import analytic_profile, profile_sizes
-from pipefit.run.bundle import bundle_of
 from pipefit.run.optimizers import make_optimizer, warmed_cosine
-from pipefit.run.sources import source_of
+from pipefit.run.sources import bundle_of, source_of
 from pipefit.runtime.microbatches import largest_part, pair_of
 from pipefit.spec import Device, Partition, Profile
 from pipefit.spill.records import HEADER_BYTES

@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,16 +19,12 @@ from torch.utils import _pytree as pytree
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import NonFiniteLossError, PipefitError
 from pipefit.ir.op import Op
-from pipefit.parallel.mesh import Mesh
-from pipefit.pipeline.evaluate import evaluate
-from pipefit.pipeline.losses import PendingLosses
-from pipefit.pipeline.tensor_parallel import TensorParallel
+from pipefit.pipeline.losses import PendingLosses, evaluate
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.executor import Execution
-from pipefit.runtime.handlers import HANDLERS
-from pipefit.runtime.microbatches import cut, feed_of, pair_of
+from pipefit.runtime.handlers import HANDLERS, PARKED
+from pipefit.runtime.microbatches import feed_of, pair_of
 from pipefit.runtime.progress import Progress
-from pipefit.runtime.spill_handlers import PARKED
 from pipefit.runtime.transport import Message
 from pipefit.runtime.worker import Worker
 from pipefit.stage.payload import read_structure
@@ -78,13 +72,11 @@ def _execution(opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Executi
     spilling.parts |= {(0, stage): [in_double(norm) for norm in norms] for stage, norms in state.norms.items()}
     opened.worker.train(True)
     batch, count = pair_of(opened.recipe.batch_at(opened.step)), opened.trial.microbatches
-    # Shapes, which another process understands, in place of numbers that stand for them in this one.
-    shapes = [_shapes(part) for part in cut(batch[0], count)]
-    feed = replace(feed_of([batch], count, opened.step * count, "train"), signatures=shapes)
+    feed = feed_of(batch, count, opened.step * count, "train")
     transport = opened.engine.transports[0]
-    transport.begin(feed.signatures)
-    flags: dict[tuple[int, object], list[bool]] = {(stage, shape): found for stage, shape, found in state.flags}
-    run = Execution(compiled, opened.worker, transport, feed, flags, Progress())
+    transport.begin(feed)
+    opened.worker.flags = {(stage, shape): found for stage, shape, found in state.flags}
+    run = Execution(compiled, opened.worker, transport, feed, Progress())
     for kind, stage, mb, marks, text in state.payloads:
         structure = None if text is None else read_structure(text)
         run.values[PARKED + kind, stage, mb] = Message([], list(marks), structure)
@@ -129,7 +121,7 @@ def _note(opened: OpenTrial, turn: Turn, run: Execution) -> None:
     state.norms = {stage: [float(n) for n in norms] for (_, stage), norms in opened.spilling.parts.items()}
     if run.norms:
         state.squares = run.norms[0].tolist()
-    state.flags = [(stage, str(shape), list(found)) for (stage, shape), found in run.flags.items()]
+    state.flags = [(stage, shape, list(found)) for (stage, shape), found in opened.worker.flags.items()]
     state.reached[turn.stage] = sorted(opened.spilling.stores[turn.stage].reached)
     state.payloads = []
     for (kind, stage, mb), value in run.values.items():
@@ -149,8 +141,7 @@ def _evaluate(opened: OpenTrial) -> float:
         opened.load_resident(stage)
         if store.num_updates != done:
             store.hold(done)
-    whole = TensorParallel.on(recipe.layers, Mesh())
-    loss, _ = evaluate(opened.engine, opened.program.header, whole, recipe.held_out(), None, None)
+    loss, _ = evaluate(opened.engine, opened.program.header, recipe.held_out(), None, None)
     return loss
 
 
@@ -190,7 +181,3 @@ def _copies_s(run: Execution) -> float:
     """Seconds of a turn's fetches and evictions."""
     ran = zip(run.compiled.instructions, run.starts, run.ends, strict=True)
     return sum(end - start for i, start, end in ran if i.op in (Op.FETCH, Op.EVICT))
-
-
-def _shapes(payload: Any) -> str:
-    return ",".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in pytree.tree_leaves(payload))
