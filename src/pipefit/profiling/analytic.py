@@ -14,7 +14,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.layers import Chain, as_chain, call_layer
@@ -32,10 +31,7 @@ _ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer for one micro-batch, and the forms of its input and output.
-
-    `input` and `output` hold (shape, type, needs a gradient) in place of tensors; see `tensors_like`.
-    """
+    """The cost of one layer for one micro-batch, and the forms of its input and output: payloads on the meta device."""
 
     layer: Layer
     input: Any
@@ -81,9 +77,8 @@ def analytic_profile(
     chain = as_chain(layers)
     batch = batch_of(example_input)
     size = batch if microbatch_size is None else microbatch_size
+    costs = layer_costs(chain, example_input, device, size, dtype)
     with random_state_kept(torch.device("cpu")):
-        form = _form(example_input, dtype, batch, size)
-        costs = _costs(chain, form, device, dtype)
         loss_s = _loss_s(loss, costs[-1].output, _form(target, dtype, batch, size), device) if loss else 0.0
     bandwidth = device.memory_bandwidth_bytes_per_s
     trained = sum(p.numel() for p in nn.ModuleList([layer for _, layer in chain]).parameters() if p.requires_grad)
@@ -104,57 +99,39 @@ def layer_costs(
     chain: Chain, example_input: Any, device: Device, microbatch_size: int, dtype: torch.dtype | None = None
 ) -> list[LayerCost]:
     """The cost of each layer; layers that are built alike and have inputs of one form share one object."""
+    form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
+    known: dict[Any, LayerCost] = {}
+    costs = []
     with random_state_kept(torch.device("cpu")):
-        return _costs(chain, _form(example_input, dtype, batch_of(example_input), microbatch_size), device, dtype)
-
-
-def tensors_like(form: Any, make: Callable[[torch.Size, torch.dtype], Tensor]) -> Any:
-    """A payload of such a form, from what `make` gives for a shape and a type."""
-
-    def tensor(leaf: _Form) -> Tensor:
-        return make(torch.Size(leaf.shape), leaf.dtype).requires_grad_(leaf.requires_grad)
-
-    return pytree.tree_map(lambda leaf: tensor(leaf) if isinstance(leaf, _Form) else leaf, form)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A tensor without its content."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool = False
-
-    def tensor(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, requires_grad=self.requires_grad)
+        for name, layer in chain:
+            key = (_configuration(layer), repr(form))
+            if key not in known:
+                known[key] = _cost(name, layer, form, device, dtype)
+            costs.append(known[key])
+            form = costs[-1].output
+    return costs
 
 
 def _form(payload: Any, dtype: torch.dtype | None, batch: int, size: int) -> Any:
-    """The forms of a payload with `size` samples in place of `batch`."""
+    """A payload without its content, with `size` samples in place of `batch`."""
 
-    def form(tensor: Tensor) -> _Form:
+    def form(tensor: Tensor) -> Tensor:
         shape = tuple(tensor.shape)
-        if shape and shape[0] == batch:
-            shape = (size, *shape[1:])
-        return _Form(shape, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        shape = (size, *shape[1:]) if shape[:1] == (batch,) else shape
+        return torch.empty(shape, dtype=_dtype_of(tensor, dtype), device="meta")
 
     return map_tensors(form, payload)
 
 
-def _tensors(form: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.tensor() if isinstance(leaf, _Form) else leaf, form)
+def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype and tensor.is_floating_point() else tensor.dtype
 
 
-def _costs(chain: Chain, form: Any, device: Device, dtype: torch.dtype | None) -> list[LayerCost]:
-    known: dict[Any, LayerCost] = {}
-    costs = []
-    for name, layer in chain:
-        key = (_configuration(layer), repr(form))
-        if key not in known:
-            known[key] = _cost(name, layer, form, device, dtype)
-        costs.append(known[key])
-        form = costs[-1].output
-    return costs
+def _like(form: Any, device: str = "cpu") -> Any:
+    """Tensors of a form; pretended ones within `pretended()`."""
+    return map_tensors(
+        lambda t: torch.empty(t.shape, dtype=t.dtype, device=device, requires_grad=t.requires_grad), form
+    )
 
 
 def _configuration(layer: nn.Module) -> tuple[Any, ...]:
@@ -182,30 +159,27 @@ _PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
 def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
     """Works one layer through on pretended tensors: forward, input gradient alone, all gradients."""
     with in_train_mode(layer), pretended(), torch.enable_grad():
-        return _worked_through(name, layer, form, device, dtype)
-
-
-def _worked_through(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
-    state = _pretended_state(layer, dtype)
-    given = _tensors(form)
-    # A copy, which a layer may change in place: a leaf of the graph it may not.
-    payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, given)
-    persistent = {storage_key(tensor) for tensor in state.values()}
-    seen: dict[int, Any] = {}
-    with saved_storages(seen, persistent), Roofline(device) as counted:
-        output = call_layer(name, _with_state(layer, state), payload, describe(payload))
-    parameters = [t for t in {id(t): t for t in state.values()}.values() if t.requires_grad]
-    inputs = [leaf for leaf in tensors_of(given) if leaf.requires_grad]
-    backward_input_s = _backward_s(output, inputs, device)
-    backward_s = _backward_s(output, inputs + parameters, device)
-    weights = [state[key] for key, _ in layer.named_parameters()]
+        state = _pretended_state(layer, dtype)
+        given = _like(form)
+        # A copy, which a layer may change in place: a leaf of the graph it may not.
+        payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, given)
+        persistent = {storage_key(tensor) for tensor in state.values()}
+        seen: dict[int, Any] = {}
+        with saved_storages(seen, persistent), Roofline(device) as counted:
+            output = call_layer(name, lambda x: functional_call(layer, state, (x,)), payload, describe(payload))
+        parameters = [t for t in {id(t): t for t in state.values()}.values() if t.requires_grad]
+        inputs = [leaf for leaf in tensors_of(given) if leaf.requires_grad]
+        backward_input_s = _backward_s(output, inputs, device)
+        backward_s = _backward_s(output, inputs + parameters, device)
+        weights = [state[key] for key, _ in layer.named_parameters()]
+        bare = weighed(name, inputs, output, seen.values(), weights)
     made = msgspec.structs.replace(
-        weighed(name, inputs, output, seen.values(), weights),
+        bare,
         forward_s=counted.seconds,
         backward_input_s=backward_input_s,
         backward_weight_s=max(backward_s - backward_input_s, 0.0),
     )
-    return LayerCost(made, form, map_tensors(lambda t: _Form(tuple(t.shape), t.dtype, t.requires_grad), output))
+    return LayerCost(made, form, _like(output, "meta"))
 
 
 def _pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -215,14 +189,11 @@ def _pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, T
     named = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
     for name, tensor in named:
         if id(tensor) not in made:
-            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-            made[id(tensor)] = _Form(tuple(tensor.shape), kind, tensor.requires_grad).tensor()
+            made[id(tensor)] = torch.empty(
+                tensor.shape, dtype=_dtype_of(tensor, dtype), requires_grad=tensor.requires_grad
+            )
         state[name] = made[id(tensor)]
     return state
-
-
-def _with_state(layer: nn.Module, state: dict[str, Tensor]) -> Callable[[Any], Any]:
-    return lambda payload: functional_call(layer, state, (payload,))
 
 
 def _backward_s(output: Any, inputs: list[Tensor], device: Device) -> float:
@@ -238,9 +209,9 @@ def _backward_s(output: Any, inputs: list[Tensor], device: Device) -> float:
 
 def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
     with pretended(), torch.enable_grad():
-        payload = _tensors(output)
+        payload = _like(output)
         with Roofline(device) as counted:
-            value = loss(payload, _tensors(target))
+            value = loss(payload, _like(target))
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ModelError(f"the loss must give one number to differentiate, got {describe(value)}")
         inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.errors import ModelError
-from pipefit.profiling.analytic import LayerCost, layer_costs, tensors_like
+from pipefit.profiling.analytic import LayerCost, layer_costs
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.layers import as_chain, call_layer
 from pipefit.profiling.optimizer import Optimizer, step_seconds
@@ -131,12 +131,12 @@ def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
 
 
 def _payload(form: Any, device: torch.device) -> Any:
-    def make(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if dtype.is_floating_point:
-            return torch.randn(shape, device=device).to(dtype)
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def make(like: Tensor) -> Tensor:
+        if like.is_floating_point():
+            return torch.randn(like.shape, device=device).to(like.dtype).requires_grad_(like.requires_grad)
+        return torch.zeros_like(like, device=device)
 
-    return tensors_like(form, make)
+    return map_tensors(make, form)
 
 
 @dataclass(frozen=True)
