@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from benchmarks.devices import own_core
 from pipefit.compare.pipelines import ScheduledPipeline
-from pipefit.compare.strategies import DataParallel, Subject, Trainer
+from pipefit.compare.strategies import DataParallel, Trainer
 from pipefit.models import build, parse_options
 from pipefit.planner import by_hand
+from pipefit.profiling.workload import Workload
 from pipefit.run.optimizers import make_optimizer
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
@@ -85,20 +86,15 @@ def ddp_rank(
 def _row(name: str, options: str, batch: int, num: int, steps: int, repeats: int) -> DdpRow:
     torch.manual_seed(0)
     bundle = build(name, **parse_options(options, name))
-    session = current()
-
-    def make() -> Any:
-        torch.manual_seed(0)
-        return build(name, **parse_options(options, name)).layers
-
-    subject = Subject(make, bundle.loss, make_optimizer("adamw", 1e-3), session.num_ranks, session.rank)
+    layers = named_layers(bundle.layers)
+    work = Workload(layers, bundle.loss, make_optimizer("adamw", 1e-3), torch.device("cpu"))
     plan = by_hand(
-        len(named_layers(bundle.layers)),
+        len(layers),
         num_ranks=_RANKS,
         schedule="data-parallel",
         num_microbatches=num * _RANKS,
     )
-    contestants: list[Trainer] = [ScheduledPipeline(subject, plan), DataParallel(subject, num * _RANKS)]
+    contestants: list[Trainer] = [ScheduledPipeline(work, plan), DataParallel(work, num * _RANKS)]
     batches = [bundle.example(batch, seed) for seed in range(steps)]
     seconds: list[tuple[float, float]] = []
     used: list[tuple[float, float]] = []

@@ -32,6 +32,7 @@ from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
+from pipefit.profiling.workload import Workload
 from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer
 from pipefit.runtime.launch import launch
 from pipefit.runtime.microbatches import largest_part
@@ -120,10 +121,10 @@ def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
     example = bundle.example(config.batch, 0)
     sizes = [largest_part(example[0], config.microbatches)]
     optimizer = make_optimizer("adamw", 1e-3)
-    layers = named_layers(bundle.layers)
-    profile = agreed_profile(layers, example, sizes, session, loss=bundle.loss, optimizer=optimizer)
+    work = Workload(named_layers(bundle.layers), bundle.loss, optimizer, torch.device("cpu"), example)
+    profile = agreed_profile(work, sizes, session)
     topology = links_of(session, session.num_ranks)
-    contest = _Contest(config, session, profile, example, topology, runtime_costs(session, topology))
+    contest = _Contest(config, session, profile, work, topology, runtime_costs(session, topology))
     pipes = {name: contest.pipeline(settings) for name, (_, settings) in ways.items()}
     seconds = contest.run(pipes, [bundle.example(config.batch, step) for step in range(config.steps)])
     return [contest.row(name, ways[name][0], pipe, seconds[name]) for name, pipe in pipes.items()]
@@ -139,7 +140,7 @@ class _Contest:
     config: HybridConfig
     session: Session
     profile: Profile
-    example: tuple[Any, Any]
+    work: Workload
     topology: Topology
     runtime: RuntimeCosts
 
@@ -176,18 +177,14 @@ class _Contest:
 
     def row(self, name: str, shape: tuple[int, int, int], pipe: Pipeline, seconds: list[float]) -> HybridRow:
         """Predicted and measured figures of one way."""
-        bundle = _bundle(self.config)
         cost = costs_on_ranks(
             pipe.plan,
             self.profile,
             self.topology,
             self.session,
-            named_layers(bundle.layers),
-            self.example,
-            loss=bundle.loss,
-            optimizer=make_optimizer("adamw", 1e-3),
-            state_per_weight=STATE_PER_WEIGHT["adamw"],
-            runtime=self.runtime,
+            self.work,
+            STATE_PER_WEIGHT["adamw"],
+            self.runtime,
         )
         steps = self.config.steps
         predicted_s = simulate(pipe.program, cost, repeats=steps).makespan_s / steps

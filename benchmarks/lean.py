@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipefit.compare.pipelines import ScheduledPipeline
-from pipefit.compare.strategies import Subject, Trainer
+from pipefit.compare.strategies import Trainer
 from pipefit.compare.torch_pipeline import TorchPipeline
 from pipefit.planner import by_hand
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
+from pipefit.stage.split import named_layers
 
 _WIDTH, _SAMPLES = 8, 4
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "breadth-first", "pipedream", "pipedream-2bw")
@@ -94,12 +96,12 @@ def _contestant(name: str, num: int, rank: int) -> tuple[int, Runs]:
     x, y = torch.randn(num * _SAMPLES, _WIDTH), torch.randn(num * _SAMPLES, _WIDTH)
     if name == BARE:
         return stages, _bare(model[rank], x, y, num, rank)
-    subject = Subject(lambda: model, nn.functional.mse_loss, _sgd, 2, rank)
+    work = Workload(named_layers(model), nn.functional.mse_loss, _sgd, torch.device("cpu"))
     plan = by_hand(stages, num_ranks=2, schedule=name.removeprefix("torch "), num_microbatches=num, num_chunks=chunks)
     trainer: Trainer = (
-        TorchPipeline(subject, plan.partition, num, name.replace(" ", "-"))
+        TorchPipeline(work, plan.partition, num, name.replace(" ", "-"))
         if name in TORCH
-        else ScheduledPipeline(subject, plan)
+        else ScheduledPipeline(work, plan)
     )
     return stages, lambda steps: trainer.train([(x, y)] * steps)
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from benchmarks import offload as bench
 from pipefit.errors import ModelError, PipefitError
 from pipefit.pipeline import memory_cap
-from pipefit.pipeline.workload import Workload
 from pipefit.profiling import Copies
 from pipefit.profiling.layers import as_chain
 from pipefit.profiling.survey import survey
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.session import current
 from pipefit.spec.options import Request, Spilled
 from pipefit.stage.split import named_layers

@@ -21,6 +21,7 @@ from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.parallel import Region, TensorRule, make_mesh, shard_layers
 from pipefit.planner import by_hand, plan
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.session import current
 from pipefit.spec import Layer, Profile, Topology
 from pipefit.stage.split import NamedLayer, named_layers
@@ -186,7 +187,8 @@ def measured_parts() -> dict[str, Any]:
     session = current()
     layers = named_layers(model())
     plan = by_hand(len(layers), num_ranks=1, schedule="1f1b", num_microbatches=2, tensor=2, sequence_parallel=True)
-    found = profile_of_shard(layers, plan, batch(4, 0), session, Topology.local(2), loss=mean_cross_entropy)
+    work = Workload(layers, mean_cross_entropy, torch.optim.SGD, torch.device("cpu"), batch(4, 0))
+    found = profile_of_shard(work, plan, session, Topology.local(2))
     tasks = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
     patient = [os.sched_getscheduler(int(task.name)) == os.SCHED_BATCH for task in tasks]
     return {"profile": found, "class": type(layers[1].module).__name__, "carriers that give way": patient}

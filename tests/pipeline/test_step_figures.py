@@ -14,7 +14,7 @@ from pipefit.cli.watch import Watcher
 from pipefit.ir import Instruction, Op
 from pipefit.pipeline import step_figures
 from pipefit.pipeline.step_figures import ModelFlop, StepFigures, count_flop, own_figures
-from pipefit.pipeline.workload import Workload
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch import Tensor, nn
-from torch.optim import Optimizer
-
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.cost import CostModel, RuntimeCosts, of_plan
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Prediction, Profile, Topology
-from pipefit.stage.split import NamedLayer
 from pipefit.timeline import Timeline
 
 
@@ -22,13 +16,8 @@ def costs_on_ranks(
     profile: Profile,
     topology: Topology,
     session: Session,
-    layers: Sequence[NamedLayer],
-    example: tuple[Any, Any],
-    *,
-    loss: Callable[[Any, Any], Tensor],
-    optimizer: Callable[[list[nn.Parameter]], Optimizer],
+    work: Workload,
     state_per_weight: float,
-    clips: bool = False,
     runtime: RuntimeCosts | None = None,
 ) -> CostModel:
     """Returns the costs that a plan has on these ranks; all of them call it alike.
@@ -38,18 +27,12 @@ def costs_on_ranks(
         profile: of the whole model at the plan's micro-batch size.
         topology: the links between the processes of the run.
         session: of the run.
-        layers: of the whole model; measured once more, as split, under tensor parallelism.
-        example: (input, target) of a whole batch.
-        loss: (output, target) -> scalar.
-        optimizer: parameters -> optimizer.
+        work: the model and its training; under tensor parallelism its layers are measured once more, as split.
         state_per_weight: bytes of optimizer states per byte of weights.
-        clips: whether a step also clips the gradients.
         runtime: costs of the executor; None: measured now.
     """
     if plan.tensor > 1:
-        profile = profile_of_shard(
-            layers, plan, example, session, topology, loss=loss, optimizer=optimizer, clips=clips
-        )
+        profile = profile_of_shard(work, plan, session, topology)
     runtime = runtime or runtime_costs(session, topology)
     return of_plan(profile, plan, topology, state_per_weight=state_per_weight, runtime=runtime)
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from pipefit.parallel import Mesh, Region, make_mesh, release, shard_layers
 from pipefit.parallel.region import Exchange, Rehearsal
@@ -29,6 +29,7 @@ from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import per_core
 from pipefit.profiling.tensors import batch_of, map_tensors, take, tensors_of
 from pipefit.profiling.untouched import untouched
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
@@ -41,69 +42,54 @@ Ways = tuple[list[Exchange], list[Exchange]]
 """Exchanges of a forward and of its backward."""
 
 
-def profile_of_shard(
-    layers: Sequence[NamedLayer],
-    plan: Plan,
-    example: tuple[Any, Any],
-    session: Session,
-    topology: Topology,
-    *,
-    loss: Callable[[Any, Any], Tensor],
-    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
-    clips: bool = False,
-) -> Profile:
+def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Topology) -> Profile:
     """Measures one process's shard of each layer, with its exchanges with the other processes of the rank.
 
     All processes of the run call it alike, with whole layers, and get the figures of the first one; the layers are
     afterwards as before.
 
     Args:
-        layers: of the whole model.
+        work: the whole model and its training.
         plan: its tensor width, and whether the sequence is sharded.
-        example: (input, target) of a whole batch.
         session: the processes of the run.
         topology: the links between them, and the cores that they share, as the plan is simulated with.
-        loss: as in `profile_layers`.
-        optimizer: as in `profile_layers`.
-        clips: as in `profile_layers`.
 
     Raises:
         PipefitError: the processes do not fit the plan, or the model or its input cannot be sharded so.
     """
+    layers, example = work.layers, work.batch("measuring the layers")
     device = next((p.device for layer in layers for p in layer.module.parameters()), torch.device("cpu"))
     num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
-    mesh = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, sequence)
-    region = mesh.region
+    region = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, sequence).region
     assert region is not None
     size = largest_part(example[0], plan.num_microbatches)
-    with _rehearsed(layers, region) as (shard, rehearsal):
-        shard.check(example[0])
-        shard_loss = shard.loss(loss)
-        profile = agreed_profile(layers, example, [size], session, loss=shard_loss, optimizer=optimizer, clips=clips)
+    silent = Rehearsal(region.group, region.size, 0, region.sequence)
+    with _rehearsed(layers, silent) as shards:
+        shards.check(example[0])
+        shard_loss = shards.loss(work.loss)
+        profile = agreed_profile(replace(work, loss=shard_loss), [size], session)
         batch = batch_of(example[0])
         x, y = (map_tensors(lambda leaf: leaf.to(device), take(item, size, batch)) for item in example)
-        each, ends = _exchanges(layers, x, y, shard_loss, rehearsal, device)
-    every = [*(one for ways in each for way in ways for one in way), *ends]
+        each, ends = _exchanges(layers, x, y, shard_loss, silent, device)
+    different = list(dict.fromkeys([*(one for ways in each for way in ways for one in way), *ends]))
     clock, crowd = Clock(device), per_core(topology, session.num_ranks)
-    work = _work((profile.step_s or 0.0) / max(len(every), 1), clock, session)
-    silent = Rehearsal(region.group, region.size, 0, region.sequence)
-    different = list(dict.fromkeys(every))
+    count = sum(len(way) for ways in each for way in ways) + len(ends)
+    fill = _matrix_products((profile.step_s or 0.0) / max(count, 1), clock, session)
     seconds = [
-        added_s(*(_samples_s(one, among, work, clock) for among in (region, silent)), crowd) for one in different
+        added_s(*(_samples_s(one, among, fill, clock) for among in (region, silent)), crowd) for one in different
     ]
     first = from_first(session, lambda: seconds)
     return _with_exchanges(profile, each, ends, dict(zip(different, first, strict=True)))
 
 
 @contextmanager
-def _rehearsed(layers: Sequence[NamedLayer], region: Region) -> Iterator[tuple[Mesh, Rehearsal]]:
-    """The layers sharded as in the region, among processes that are not there."""
+def _rehearsed(layers: Sequence[NamedLayer], rehearsal: Rehearsal) -> Iterator[Mesh]:
+    """The layers sharded as in a region, among processes that are not there."""
     wholes = [(p, p.data) for layer in layers for p in layer.module.parameters()]
-    rehearsal = Rehearsal(region.group, region.size, 0, region.sequence)
-    mesh = Mesh(region.size, 0, rehearsal)
+    mesh = Mesh(rehearsal.size, 0, rehearsal)
     shard_layers(layers, mesh)
     try:
-        yield mesh, rehearsal
+        yield mesh
     finally:
         release(layers)
         for parameter, whole in wholes:
@@ -137,7 +123,7 @@ def _both_ways(
     return result, forward, rehearsal.exchanges.copy()
 
 
-def _work(seconds: float, clock: Clock, session: Session) -> Callable[[], None]:
+def _matrix_products(seconds: float, clock: Clock, session: Session) -> Callable[[], None]:
     """Matrix products that take about so many seconds, as many on every process."""
     one = torch.ones(_WORK, _WORK, device=clock.device)
     fastest_s = min(clock.seconds(lambda: one @ one) for _ in range(5))

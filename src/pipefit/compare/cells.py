@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +18,6 @@ from pipefit.compare.strategies import (
     DataParallel,
     OneProcess,
     Strategy,
-    Subject,
     Trainer,
     num_cores,
 )
@@ -28,10 +26,11 @@ from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
+from pipefit.profiling.workload import Workload
 from pipefit.run.optimizers import make_optimizer
 from pipefit.run.sources import source_of
 from pipefit.runtime.microbatches import largest_part
-from pipefit.runtime.session import Session
+from pipefit.runtime.session import Session, current
 from pipefit.spec import Partition, Profile
 from pipefit.stage.split import named_layers
 
@@ -71,7 +70,7 @@ class Task:
 
     Attributes:
         config: the settings.
-        subject: the model, loss and optimizer.
+        work: the model and its training.
         description: of the model, in one line.
         source: name of the data.
         batches: that every cell trains on, in the same order.
@@ -80,7 +79,7 @@ class Task:
     """
 
     config: CompareConfig
-    subject: Subject
+    work: Workload
     description: str
     source: str
     batches: list[Batch]
@@ -103,24 +102,23 @@ def make_task(config: CompareConfig, session: Session) -> Task:
     counts = [num for num in config.microbatches if num <= config.batch]
     if not counts:
         raise DataError(f"a batch of {config.batch} cannot be split into {list(config.microbatches)} micro-batches")
-    optimizer = make_optimizer(config.optimizer, config.lr)
-    subject = Subject(lambda: copy.deepcopy(bundle.layers), bundle.loss, optimizer, session.num_ranks, session.rank)
-    layers = named_layers(subject.make())
-    profiles = {
-        num: agreed_profile(
-            layers, batches[0], [largest_part(batches[0][0], num)], session, loss=bundle.loss, optimizer=optimizer
-        )
-        for num in counts
-    }
+    work = Workload(
+        named_layers(bundle.layers),
+        bundle.loss,
+        make_optimizer(config.optimizer, config.lr),
+        torch.device("cpu"),
+        batches[0],
+    )
+    profiles = {num: agreed_profile(work, [largest_part(batches[0][0], num)], session) for num in counts}
     partition = by_hand(
-        len(layers),
+        len(work.layers),
         num_ranks=session.num_ranks,
         schedule="1f1b",
         num_microbatches=1,
         stages=config.stages or None,
         profile=profiles[counts[len(counts) // 2]],
     ).partition
-    return Task(config, subject, bundle.describe(), source, batches, profiles, partition)
+    return Task(config, work, bundle.describe(), source, batches, profiles, partition)
 
 
 def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batch]]:
@@ -177,14 +175,14 @@ def _steps(trainer: Trainer, num: int, config: CompareConfig) -> int:
 
 
 def _trainer(strategy: Strategy, num: int, task: Task) -> Trainer:
-    subject = task.subject
+    work = task.work
     if strategy.kind == "single":
-        return OneProcess(subject, num, num_cores() if strategy.name == "all-threads" else 1)
+        return OneProcess(work, num, num_cores() if strategy.name == "all-threads" else 1)
     if strategy.kind == "ddp":
-        if task.config.batch < subject.num_ranks:
-            raise DataError(f"a batch of {task.config.batch} samples is too small for {subject.num_ranks} ranks")
-        return DataParallel(subject, num)
+        if task.config.batch < current().num_ranks:
+            raise DataError(f"a batch of {task.config.batch} samples is too small for {current().num_ranks} ranks")
+        return DataParallel(work, num)
     if strategy.kind == "torch":
-        return TorchPipeline(subject, task.partition, num, strategy.name)
-    plan = plan_of(subject, strategy.name, num, task.partition, task.profiles[num], task.config.chunks)
-    return ScheduledPipeline(subject, plan, task.config.seed)
+        return TorchPipeline(work, task.partition, num, strategy.name)
+    plan = plan_of(strategy.name, num, task.partition, task.profiles[num], task.config.chunks)
+    return ScheduledPipeline(work, plan, task.config.seed)

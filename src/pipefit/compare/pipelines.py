@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipefit.compare.strategies import Subject, bytes_of
+from pipefit.compare.strategies import bytes_of
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
+from pipefit.profiling.workload import Workload
+from pipefit.runtime.session import current
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
 from pipefit.timeline import Timeline
 
 
-def plan_of(
-    subject: Subject, schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int
-) -> Plan:
+def plan_of(schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int) -> Plan:
     """The plan of a schedule: the given partition where it has one stage per rank, else one balanced by the profile."""
     chunks = num_chunks if find(schedule).chunks else 1
     plain = chunks == 1 and find(schedule).layout != "replicas"
     return by_hand(
         len(profile),
-        num_ranks=subject.num_ranks,
+        num_ranks=current().num_ranks,
         schedule=schedule,
         num_microbatches=num_microbatches,
         num_chunks=chunks,
@@ -35,7 +35,7 @@ class ScheduledPipeline:
     """A pipeline under one schedule.
 
     Args:
-        subject: the model.
+        work: the model and its training.
         plan: how it is split and scheduled.
         seed: of dropout.
 
@@ -43,14 +43,14 @@ class ScheduledPipeline:
         PipefitError: the schedule has no meaning for the plan's shape.
     """
 
-    def __init__(self, subject: Subject, plan: Plan, seed: int = 0) -> None:
+    def __init__(self, work: Workload, plan: Plan, seed: int = 0) -> None:
         self.plan = plan
         self.pipe = Pipeline(
-            subject.make(),
-            loss=subject.loss,
-            optimizer=subject.optimizer,
+            work.fresh(),
+            loss=work.loss,
+            optimizer=work.optimizer,
             plan=plan,
-            parallelism=Parallelism(device="cpu"),
+            parallelism=Parallelism(device=work.device),
             updates=Updates(seed=seed),
         )
 

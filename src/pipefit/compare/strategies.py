@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipefit.profiling.untouched import with_threads
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.microbatches import cut, feed_of
 from pipefit.runtime.session import current
@@ -58,25 +59,6 @@ STRATEGIES = {
 """Every strategy, in the order of the table."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model that every strategy trains.
-
-    Attributes:
-        make: a fresh copy of the model, the same on every rank.
-        loss: (output, target) -> the mean over the samples.
-        optimizer: from parameters to their optimizer.
-        num_ranks: of the run.
-        rank: of this process.
-    """
-
-    make: Callable[[], nn.Sequential]
-    loss: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    num_ranks: int
-    rank: int
-
-
 class Trainer(Protocol):
     """A strategy at work on this rank, with weights of its own."""
 
@@ -102,28 +84,29 @@ class OneProcess:
     """Rank 0 alone trains; the others wait.
 
     Args:
-        subject: the model.
+        work: the model and its training.
         num_microbatches: whose gradients are added up before an update.
         threads: of torch while it trains.
     """
 
-    def __init__(self, subject: Subject, num_microbatches: int, threads: int = 1) -> None:
-        self._subject, self._num, self._threads = subject, num_microbatches, threads
-        if subject.rank == 0:
-            self._model = subject.make()
-            self._optimizer = subject.optimizer([p for p in self._model.parameters() if p.requires_grad])
+    def __init__(self, work: Workload, num_microbatches: int, threads: int = 1) -> None:
+        self._loss, self._num, self._threads = work.loss, num_microbatches, threads
+        self._trains = current().rank == 0
+        if self._trains:
+            self._model = work.fresh()
+            self._optimizer = work.optimizer([p for p in self._model.parameters() if p.requires_grad])
 
     def train(self, batches: Sequence[Batch]) -> Sequence[float]:
         """Trains on rank 0."""
-        if self._subject.rank:
+        if not self._trains:
             return []
         with with_threads(self._threads):
-            return [update(self._model, self._optimizer, self._subject.loss, x, y, self._num) for x, y in batches]
+            return [update(self._model, self._optimizer, self._loss, x, y, self._num) for x, y in batches]
 
     @property
     def state_bytes(self) -> float:
         """Of the whole model on rank 0."""
-        return 0.0 if self._subject.rank else bytes_of([self._model], [self._optimizer])
+        return bytes_of([self._model], [self._optimizer]) if self._trains else 0.0
 
 
 def update(
@@ -146,21 +129,21 @@ def update(
 class DataParallel:
     """Torch's `DistributedDataParallel`: every rank trains the whole model on its share of each batch."""
 
-    def __init__(self, subject: Subject, num_microbatches: int) -> None:
-        self._subject = subject
-        self._num = max(1, num_microbatches // subject.num_ranks)
-        self._model = DistributedDataParallel(subject.make())
-        self._optimizer = subject.optimizer([p for p in self._model.parameters() if p.requires_grad])
+    def __init__(self, work: Workload, num_microbatches: int) -> None:
+        self._loss, self._session = work.loss, current()
+        self._num = max(1, num_microbatches // self._session.num_ranks)
+        self._model = DistributedDataParallel(work.fresh())
+        self._optimizer = work.optimizer([p for p in self._model.parameters() if p.requires_grad])
 
     def train(self, batches: Sequence[Batch]) -> Sequence[float]:
         """Trains on this rank's share."""
         losses = []
-        ranks, rank = self._subject.num_ranks, self._subject.rank
+        ranks, rank = self._session.num_ranks, self._session.rank
         for x, y in batches:
             part, target = cut(x, ranks)[rank], cut(y, ranks, "the target")[rank]
-            losses.append(update(self._model, self._optimizer, self._subject.loss, part, target, self._num))
+            losses.append(update(self._model, self._optimizer, self._loss, part, target, self._num))
         table = torch.tensor(losses, dtype=torch.float64)
-        return (sum_table(current(), table) / ranks).tolist()
+        return (sum_table(self._session, table) / ranks).tolist()
 
     @property
     def state_bytes(self) -> float:

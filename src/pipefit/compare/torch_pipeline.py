@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipefit.compare.strategies import Subject, bytes_of
+from pipefit.compare.strategies import bytes_of
 from pipefit.errors import PlanError
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.session import current
 from pipefit.spec import Partition
@@ -24,7 +25,7 @@ class TorchPipeline:
     It knows no weights that stages share; their gradients are summed here after each backward, as its users must.
 
     Args:
-        subject: the model.
+        work: the model and its training.
         partition: one stage per rank.
         num_microbatches: per update.
         schedule: "torch-gpipe" or "torch-1f1b".
@@ -33,24 +34,24 @@ class TorchPipeline:
         PlanError: this torch has no pipelining, or it refuses the shape.
     """
 
-    def __init__(self, subject: Subject, partition: Partition, num_microbatches: int, schedule: str) -> None:
+    def __init__(self, work: Workload, partition: Partition, num_microbatches: int, schedule: str) -> None:
         try:
             from torch.distributed import pipelining
         except ImportError:
             raise PlanError("this torch has no torch.distributed.pipelining") from None
-        num_stages, rank, ranks = len(partition.stages), subject.rank, subject.num_ranks
+        num_stages, rank, ranks = len(partition.stages), current().rank, current().num_ranks
         if num_stages != ranks:
             raise PlanError(f"needs one stage per rank, got {num_stages} for {ranks}")
         if schedule == "torch-1f1b" and num_microbatches < ranks:
             raise PlanError(f"it refuses fewer micro-batches ({num_microbatches}) than stages ({ranks})")
         self._rank, self._last = rank, ranks - 1
-        whole = subject.make()
+        whole = work.fresh()
         self._module = nn.Sequential(*(whole[index] for index in partition.stages[rank].layers))
         self._tied = _tied(whole, self._module, partition)
-        self._optimizer = subject.optimizer([p for p in self._module.parameters() if p.requires_grad])
+        self._optimizer = work.optimizer([p for p in self._module.parameters() if p.requires_grad])
         stage = pipelining.PipelineStage(self._module, rank, num_stages, torch.device("cpu"))
         kind: Any = getattr(pipelining, _SCHEDULES[schedule])
-        self._schedule = kind(stage, n_microbatches=num_microbatches, loss_fn=subject.loss)
+        self._schedule = kind(stage, n_microbatches=num_microbatches, loss_fn=work.loss)
 
     def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
         """Trains; the losses are the last rank's, reported to all at the end."""

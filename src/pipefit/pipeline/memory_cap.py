@@ -15,11 +15,11 @@ from torch import nn
 
 from pipefit.errors import PlanError
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
-from pipefit.pipeline.workload import Workload
 from pipefit.planner import NOT_FROM_DISK, Cap, plan
 from pipefit.profiling import analytic_profile, measure_device, measure_tier, with_measured_kinds
 from pipefit.profiling.agreed import merged
 from pipefit.profiling.links import links_of
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import agree, attempt, exchange, from_first
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session

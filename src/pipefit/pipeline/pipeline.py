@@ -28,7 +28,7 @@ from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.spilled_shape import spilled_shape
 from pipefit.pipeline.training_loop import OnStep, TrainingLoop, number_of
-from pipefit.pipeline.workload import Workload
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker

@@ -18,11 +18,11 @@ from pipefit.parallel import widths_of
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.memory_cap import plan_under_cap
 from pipefit.pipeline.resume import recorded_plan, resumed_folder
-from pipefit.pipeline.workload import Workload
 from pipefit.planner import by_hand, ranks_of
 from pipefit.planner import plan as search
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
@@ -88,15 +88,12 @@ def _given(plan: Any) -> Plan | None:
 
 def _measured(request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool) -> Decision:
     """The layers at the sizes of micro-batches to choose from, and the links."""
-    example = work.batch("stages or schedule auto: what measures the layers first")
-    x = example[0]
+    x = work.batch("stages or schedule auto: what measures the layers first")[0]
     counts = [plan.num_microbatches if plan else request.microbatches]
     if plan is None and request.schedule == AUTO:
         counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]
     sizes = list(dict.fromkeys(largest_part(x, count) for count in counts))
-    profile = agreed_profile(
-        work.layers, example, sizes, session, loss=work.loss, optimizer=work.optimizer, clips=work.clips
-    )
+    profile = agreed_profile(work, sizes, session)
     if not (is_run or request.schedule == AUTO):
         return Decision(plan, profile)
     num_processes = plan.num_processes if plan else request.parallelism.ranks or session.num_ranks

@@ -11,8 +11,8 @@ import torch
 
 from pipefit.errors import PipefitError
 from pipefit.ir.op import COMPUTE_OPS
-from pipefit.pipeline.workload import Workload
 from pipefit.profiling import analytic_profile, measure_device
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
-from typing import Any
 
 import msgspec
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
 from pipefit.errors import ProfileError
-from pipefit.profiling import profile_sizes
+from pipefit.profiling.measure import profile_sizes
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
@@ -25,48 +23,53 @@ from pipefit.stage.split import NamedLayer
 _REPEATS, _LIMIT_S = 9, 5.0
 
 
-def agreed_profile(
-    layers: Sequence[NamedLayer],
-    example: tuple[Any, Any],
-    microbatch_sizes: Sequence[int],
-    session: Session,
-    *,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
-    clips: bool = False,
-) -> Profile:
+def agreed_profile(work: Workload, microbatch_sizes: Sequence[int], session: Session) -> Profile:
     """Measures the layers at the micro-batch sizes of the run; every rank gets the figures of rank 0.
 
     All ranks measure at the same time, so that they slow each other down as they will in the run.
 
     Args:
-        layers: of the whole model.
-        example: (input, target) of at least the largest size; as many samples as an update has, where there are batch
+        work: whose example is of at least the largest size; as many samples as an update has, where there are batch
             norms.
         microbatch_sizes: the first is the profile's own, further ones are its `others`.
         session: the ranks of the run.
-        loss: as in `profile_layers`.
-        optimizer: as in `profile_layers`.
-        clips: as in `profile_layers`.
     """
-    x, y = example
+    x, y = work.batch("measuring the layers")
     if session.is_distributed:
         dist.barrier()
-    with as_trained(layers):
+    with _as_trained(work.layers):
         profile = profile_sizes(
-            [(layer.name, layer.module) for layer in layers],
+            [(layer.name, layer.module) for layer in work.layers],
             x,
-            loss,
+            work.loss,
             y,
             microbatch_sizes=microbatch_sizes,
             repeats=_REPEATS,
             limit_s=_LIMIT_S,
             threads=None,
-            optimizer=optimizer,
-            clips=clips,
+            optimizer=work.optimizer,
+            clips=work.clips,
         )
     first = from_first(session, lambda: encode("profile", profile))
     return decode("profile", first, Profile, ProfileError, "the profile of rank 0")
+
+
+@contextmanager
+def _as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
+    """Lets batch norms gather statistics as they do in a stage; no update follows."""
+    modules = [module for layer in layers for module in layer.module.modules() if isinstance(module, _BatchNorm)]
+    adopted = [module for module in modules if not isinstance(module, DeferredBatchNorm)]
+    for module in adopted:
+        DeferredBatchNorm.adopt(module)
+    try:
+        yield
+    finally:
+        for module in adopted:
+            if isinstance(module, DeferredBatchNorm):
+                module.release()
+
+
+_SECONDS = ("forward_s", "backward_input_s", "backward_weight_s", "split_input_s", "step_s")
 
 
 def merged(profiles: Sequence[Profile]) -> Profile:
@@ -86,23 +89,3 @@ def merged(profiles: Sequence[Profile]) -> Profile:
         )
     whole = {name: fmean(getattr(profile, name) for profile in profiles) for name in ("loss_s", "optimizer_s")}
     return msgspec.structs.replace(first, layers=tuple(layers), **whole)
-
-
-_SECONDS = ("forward_s", "backward_input_s", "backward_weight_s", "split_input_s", "step_s")
-
-
-@contextmanager
-def as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
-    """Lets batch norms gather statistics as they do in a stage; no update follows."""
-    kept = []
-    for layer in layers:
-        for module in layer.module.modules():
-            if isinstance(module, _BatchNorm) and not isinstance(module, DeferredBatchNorm):
-                DeferredBatchNorm.adopt(module)
-                kept.append(module)
-    try:
-        yield
-    finally:
-        for module in kept:
-            if isinstance(module, DeferredBatchNorm):
-                module.release()

@@ -23,7 +23,7 @@ from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, StepFigures, count_flop
-from pipefit.pipeline.workload import Workload
+from pipefit.profiling.workload import Workload
 from pipefit.run.config import RunConfig, with_defaults
 from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosine
 from pipefit.run.result import RunResult, checkpoints_of, metrics_in, write_folder
@@ -128,18 +128,7 @@ def _cost(
     if (config.request.spill or plan.spill) is not None and not topology.tiers:
         tier = machine_tier(config.spill, work, session, topology.tier_shares(plan.placement.num_ranks))
         topology = msgspec.structs.replace(topology, tiers=(tier,))
-    return costs_on_ranks(
-        plan,
-        profile,
-        topology,
-        session,
-        work.layers,
-        work.batch("a run"),
-        loss=work.loss,
-        optimizer=work.optimizer,
-        state_per_weight=STATE_PER_WEIGHT[config.optimizer],
-        clips=work.clips,
-    )
+    return costs_on_ranks(plan, profile, topology, session, work, STATE_PER_WEIGHT[config.optimizer])
 
 
 def _pipeline(config: RunConfig, subject: _Subject, plan: Plan) -> Pipeline:

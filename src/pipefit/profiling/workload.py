@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipefit.errors import PlanError
 from pipefit.stage.split import NamedLayer
@@ -37,6 +39,10 @@ class Workload:
     clips: bool = False
     half: torch.dtype | None = None
     model: str = ""
+
+    def fresh(self) -> nn.Sequential:
+        """A copy of the whole model."""
+        return copy.deepcopy(nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in self.layers)))
 
     def batch(self, why: str) -> tuple[Any, Any]:
         """The example.
