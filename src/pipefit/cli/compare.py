@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, verb
-from pipefit.compare.settings import CompareConfig
+from pipefit.compare.settings import WHOLE, CompareConfig
 from pipefit.errors import PipefitError
 from pipefit.units import columns
 
@@ -131,7 +131,7 @@ def _cells(row: Row) -> list[str]:
 
     megabytes = [f"{size / 2**20:.0f}" for size in row.peak_bytes]
     return [
-        "–" if row.strategy in ("one-thread", "all-threads") else str(row.num_microbatches),
+        "–" if row.strategy in WHOLE else str(row.num_microbatches),
         f"{row.samples_per_s:.1f}",
         of(row.speedup, ".2f"),
         of(row.speedup_accumulated, ".2f"),

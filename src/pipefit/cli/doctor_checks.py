@@ -1,4 +1,4 @@
-"""The checks of `pipefit doctor`, one short function each."""
+"""The checks of `pipefit doctor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pipefit
 from pipefit.errors import CommunicationError, PipefitError, TopologyError
 from pipefit.units import format_bytes, format_seconds
 
-_OPTIONAL = {"matplotlib": "plot", "scikit-learn": "data", "optuna": "search"}
+_OPTIONAL = {"pillow": "plot", "scikit-learn": "data", "optuna": "search"}
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _SHM = Path("/dev/shm")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,11 +47,10 @@ class Check:
 
 
 def all_checks(num_ranks: int, timeout_s: int) -> list[Check]:
-    """Every check, in the order in which problems are best fixed."""
-    checks = [_versions(), _torch(), _extras(), _cores(), _memory(), _devices(), _backends(), _shared_memory()]
-    checks += [_open_files(), _temporary_folder(), _environment()]
-    torch_is_there = checks[1].state != "bad"
-    return [*checks, _ranks(num_ranks, timeout_s)] if torch_is_there else checks
+    """Every check, in the order in which problems are best fixed; without torch no ranks are started."""
+    software = list(_software())
+    works = all(check.state != "bad" for check in software)
+    return [*software, *_machine(), *([_ranks(num_ranks, timeout_s)] if works else [])]
 
 
 def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> Check:
@@ -59,115 +58,70 @@ def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> Che
     return Check(name, found, "warn", fix, facts) if problem else Check(name, found, facts=facts)
 
 
-def _versions() -> Check:
+def _software() -> Iterator[Check]:
+    """Python, torch and its backends, devices, optional packages."""
     facts = {"pipefit": pipefit.__version__, "python": platform.python_version(), "platform": platform.platform()}
     found = f"{facts['pipefit']} on Python {facts['python']}, {platform.system()} {platform.machine()}"
-    return Check("pipefit", found, facts=facts)
-
-
-def _torch() -> Check:
+    yield Check("pipefit", found, facts=facts)
     start = time.perf_counter()
     try:
         import torch
         import torch.distributed as dist
     except ImportError as problem:
-        return Check("torch", f"cannot be imported: {problem}", "bad", "pip install torch", {"torch": None})
+        yield Check("torch", f"cannot be imported: {problem}", "bad", "pip install torch", {"torch": None})
+        return
     seconds = time.perf_counter() - start
     facts = {"torch": torch.__version__, "torch_import_s": seconds}
-    if not dist.is_available():
-        return Check(
-            "torch", f"{torch.__version__} without torch.distributed", "bad", "install an official build", facts
-        )
-    return Check("torch", f"{torch.__version__}, imported in {format_seconds(seconds)}", facts=facts)
+    yield Check("torch", f"{torch.__version__}, imported in {format_seconds(seconds)}", facts=facts)
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    counted = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
+    yield Check("devices", counted or "no GPU: ranks compute on the CPU", facts={"gpus": gpus})
+    there = {"gloo": dist.is_available() and dist.is_gloo_available()}
+    there["nccl"] = dist.is_available() and dist.is_nccl_available()
+    backends = [name for name, is_there in there.items() if is_there]
+    lacks = [name for name, is_there in there.items() if not is_there and (name == "gloo" or gpus)]
+    fix = f"install an official build of torch with {' and '.join(lacks)}" if lacks else ""
+    facts = {"backends": backends}
+    yield Check("backends", ", ".join(backends) or "none", "bad" if lacks else "good", fix, facts)
+    extras = {name: _version_of(name) for name in _OPTIONAL}
+    missing = ",".join(_OPTIONAL[name] for name, number in extras.items() if number is None)
+    known = ", ".join(f"{name} {number}" for name, number in extras.items() if number) or "none"
+    fix = f'optional: pip install "pipefit[{missing}]"' if missing else ""
+    yield Check("extras", known, fix=fix, facts={"extras": extras})
 
 
-def _extras() -> Check:
-    found: dict[str, str | None] = {}
-    for name in _OPTIONAL:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    missing = [name for name, number in found.items() if number is None]
-    there = ", ".join(f"{name} {number}" for name, number in found.items() if number) or "none"
-    extras = ",".join(_OPTIONAL[name] for name in missing)
-    fix = f'optional: pip install "pipefit[{extras}]"' if missing else ""
-    return Check("extras", there, fix=fix, facts={"extras": found})
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
-def _cores() -> Check:
+def _machine() -> Iterator[Check]:
+    """Cores, memory, and what the system lets a process have."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
-    fix = "other programs use the cores: times measured now will be too long"
     found = f"{usable} usable of {os.cpu_count()}, load {load:.1f}"
-    return _unless(load > usable, "cores", found, fix, cores=usable, load=load)
-
-
-def _memory() -> Check:
+    fix = "other programs use the cores: times measured now will be too long"
+    yield _unless(load > usable, "cores", found, fix, cores=usable, load=load)
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
-    return Check("memory", f"{format_bytes(total)}, {format_bytes(free)} unused", facts={"memory_bytes": total})
-
-
-def _devices() -> Check:
-    import torch
-
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    counted = {name: names.count(name) for name in names}
-    found = ", ".join(f"{number} × {name}" for name, number in counted.items()) or "no GPU: ranks compute on the CPU"
-    return Check("devices", found, facts={"gpus": names})
-
-
-def _backends() -> Check:
-    import torch
-    import torch.distributed as dist
-
-    gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    there = ["gloo"] * gloo + ["nccl"] * nccl
-    facts = {"backends": there}
-    if not gloo:
-        return Check("backends", ", ".join(there) or "none", "bad", "install a build of torch with Gloo", facts)
-    if torch.cuda.is_available() and not nccl:
-        return Check("backends", "gloo, no nccl", "bad", "install a build of torch with NCCL for these GPUs", facts)
-    return Check("backends", ", ".join(there), facts=facts)
-
-
-def _shared_memory() -> Check:
-    if not _SHM.exists():
-        return Check("shared memory", "no /dev/shm", "warn", "mount one, for data loaders with workers")
-    free = shutil.disk_usage(_SHM).free
+    yield Check("memory", f"{format_bytes(total)}, {format_bytes(free)} unused", facts={"memory_bytes": total})
+    free = shutil.disk_usage(_SHM).free if _SHM.exists() else 0
     fix = "data loaders with workers need more: start a container with --shm-size=1g"
-    return _unless(free < 256 * 2**20, "shared memory", f"{format_bytes(free)} free", fix, shm_bytes=free)
-
-
-def _open_files() -> Check:
+    yield _unless(free < 256 * 2**20, "shared memory", f"{format_bytes(free)} free", fix, shm_bytes=free)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
-    return _unless(soft < 1024, "open files", f"at most {soft}", fix, open_files=soft)
-
-
-def _temporary_folder() -> Check:
-    place = Path(tempfile.gettempdir())
+    yield _unless(soft < 1024, "open files", f"at most {soft}", fix, open_files=soft)
     try:
-        with tempfile.NamedTemporaryFile(dir=place) as file:
-            file.write(b"x")
-            file.flush()
+        place = tempfile.gettempdir()
+        free = shutil.disk_usage(place).free
+        yield Check("temporary folder", f"{place}, {format_bytes(free)} free", facts={"tmp_free_bytes": free})
     except OSError as problem:
-        return Check(
-            "temporary folder", f"{place}: {problem.strerror}", "bad", "set TMPDIR to a folder you may write to"
-        )
-    free = shutil.disk_usage(place).free
-    return Check("temporary folder", f"{place}, {format_bytes(free)} free", facts={"tmp_free_bytes": free})
-
-
-def _environment() -> Check:
+        yield Check("temporary folder", str(problem), "bad", "set TMPDIR to a folder you may write to")
     left = [name for name in _LAUNCHER if name in os.environ]
-    if left:
-        fix = f"outside torchrun these make a process wait for others: unset {' '.join(left)}"
-        return Check("environment", f"{', '.join(left)} set", "warn", fix, {"launcher_variables": left})
-    kept = {name: os.environ[name] for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME") if name in os.environ}
-    found = ", ".join(f"{name}={value}" for name, value in kept.items()) or "nothing special"
-    return Check("environment", found, facts={"environment": kept})
+    fix = f"outside torchrun these make a process wait for others: unset {' '.join(left)}"
+    yield _unless(bool(left), "environment", ", ".join(left) or "nothing special", fix, launcher_variables=left)
 
 
 def _ranks(num_ranks: int, timeout_s: int) -> Check:
@@ -182,49 +136,25 @@ def _ranks(num_ranks: int, timeout_s: int) -> Check:
         return Check(name, f"no answer within {timeout_s} s", "bad", fix)
     except (PipefitError, CommunicationError, OSError, RuntimeError) as problem:
         return Check(name, f"failed: {problem}", "bad", "see the log; is the loopback interface up (ip link show lo)?")
+    found = f"start, talk and end in {format_seconds(seconds)}; "
     if not links:
-        found = f"start, talk and end in {format_seconds(seconds)}; times of messages are too uneven to tell"
+        found += "times of messages are too uneven to tell"
         return Check(name, found, "warn", "measure when the machine is quiet", {"selftest_s": seconds})
-    found = (
-        f"start, talk and end in {format_seconds(seconds)}; loopback {format_bytes(links['bandwidth_bytes_per_s'])}/s, "
-        f"latency {format_seconds(links['latency_s'])}"
-    )
+    bandwidth, latency = format_bytes(links["bandwidth_bytes_per_s"]), format_seconds(links["latency_s"])
+    found += f"loopback {bandwidth}/s, latency {latency}"
     return Check(name, found, facts={"selftest_s": seconds, **links})
 
 
 def _start_ranks(num_ranks: int) -> dict[str, float]:
     from pipefit.runtime.launch import launch
 
-    return launch(_exchange, num_ranks, threads=1, quiet=True)[0]
+    return launch(_measured_link, num_ranks, threads=1, quiet=True)[0]
 
 
-def _exchange() -> dict[str, float]:
-    """Sends a known tensor around the ring of all ranks, adds up over all, and times the links.
-
-    Returns:
-        latency_s and bandwidth_bytes_per_s; nothing when the machine is too busy to tell.
-
-    Raises:
-        CommunicationError: something else arrived than was sent.
-    """
-    import torch
-    import torch.distributed as dist
-
+def _measured_link() -> dict[str, float]:
+    """Latency and bandwidth between the ranks; nothing when the machine is too busy to tell."""
     from pipefit.profiling import measure_links
-    from pipefit.runtime.collectives import sum_table
-    from pipefit.runtime.session import current
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sent = torch.arange(1000, dtype=torch.float64) + rank
-    got = torch.empty_like(sent)
-    waits = [dist.isend(sent, (rank + 1) % world), dist.irecv(got, (rank - 1) % world)]
-    for wait in waits:
-        wait.wait()
-    if not torch.equal(got, torch.arange(1000, dtype=torch.float64) + (rank - 1) % world):
-        raise CommunicationError(f"rank {rank} received something else than rank {(rank - 1) % world} sent")
-    total = sum_table(current(), torch.tensor([float(rank)])).item()
-    if total != world * (world - 1) / 2:
-        raise CommunicationError(f"rank {rank}: the sum over all ranks is {total}")
     try:
         level = measure_links(sizes=_MESSAGE_BYTES, repeats=10).levels[0]
     except TopologyError:  # larger messages took no longer: every rank sees the same times

@@ -11,13 +11,11 @@ import torch
 
 from pipefit.compare.comparison import Refusal
 from pipefit.compare.pipelines import ScheduledPipeline, plan_of
-from pipefit.compare.settings import CompareConfig
+from pipefit.compare.settings import STRATEGIES, WHOLE, CompareConfig
 from pipefit.compare.strategies import (
-    STRATEGIES,
     Batch,
     DataParallel,
     OneProcess,
-    Strategy,
     Trainer,
     num_cores,
 )
@@ -42,24 +40,22 @@ class Cell:
     """A strategy at one number of micro-batches, and its measurements.
 
     Attributes:
-        strategy: the strategy.
+        strategy: its name.
         num_microbatches: per update.
         trainer: the strategy at work on this rank.
         steps: updates of one repetition.
         seconds: per update, of each repetition.
         busy: share of the time that each rank computed, of each repetition.
-        used: processor seconds of each rank per update, of each repetition.
         bubbles: of each repetition.
         losses: of every update.
     """
 
-    strategy: Strategy
+    strategy: str
     num_microbatches: int
     trainer: Trainer
     steps: int
     seconds: list[float] = field(default_factory=list)
     busy: list[list[float]] = field(default_factory=list)
-    used: list[list[float]] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -124,23 +120,18 @@ def make_task(config: CompareConfig, session: Session) -> Task:
 def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batch]]:
     """The name of the data and their batches; random ones where no data are given and the usual ones do not fit."""
     count = max(min(config.steps * (config.repeats + 2), _MOST_BATCHES), _LEAST_BATCHES)
-    example = bundle.example(1, 0)
-    try:
-        source = source_of(bundle, config.data, config.batch, config.seed)
+    expected = _shapes(bundle.example(1, 0))
+    for names in (config.data,) if config.data else ((), ("synthetic",)):
+        try:
+            source = source_of(bundle, names, config.batch, config.seed)
+        except DataError:
+            if names:
+                raise
+            continue
         batches = list(islice(source.endless(), count))
-        fits = _shapes(batches[0]) == _shapes(example)
-    except DataError:
-        if config.data:
-            raise
-        fits = False
-    if not fits and config.data:
-        raise DataError(
-            f"{', '.join(config.data)}: one sample is {_shapes(batches[0])}, {bundle.name} takes {_shapes(example)}"
-        )
-    if not fits:
-        source = source_of(bundle, ("synthetic",), config.batch, 0)
-        batches = list(islice(source.endless(), count))
-    return source.name, batches
+        if _shapes(batches[0]) == expected:
+            return source.name, batches
+    raise DataError(f"{source.name}: one sample is {_shapes(batches[0])}, {bundle.name} takes {expected}")
 
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
@@ -152,18 +143,16 @@ def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], lis
     """Builds every cell. All ranks refuse alike, since they look at the same data."""
     config = task.config
     cells, refused = [], []
-    for strategy in STRATEGIES.values():
-        if config.names and strategy.name not in config.names:
-            continue
-        for num in config.microbatches if strategy.splits else (1,):
-            say(f"building {strategy.name}, {num} micro-batches")
+    for name in [name for name in STRATEGIES if name in (config.names or STRATEGIES)]:
+        for num in (1,) if name in WHOLE else config.microbatches:
+            say(f"building {name}, {num} micro-batches")
             try:
                 if num > config.batch:
                     raise DataError(f"a batch of {config.batch} samples cannot be split into {num} micro-batches")
-                trainer = _trainer(strategy, num, task)
-                cells.append(Cell(strategy, num, trainer, _steps(trainer, num, config)))
+                trainer = _trainer(name, num, task)
+                cells.append(Cell(name, num, trainer, _steps(trainer, num, config)))
             except PipefitError as problem:
-                refused.append(Refusal(strategy.name, num, str(problem)))
+                refused.append(Refusal(name, num, str(problem)))
     return cells, refused
 
 
@@ -174,15 +163,15 @@ def _steps(trainer: Trainer, num: int, config: CompareConfig) -> int:
     return config.steps
 
 
-def _trainer(strategy: Strategy, num: int, task: Task) -> Trainer:
-    work = task.work
-    if strategy.kind == "single":
-        return OneProcess(work, num, num_cores() if strategy.name == "all-threads" else 1)
-    if strategy.kind == "ddp":
-        if task.config.batch < current().num_ranks:
-            raise DataError(f"a batch of {task.config.batch} samples is too small for {current().num_ranks} ranks")
+def _trainer(name: str, num: int, task: Task) -> Trainer:
+    work, kind, ranks = task.work, STRATEGIES[name], current().num_ranks
+    if kind == "single":
+        return OneProcess(work, num, num_cores() if name == "all-threads" else 1)
+    if kind == "ddp":
+        if task.config.batch < ranks:
+            raise DataError(f"a batch of {task.config.batch} samples is too small for {ranks} ranks")
         return DataParallel(work, num)
-    if strategy.kind == "torch":
-        return TorchPipeline(work, task.partition, num, strategy.name)
-    plan = plan_of(strategy.name, num, task.partition, task.profiles[num], task.config.chunks)
+    if kind == "torch":
+        return TorchPipeline(work, task.partition, num, name)
+    plan = plan_of(name, num, task.partition, task.profiles[num], task.config.chunks)
     return ScheduledPipeline(work, plan, task.config.seed)

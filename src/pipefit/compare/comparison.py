@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipefit.compare.strategies import STRATEGIES
+from pipefit.compare.settings import STRATEGIES, WHOLE
 from pipefit.draw.chart import can_plot, chart
 from pipefit.draw.save import save_bitmap
 from pipefit.schedules import find
@@ -30,8 +30,6 @@ class Row:
         predicted_step_s: seconds per update of the simulation.
         predicted_over_measured: of the median seconds per update.
         utilisation: of each rank, busy time over wall time.
-        processor_s: of each rank, processor seconds of its own thread per update; with wall time far above it and
-            little bubble, something else uses the machine.
         peak_bytes: of each rank: weights and states, and the most that an update adds.
         final_loss: mean of the last updates of the samples that every row has seen.
         spread: half the distance between the quartiles of the seconds per update, relative to the median.
@@ -48,7 +46,6 @@ class Row:
     predicted_step_s: float | None = None
     predicted_over_measured: float | None = None
     utilisation: tuple[float, ...] = ()
-    processor_s: tuple[float, ...] = ()
     peak_bytes: tuple[float, ...] = ()
     final_loss: float | None = None
     spread: float = 0.0
@@ -117,7 +114,7 @@ class Comparison:
                 row,
                 speedup=single / row.step_s if single else None,
                 speedup_accumulated=summed[row.num_microbatches] / row.step_s
-                if row.num_microbatches in summed and row.strategy not in ("one-thread", "all-threads")
+                if row.num_microbatches in summed and row.strategy not in WHOLE
                 else None,
             )
             for row in self.rows
@@ -149,7 +146,7 @@ class Comparison:
 
     def _candidates(self) -> list[Row]:
         """The rows of synchronous schedules, which all train the same: those that a planner chooses from."""
-        names = {name for name, one in STRATEGIES.items() if one.kind == "schedule" and find(name).is_synchronous}
+        names = {name for name, kind in STRATEGIES.items() if kind == "schedule" and find(name).is_synchronous}
         return [row for row in self.rows if row.strategy in names and row.predicted_step_s is not None]
 
     def chart(self) -> str:
@@ -158,7 +155,7 @@ class Comparison:
         lines: dict[str, list[tuple[float | str, float]]] = {}
         for row in self.rows:
             # The whole batch at once is a level to compare with.
-            places = counts if row.strategy in ("one-thread", "all-threads") else [row.num_microbatches]
+            places = counts if row.strategy in WHOLE else [row.num_microbatches]
             lines.setdefault(row.strategy, []).extend((float(place), row.samples_per_s) for place in places)
         return chart(
             lines,

@@ -6,10 +6,12 @@ measurement; an idle rank waits there, blocked in the kernel.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +22,6 @@ from pipefit.compare.comparison import Comparison, Row
 from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.settings import CompareConfig
 from pipefit.compare.strategies import Batch
-from pipefit.compare.update_memory import rise_bytes
 from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.errors import PipefitError
 from pipefit.profiling.clock import half_interquartile_range
@@ -60,7 +61,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     gc.freeze()
     _repeat(cells, task.batches, config, session, say)
     say("memory of every cell")
-    rises = [rise_bytes(lambda cell=cell: cell.trainer.train(task.batches[: cell.steps])) for cell in cells]
+    rises = [_rise_bytes(lambda cell=cell: cell.trainer.train(task.batches[: cell.steps])) for cell in cells]
     gc.unfreeze()
     rows = []
     for cell, rise in zip(cells, rises, strict=True):
@@ -86,7 +87,7 @@ def _repeat(cells: list[Cell], batches: list[Batch], config: CompareConfig, sess
         name = f"repetition {repetition} of {config.repeats}" if repetition else "warming up"
         say(f"{name}, {len(cells)} cells")
         for index, cell in enumerate(cells):
-            place = f"{index + 1} of {len(cells)}, {cell.strategy.name} m={cell.num_microbatches}"
+            place = f"{index + 1} of {len(cells)}, {cell.strategy} m={cell.num_microbatches}"
             share = (repetition + index / len(cells)) / (config.repeats + 1)
             left_s = float(f"{(time.monotonic() - started) * (1 / share - 1):.2g}") if repetition else 0.0
             say(f"measuring: {name}, {place}" + f", about {format_seconds(left_s)} left" * bool(repetition))
@@ -116,13 +117,36 @@ def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> 
     if not keep:
         return
     cell.seconds.append(seconds / cell.steps)
-    cell.used.append(_of_ranks(used / cell.steps, session))
     if isinstance(cell.trainer, ScheduledPipeline):
         timeline = cell.trainer.timeline(cell.steps)
         cell.busy.append([timeline.busy_s(rank) / seconds for rank in range(session.num_ranks)])
         cell.bubbles.append(timeline.bubble_fraction)
     else:
-        cell.busy.append([share * cell.steps / seconds for share in cell.used[-1]])
+        cell.busy.append(_of_ranks(used / seconds, session))
+
+
+def _rise_bytes(work: Callable[[], object]) -> float | None:
+    """Bytes by which the memory in use rises while `work` runs; None where the system does not report it.
+
+    The kernel's high-water mark of the resident set is reset first, and what the allocator holds in reserve is given
+    back, so that memory which earlier work left there counts again.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_bytes("VmRSS")
+    except (OSError, AttributeError, StopIteration):
+        work()
+        return None
+    work()
+    return max(_status_bytes("VmHWM") - before, 0.0)
+
+
+def _status_bytes(field: str) -> float:
+    """A field of the process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def _of_ranks(value: float, session: Session) -> list[float]:
@@ -135,7 +159,7 @@ def _predicted(cell: Cell, task: Task, topology: Topology, runtime: RuntimeCosts
     profile = task.profiles.get(cell.num_microbatches)
     if profile is None:
         return None
-    if cell.strategy.name in ("accumulate", "one-thread"):
+    if cell.strategy in ("accumulate", "one-thread"):
         each_s = sum(layer.total_s for layer in profile.layers) + profile.loss_s
         return each_s * cell.num_microbatches + profile.optimizer_s, None
     if not isinstance(cell.trainer, ScheduledPipeline):
@@ -160,7 +184,7 @@ def _row(
     middle = statistics.median(cell.seconds)
     losses = cell.losses[: config.steps * (config.repeats + 1)]
     return Row(
-        strategy=cell.strategy.name,
+        strategy=cell.strategy,
         num_microbatches=cell.num_microbatches,
         step_s=middle,
         samples_per_s=config.batch / middle,
@@ -169,7 +193,6 @@ def _row(
         predicted_step_s=predicted[0] if predicted else None,
         predicted_over_measured=predicted[0] / middle if predicted else None,
         utilisation=tuple(statistics.median(shares) for shares in zip(*cell.busy, strict=True)),
-        processor_s=tuple(statistics.median(shares) for shares in zip(*cell.used, strict=True)),
         peak_bytes=tuple(a + b for a, b in zip(rises, states, strict=True)) if min(rises) >= 0 else (),
         final_loss=statistics.mean(losses[-_KEPT_LOSSES:]) if session.rank == 0 else None,
         spread=half_interquartile_range(cell.seconds) / middle,

@@ -8,6 +8,28 @@ from typing import Literal
 
 from pipefit.spec.options import setting
 
+STRATEGIES = {
+    "one-thread": "single",
+    "all-threads": "single",
+    "accumulate": "single",
+    "ddp": "ddp",
+    "data-parallel": "schedule",
+    "naive": "schedule",
+    "gpipe": "schedule",
+    "1f1b": "schedule",
+    "interleaved": "schedule",
+    "breadth-first": "schedule",
+    "zb-h1": "schedule",
+    "pipedream": "schedule",
+    "pipedream-2bw": "schedule",
+    "torch-gpipe": "torch",
+    "torch-1f1b": "torch",
+}
+"""Every strategy with its kind, in the order of the table."""
+
+WHOLE = ("one-thread", "all-threads")
+"""Strategies that take the whole batch at once."""
+
 
 @dataclass(frozen=True)
 class CompareConfig:

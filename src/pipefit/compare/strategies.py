@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,44 +18,6 @@ from pipefit.runtime.microbatches import cut, feed_of
 from pipefit.runtime.session import current
 
 Batch = tuple[Any, Any]
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """One way to train.
-
-    Attributes:
-        name: how users ask for it.
-        kind: "single", "ddp", "schedule" or "torch".
-        splits: whether it splits a batch into micro-batches.
-    """
-
-    name: str
-    kind: str
-    splits: bool = True
-
-
-STRATEGIES = {
-    strategy.name: strategy
-    for strategy in (
-        Strategy("one-thread", "single", splits=False),
-        Strategy("all-threads", "single", splits=False),
-        Strategy("accumulate", "single"),
-        Strategy("ddp", "ddp"),
-        Strategy("data-parallel", "schedule"),
-        Strategy("naive", "schedule"),
-        Strategy("gpipe", "schedule"),
-        Strategy("1f1b", "schedule"),
-        Strategy("interleaved", "schedule"),
-        Strategy("breadth-first", "schedule"),
-        Strategy("zb-h1", "schedule"),
-        Strategy("pipedream", "schedule"),
-        Strategy("pipedream-2bw", "schedule"),
-        Strategy("torch-gpipe", "torch"),
-        Strategy("torch-1f1b", "torch"),
-    )
-}
-"""Every strategy, in the order of the table."""
 
 
 class Trainer(Protocol):

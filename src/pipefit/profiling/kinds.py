@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -45,21 +45,17 @@ _SMALL_BYTES = 64 << 20
 """Of a layer that is run whatever the room."""
 
 
-class _Seconds(NamedTuple):
-    """Of one layer: both ways, and of a step on its weights (0: it has none, or there was no room)."""
-
-    forward_s: float
-    backward_s: float
-    step_s: float
-
-
 class _Found(NamedTuple):
-    """One layer's seconds, if there was room to train it, and the memory that a forward leaves in use besides tensors.
+    """Measurements of one layer.
 
-    That is what autograd notes until the backward, and what the allocator rounds up.
+    Attributes:
+        seconds: forward, backward, and a step on its weights (0: it has none, or there was no room); None: there was
+            no room to train it.
+        noted_bytes: memory that a forward leaves in use besides tensors: what autograd notes until the backward, and
+            what the allocator rounds up.
     """
 
-    seconds: _Seconds | None
+    seconds: tuple[float, float, float] | None
     noted_bytes: float
 
 
@@ -111,8 +107,14 @@ def with_measured_kinds(
         # A layer that cannot run in isolation, on random data of the right form, keeps its computed seconds.
         with random_state_kept(device), suppress(ModelError, RuntimeError):
             payload = map_tensors(torch.clone, first) if not index else _payload(cost.input, device)
-            run = _Forward(name, layer, payload, device, half)
-            found[id(cost)] = _alone(run, trained, optimizer, room_bytes, state_per_weight)
+            module = _present(name, layer, device)
+            with untouched(((name, module),), device, None):
+                run = _Forward(name, module, payload, device, half)
+                run()
+                noted_bytes = _noted_bytes(run)
+                seconds = _seconds(run, optimizer, room_bytes, state_per_weight) if trained else None
+            found[id(cost)] = _Found(seconds, noted_bytes)
+            del module, run
     loss_s = profile.loss_s
     if loss is not None and 2 * costs[-1].layer.output_bytes <= room_bytes:
         goal = placed(take(target, size, batch_of(target)), device, None)
@@ -156,39 +158,28 @@ class _Forward:
             return call_layer(self.name, self.layer, given, describe(self.payload))
 
 
-def _alone(run: _Forward, trained: bool, *rest: Any) -> _Found:
-    """Of a layer that is there for this long only; see `_seconds`."""
-    with _present(run.name, run.layer, run.device) as module, untouched(((run.name, module),), run.device, None):
-        run = replace(run, layer=module)
-        run()
-        noted_bytes = _noted_bytes(run)
-        return _Found(_seconds(run, *rest) if trained else None, noted_bytes)
-
-
-@contextmanager
-def _present(name: str, layer: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+def _present(name: str, layer: nn.Module, device: torch.device) -> nn.Module:
     """The layer; in place of one of the meta device a copy that has weights."""
     if not is_meta([NamedLayer(0, name, layer)]):
-        yield layer
-        return
+        return layer
     module = copy.deepcopy(layer)
     materialise([NamedLayer(0, name, module)], 0, device)
-    yield module
+    return module
 
 
-def _seconds(run: _Forward, optimizer: Optimizer | None, room_bytes: float, state_per_weight: float) -> _Seconds:
+def _seconds(
+    run: _Forward, optimizer: Optimizer | None, room_bytes: float, state_per_weight: float
+) -> tuple[float, float, float]:
     clock = Clock(run.device)
     weights = [parameter for parameter in run.layer.parameters() if parameter.requires_grad]
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
-    step = Step(((run.name, run),), run.payload, None, None, clock)
-    passes = _repeated(step.marked)
+    passes = _repeated(Step(((run.name, run),), run.payload, None, None, clock).marked)
     for leaf in tensors_of(run.payload):
         leaf.grad = None
     step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
-    steps = step_seconds(weights, optimizer, clock, len(passes)) if optimizer and step_bytes <= room_bytes else 0.0
-    forward_s, backward_s = (median_of([getattr(one, way)[0] for one in passes]) for way in ("forward_s", "backward_s"))
-    return _Seconds(forward_s, backward_s, steps)
+    step_s = step_seconds(weights, optimizer, clock, len(passes)) if optimizer and step_bytes <= room_bytes else 0.0
+    return median_of([one.forward_s[0] for one in passes]), median_of([one.backward_s[0] for one in passes]), step_s
 
 
 def _noted_bytes(run: _Forward) -> float:
@@ -235,16 +226,14 @@ def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) 
         msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes) if one else layer
         for layer, one in zip(profile.layers, found, strict=True)
     ]
-    profile = msgspec.structs.replace(profile, layers=tuple(layers))
     timed = [one.seconds if one else None for one in found]
     pairs = [(layer, seconds) for layer, seconds in zip(layers, timed, strict=True) if seconds is not None]
     if not pairs:
-        return profile
-    stepped = [(layer.weight_bytes, seconds.step_s) for layer, seconds in pairs if seconds.step_s]
-    ratio = _ratio([(layer.total_s, seconds.forward_s + seconds.backward_s) for layer, seconds in pairs])
-    per_byte = _ratio(stepped) if stepped else 0.0
+        return msgspec.structs.replace(profile, layers=tuple(layers))
+    ratio = _ratio([(layer.total_s, forward_s + backward_s) for layer, (forward_s, backward_s, _) in pairs])
+    per_byte = _ratio([(layer.weight_bytes, step_s) for layer, (*_, step_s) in pairs if step_s], none=0.0)
 
-    def corrected(layer: Layer, seconds: _Seconds | None) -> Layer:
+    def corrected(layer: Layer, seconds: tuple[float, float, float] | None) -> Layer:
         forward_s, backward_s, step_s = seconds or (layer.forward_s * ratio, layer.backward_s * ratio, 0.0)
         inputs = layer.backward_input_s / layer.backward_s if layer.backward_s else 0.0
         return msgspec.structs.replace(
@@ -256,17 +245,16 @@ def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) 
         )
 
     layers = [corrected(layer, seconds) for layer, seconds in zip(layers, timed, strict=True)]
-    measured = f"{len(pairs)} of {len(layers)} layers by one of their kind, measured"
     return msgspec.structs.replace(
         profile,
         layers=tuple(layers),
         loss_s=loss_s,
         optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
-        source=f"{profile.source}; {measured}",
+        source=f"{profile.source}; {len(pairs)} of {len(layers)} layers by one of their kind, measured",
     )
 
 
-def _ratio(pairs: Sequence[tuple[float, float]]) -> float:
+def _ratio(pairs: Sequence[tuple[float, float]], none: float = 1.0) -> float:
     """The second over the first, of their sums."""
     below, above = sum(a for a, _ in pairs), sum(b for _, b in pairs)
-    return above / below if below else 1.0
+    return above / below if below else none

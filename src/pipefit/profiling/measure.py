@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -94,21 +94,21 @@ def profile_layers(
         step = Step(chain, payload, loss, goal, Clock(place))
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
-        samples = _samples(replace(step, clock=clock), repeats, warmup, limit_s)
+        turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
         step_s = 0.0
         if optimizer:
             weights_of = {id(p): p for _, layer in chain for p in layer.parameters() if p.requires_grad}
             step_s = step_seconds([*weights_of.values()], optimizer, clock, repeats, clips=clips, before=step.plain)
         where = _description(place, dtype)
-    turns = f"medians of {len(samples.plain)} turns after {warmup}{', processor time' if alone else ''}"
+    how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(_layer(index, one, samples) for index, one in enumerate(found)),
+        layers=tuple(_layer(index, one, turns) for index, one in enumerate(found)),
         device=where,
-        source=f"measured: {turns}; torch {torch.__version__}",
-        step_s=median_of(samples.plain),
-        loss_s=median_of([turn.loss_s for turn in samples.marked]) if loss else 0.0,
+        source=f"measured: {how}; torch {torch.__version__}",
+        step_s=median_of([turn.plain for turn in turns]),
+        loss_s=median_of([turn.marked.loss_s for turn in turns]) if loss else 0.0,
         optimizer_s=step_s,
     )
 
@@ -148,44 +148,38 @@ def profile_sizes(
     return measured[sizes[0]].with_others(measured[size] for size in sorted(sizes[1:]))
 
 
-@dataclass
-class _Samples:
-    plain: list[float] = field(default_factory=list)
-    marked: list[Marked] = field(default_factory=list)
-    inputs: list[Marked] = field(default_factory=list)
-    halved: list[list[tuple[float, float]] | None] = field(default_factory=list)
+class _Turn(NamedTuple):
+    """One measurement by each of the passes of `Step` with these names."""
+
+    plain: float
+    marked: Marked
+    inputs_only: Marked
+    halved: list[tuple[float, float]] | None
 
 
-def _samples(step: Step, repeats: int, warmup: int, limit_s: float | None) -> _Samples:
+def _turns(step: Step, repeats: int, warmup: int, limit_s: float | None) -> list[_Turn]:
     """Runs the passes alternating; their order changes every time, so that none always follows the same other."""
-    samples = _Samples()
-    kinds: list[Callable[[], None]] = [
-        lambda: samples.plain.append(step.plain()),
-        lambda: samples.marked.append(step.marked()),
-        lambda: samples.inputs.append(step.inputs_only()),
-        lambda: samples.halved.append(step.halved()),
-    ]
+    turns: list[_Turn] = []
     start = time.perf_counter()
     for turn in range(warmup + repeats):
         if limit_s is not None and turn >= warmup + _FEWEST and time.perf_counter() - start > limit_s:
             break
-        for place in range(len(kinds)):
-            kinds[(turn + place) % len(kinds)]()
-    for kept in (samples.plain, samples.marked, samples.inputs, samples.halved):
-        del kept[:warmup]
-    return samples
+        first = turn % len(_Turn._fields)
+        order = _Turn._fields[first:] + _Turn._fields[:first]
+        turns.append(_Turn(**{name: getattr(step, name)() for name in order}))
+    return turns[warmup:]
 
 
-def _layer(index: int, found: Weighed, samples: _Samples) -> Layer:
-    forward = [turn.forward_s[index] for turn in samples.marked]
-    backward = [turn.backward_s[index] for turn in samples.marked]
+def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
+    forward = [turn.marked.forward_s[index] for turn in turns]
+    backward = [turn.marked.backward_s[index] for turn in turns]
     full = median_of(backward)
-    inputs = min(median_of([turn.backward_s[index] for turn in samples.inputs]), full)
+    inputs = min(median_of([turn.inputs_only.backward_s[index] for turn in turns]), full)
     if not found.learns:
         inputs = full
     elif not found.gets_gradients:
         inputs = 0.0
-    halved = [turn[index] for turn in samples.halved if turn is not None]
+    halved = [turn.halved[index] for turn in turns if turn.halved is not None]
     split_s, split_input_s = (0.0 if halved else None), 0.0
     if halved and found.learns and found.gets_gradients:
         first_s, second_s = (median_of(list(half)) for half in zip(*halved, strict=True))
@@ -203,13 +197,10 @@ def _layer(index: int, found: Weighed, samples: _Samples) -> Layer:
 
 def _device_of(chain: Chain, device: str | torch.device | None) -> torch.device:
     if device is None:
-        for _, layer in chain:
-            for tensor in (*layer.parameters(), *layer.buffers()):
-                return tensor.device
-    place = torch.device(device or "cpu")
-    if place.type == "cuda" and place.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return place
+        tensors = (t for _, layer in chain for t in (*layer.parameters(), *layer.buffers()))
+        device = next((tensor.device for tensor in tensors), "cpu")
+    place = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
 def _description(device: torch.device, dtype: torch.dtype | None) -> str:
@@ -222,8 +213,6 @@ def _description(device: torch.device, dtype: torch.dtype | None) -> str:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
