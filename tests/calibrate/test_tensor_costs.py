@@ -9,8 +9,7 @@ from pipefit.cost import FREE, of_plan
 from pipefit.cost.tensor import tensor_shard
 from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
-from pipefit.parallel import Region
-from pipefit.parallel.region import Exchange
+from pipefit.parallel.region import Exchange, Rehearsal
 from pipefit.profiling import profile_layers
 from pipefit.profiling.links import per_core
 from pipefit.schedules import Shape, generate
@@ -59,7 +58,8 @@ def rehearsed(sequence: bool = False) -> tuple[list[shard.Ways], list[Exchange],
     """The exchanges of a small GPT over two processes, and what one of them has."""
     layers = named_layers(model())
     x, y = (torch.randint(0, 12, (3, 6)) for _ in range(2))
-    with shard._rehearsed(layers, Region(None, 2, 1, sequence)) as (divided, rehearsal):
+    rehearsal = Rehearsal(None, 2, 0, sequence)
+    with shard._rehearsed(layers, rehearsal) as divided:
         loss = divided.loss(mean_cross_entropy)
         each, ends = shard._exchanges(layers, x, y, loss, rehearsal, CPU)
         chain = [(layer.prefix, layer.module) for layer in layers]
@@ -93,7 +93,7 @@ def test_a_rehearsal_weighs_the_parts_and_leaves_the_layers_as_they_were():
     layers = named_layers(model())
     before = [(p, p.data, p.data.clone()) for layer in layers for p in layer.module.parameters()]
     classes = [type(layer.module) for layer in layers]
-    with shard._rehearsed(layers, Region(None, 2, 0, False)):
+    with shard._rehearsed(layers, Rehearsal(None, 2, 0, False)):
         assert layers[1].module.up.weight.shape == (16, 8)
         assert [type(layer.module) for layer in layers] != classes
     assert [type(layer.module) for layer in layers] == classes

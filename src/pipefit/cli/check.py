@@ -7,17 +7,17 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, importable, make_model
 from pipefit.cli.options import Count, Json, verb
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, PipefitError
 from pipefit.spec.options import Precision, Request, Updates
+from pipefit.units import counted
 
 if TYPE_CHECKING:
     from pipefit.models import ModelBundle
-    from pipefit.testing import CheckResult
 
 
 @verb("plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device")
@@ -84,28 +84,17 @@ def command(
     facts = {"schedule": schedule, "num_ranks": spread.ranks, "num_microbatches": microbatches, "dtype": dtype}
     facts |= {"precision": precision.dtype} if precision.dtype != "fp32" else {}
     facts |= {"tensor": spread.tensor, "sequence_parallel": spread.sequence_parallel} if spread.tensor > 1 else {}
-    data = result.as_dict() | facts | {"transport": transport, "steps": steps}
-    return Answer(data, _verdict(result, bundle, data), FINE if result.equal else FINDING)
-
-
-def _verdict(result: CheckResult, model: ModelBundle, data: dict[str, Any]) -> str:
+    width = f", tensor {spread.tensor}{' and sequence' * spread.sequence_parallel}" if spread.tensor > 1 else ""
     verdict = "equal" if result.equal else f"DIFFERENT, first in {result.first_difference}"
-    return "\n".join(
-        [
-            f"{model.describe()}",
-            f"{data['schedule']} on {data['num_ranks']} rank{'s' * (data['num_ranks'] > 1)}{_width(data)} "
-            f"({data['transport']}), {data['num_microbatches']} micro-batches, {data['steps']} steps in "
-            f"{data.get('precision', data['dtype'])}: {verdict}",
-            f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
-            f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})",
-        ]
+    text = (
+        f"{bundle.describe()}\n"
+        f"{schedule} on {counted(spread.ranks or 0, 'rank')}{width} ({transport}), {microbatches} micro-batches, "
+        f"{steps} steps in {facts.get('precision', dtype)}: {verdict}\n"
+        f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
+        f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})"
     )
-
-
-def _width(data: dict[str, Any]) -> str:
-    if "tensor" not in data:
-        return ""
-    return f", tensor {data['tensor']}" + " and sequence" * data["sequence_parallel"]
+    data = result.as_dict() | facts | {"transport": transport, "steps": steps}
+    return Answer(data, text, FINE if result.equal else FINDING)
 
 
 def _try_once(model: ModelBundle, size: int, seed: int) -> None:
@@ -116,7 +105,6 @@ def _try_once(model: ModelBundle, size: int, seed: int) -> None:
     """
     import torch
 
-    from pipefit.errors import PipefitError
     from pipefit.stage.split import named_layers
 
     x, y = batch_of(model, size, seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -12,9 +12,9 @@ from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
 from pipefit.cli.options import Count, Counts, Json, ending
 from pipefit.errors import PipefitError
-
-if TYPE_CHECKING:
-    from pipefit.spec import Device, Layer, Profile
+from pipefit.planner.machines import load_topology
+from pipefit.spec import Layer, Profile
+from pipefit.units import columns, format_bytes, format_seconds
 
 
 def command(
@@ -56,47 +56,40 @@ def command(
     if not microbatch_size or len(set(microbatch_size)) != len(microbatch_size):
         given = ",".join(map(str, microbatch_size))
         raise PipefitError(f"--microbatch-size: expected one or more different sizes, got {given!r}")
-    kind = getattr(torch, dtype) if dtype else None
-    if analytic:
-        computed_for = _device(topology)
-        bundle = make_model(model, option, seed=seed, device="meta")
-        x, y = batch_of(bundle, 1, seed)
-        compute = partial(
-            analytic_profile, bundle.layers, x, computed_for, bundle.loss, y, dtype=kind, model=bundle.name
-        )
-        first, *others = (compute(microbatch_size=size) for size in microbatch_size)
-        profile = first.with_others(others) if others else first
-    elif topology is not None:
+    if analytic and topology is None:
+        raise PipefitError("--analytic needs --topology: a TOML file whose [device] has flops, or dgx-a100-8")
+    if topology is not None and not analytic:
         raise PipefitError("--topology is for computed profiles: add --analytic, or leave it out to measure here")
-    else:
-        bundle = make_model(model, option, seed=seed)
-        x, y = batch_of(bundle, max(microbatch_size), seed)
-        makers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=1e-3), "none": None}
+    if not analytic:
         _check_device(device)
-        profile = profile_sizes(
-            bundle.layers,
-            x,
-            bundle.loss,
-            y,
-            microbatch_sizes=microbatch_size,
-            dtype=kind,
-            optimizer=makers[optimizer],
-            model=bundle.name,
-            repeats=repeats,
-            threads=threads,
-            device=device,
-        )
+    bundle = make_model(model, option, seed=seed, device="meta" if analytic else None)
+    x, y = batch_of(bundle, 1 if analytic else max(microbatch_size), seed)
+    same: dict[str, Any] = {"dtype": getattr(torch, dtype) if dtype else None, "model": bundle.name}
+    if topology is not None:
+        place = load_topology(topology).device
+        compute = partial(analytic_profile, bundle.layers, x, place, bundle.loss, y, **same)
+        first, *others = (compute(microbatch_size=size) for size in microbatch_size)
+        profile = first.with_others(others)
+    else:
+        makers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=1e-3), "none": None}
+        same |= {"optimizer": makers[optimizer], "repeats": repeats, "threads": threads, "device": device}
+        profile = profile_sizes(bundle.layers, x, bundle.loss, y, microbatch_sizes=microbatch_size, **same)
     if output:
         profile.save(output)
-    return Answer(_figures(profile), lambda: _table(profile), output=output)
-
-
-def _device(topology: str | None) -> Device:
-    from pipefit.planner.machines import load_topology
-
-    if topology is None:
-        raise PipefitError("--analytic needs --topology: a TOML file whose [device] has flops, or dgx-a100-8")
-    return load_topology(topology).device
+    total = Layer("total", **{name: sum(getattr(layer, name) for layer in profile.layers) for name in _COLUMNS})
+    data = {
+        "model": profile.model,
+        "microbatch_size": profile.microbatch_size,
+        "microbatch_sizes": [one.microbatch_size for one in (profile, *profile.others)],
+        "num_layers": len(profile),
+        "device": profile.device,
+        "step_s": profile.step_s,
+        "loss_s": profile.loss_s,
+        "optimizer_s": profile.optimizer_s,
+        **{name: getattr(total, name) for name in _COLUMNS},
+        "layers": profile.layers,
+    }
+    return Answer(data, lambda: _table(profile, total), output=output)
 
 
 def _check_device(name: str | None) -> None:
@@ -106,22 +99,6 @@ def _check_device(name: str | None) -> None:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as problem:
         raise PipefitError(f"--device {name}: cannot be used here: {str(problem).splitlines()[0]}") from None
-
-
-def _figures(profile: Profile) -> dict[str, Any]:
-    total = _total(profile)
-    return {
-        "model": profile.model,
-        "microbatch_size": profile.microbatch_size,
-        "microbatch_sizes": [profile.microbatch_size, *(other.microbatch_size for other in profile.others)],
-        "num_layers": len(profile),
-        "device": profile.device,
-        "step_s": profile.step_s,
-        "loss_s": profile.loss_s,
-        "optimizer_s": profile.optimizer_s,
-        **{name: getattr(total, name) for name in _COLUMNS},
-        "layers": profile.layers,
-    }
 
 
 _COLUMNS = {
@@ -134,24 +111,15 @@ _COLUMNS = {
 }
 
 
-def _total(profile: Profile) -> Layer:
-    from pipefit.spec import Layer
-
-    return Layer("total", **{name: sum(getattr(layer, name) for layer in profile.layers) for name in _COLUMNS})
-
-
-def _table(profile: Profile) -> str:
-    from pipefit.units import columns, format_bytes, format_seconds
-
+def _table(profile: Profile, total: Layer) -> str:
     rows = [["layer", *_COLUMNS.values()]]
-    for layer in (*profile.layers, _total(profile)):
+    for layer in (*profile.layers, total):
         show = {name: format_seconds if name.endswith("_s") else format_bytes for name in _COLUMNS}
         rows.append([layer.name, *(show[name](getattr(layer, name)) for name in _COLUMNS)])
     lines = [f"{profile.model}, micro-batch of {profile.microbatch_size}, {profile.device}", ""]
     lines += columns(rows, right=True)
     whole = [("whole step", profile.step_s), ("loss", profile.loss_s), ("optimizer", profile.optimizer_s)]
     lines += ["", "  ".join(f"{name} {format_seconds(value)}" for name, value in whole if value)]
-    lines += [f"also at micro-batches of {', '.join(str(o.microbatch_size) for o in profile.others)}"] * bool(
-        profile.others
-    )
+    if profile.others:
+        lines.append(f"also at micro-batches of {', '.join(str(other.microbatch_size) for other in profile.others)}")
     return "\n".join(lines)
