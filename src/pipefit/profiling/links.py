@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -54,21 +55,10 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     """
     if len(set(num_bytes)) < 2 or len(num_bytes) != len(seconds) or min(seconds) <= 0:
         raise TopologyError("a link needs measured times above 0 at two message sizes at least")
-    # Least squares of (a + b·n − t)/t, in closed form.
-    weights = [1 / t**2 for t in seconds]
-    total = sum(weights)
-    mean_n = sum(w * n for w, n in zip(weights, num_bytes, strict=True)) / total
-    mean_t = sum(w * t for w, t in zip(weights, seconds, strict=True)) / total
-    spread = sum(w * (n - mean_n) ** 2 for w, n in zip(weights, num_bytes, strict=True))
-    both = sum(w * (n - mean_n) * (t - mean_t) for w, n, t in zip(weights, num_bytes, seconds, strict=True))
-    slope = both / spread
-    latency = mean_t - slope * mean_n
-    if latency < 0:
-        # Without a latency the slope alone is fitted.
-        latency = 0.0
-        slope = sum(n / t for n, t in zip(num_bytes, seconds, strict=True)) / sum(
-            (n / t) ** 2 for n, t in zip(num_bytes, seconds, strict=True)
-        )
+    sizes, times = np.asarray(num_bytes, float), np.asarray(seconds)
+    slope, latency = (float(value) for value in np.polyfit(sizes, times, 1, w=1 / times))
+    if latency < 0:  # without a latency the slope alone is fitted
+        latency, slope = 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
     if slope <= 0:
         raise TopologyError("larger messages were not slower: measure larger sizes, or when the machine is quiet")
     return latency, 1 / slope
