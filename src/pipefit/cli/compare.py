@@ -22,7 +22,7 @@ from pipefit.errors import PipefitError
 from pipefit.units import columns
 
 if TYPE_CHECKING:
-    from pipefit.compare.comparison import Choice, Comparison, Row
+    from pipefit.compare.comparison import Comparison, Row
 
 _PATIENCE_S = 30.0
 
@@ -102,27 +102,17 @@ def table(result: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -
         "",
     ]
     if result.choice is not None:
-        lines.append(_verdict(result, result.choice))
-    lines += [f"not measured: {cells}: {reason}" for reason, cells in _reasons(result).items()]
+        chosen, best = (f"{row.strategy} m={row.num_microbatches}" for row in result.choice)
+        lines.append(
+            f"synchronous schedules are predicted within {result.largest_error:.1%}; the choice by prediction, "
+            f"{chosen}, takes {result.choice.over_best:.3f} × the best measured, {best}"
+        )
+    refused: dict[str, list[str]] = {}
+    for item in result.refused:
+        refused.setdefault(item.reason, []).append(f"{item.strategy} m={item.num_microbatches}")
+    lines += [f"not measured: {', '.join(cells)}: {reason}" for reason, cells in refused.items()]
     lines += [f"{kind:<8} {path}" for kind, path in paths.items()]
     return "\n".join(lines) + "\n"
-
-
-def _verdict(result: Comparison, choice: Choice) -> str:
-    """The two figures that show how good predictions are, in one line."""
-    chosen, best = (f"{row.strategy} m={row.num_microbatches}" for row in choice)
-    return (
-        f"synchronous schedules are predicted within {result.largest_error:.1%}; the choice by prediction, {chosen}, "
-        f"takes {choice.over_best:.3f} × the best measured, {best}"
-    )
-
-
-def _reasons(result: Comparison) -> dict[str, str]:
-    """The cells that were not measured, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for item in result.refused:
-        reasons.setdefault(item.reason, []).append(f"{item.strategy} m={item.num_microbatches}")
-    return {reason: ", ".join(cells) for reason, cells in reasons.items()}
 
 
 def _cells(row: Row) -> list[str]:

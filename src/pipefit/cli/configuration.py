@@ -59,11 +59,9 @@ def _value(item: Any, where: str) -> Any:
 
 
 def _path(tokens: list[str]) -> Path | None:
-    for place, token in enumerate(tokens):
-        if token == "--":
-            break
-        if token.startswith("--config="):
-            return Path(token.removeprefix("--config="))
-        if token == "--config" and place + 1 < len(tokens):
-            return Path(tokens[place + 1])
+    own = tokens[: tokens.index("--")] if "--" in tokens else tokens
+    for token, following in zip(own, [*own[1:], ""], strict=True):
+        name, _, value = token.partition("=")
+        if name == "--config" and (value or following):
+            return Path(value or following)
     return None

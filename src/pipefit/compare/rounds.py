@@ -87,10 +87,7 @@ def _repeat(cells: list[Cell], batches: list[Batch], config: CompareConfig, sess
         name = f"repetition {repetition} of {config.repeats}" if repetition else "warming up"
         say(f"{name}, {len(cells)} cells")
         for index, cell in enumerate(cells):
-            place = f"{index + 1} of {len(cells)}, {cell.strategy} m={cell.num_microbatches}"
-            share = (repetition + index / len(cells)) / (config.repeats + 1)
-            left_s = float(f"{(time.monotonic() - started) * (1 / share - 1):.2g}") if repetition else 0.0
-            say(f"measuring: {name}, {place}" + f", about {format_seconds(left_s)} left" * bool(repetition))
+            say(f"measuring: {name}, {index + 1} of {len(cells)}, {cell.strategy} m={cell.num_microbatches}")
             _measure(cell, batches, session, keep=repetition > 0)
         spent_s = max(_of_ranks(time.monotonic() - started, session))
         another_s = spent_s * (repetition + 2) / (repetition + 1)

@@ -30,7 +30,7 @@ from pipefit.stage.batchnorm import commit
 from pipefit.stage.split import named_layers
 from pipefit.stage.stage import Stage
 from pipefit.testing.case import Case, Outcome
-from pipefit.testing.reference import aliases, as_sent, for_the_loss, micro_batches, on_device, shares_of
+from pipefit.testing.reference import aliases, micro_batches, weighted_loss
 
 Rule = Callable[[int, int], int]
 Gradients = dict[str, Tensor | None]
@@ -127,9 +127,9 @@ def delayed_reference(case: Case) -> Outcome:
     parts = [_Part(case, s, m if whole else m * replicas[s], owners) for s in range(depth)]
     first: dict[str, Tensor] = {}
     losses = [0.0] * len(case.batches)
-    data = list(_stream(case))
-    for k, (x, y, share) in enumerate(data):
-        losses[k // m] += _run(case, parts, version, k, x, y, share)
+    data = [part for batch in case.batches for part in micro_batches(case, batch)]
+    for k, micro_batch in enumerate(data):
+        losses[k // m] += _run(case, parts, version, k, *micro_batch)
         done = {part: k // part.size for part in parts if (k + 1) % part.size == 0 or k + 1 == len(data)}
         # A weight that several stages hold is stepped on all of them by the sum of their gradients.
         gradients = _clipped(_summed(done, m, len(data)), case.updates.clip_norm)
@@ -149,26 +149,17 @@ def delayed_reference(case: Case) -> Outcome:
     )
 
 
-def _stream(case: Case) -> Any:
-    for x, y in case.batches:
-        targets = micro_batches(y, case.request.microbatches)
-        yield from zip(
-            micro_batches(x, case.request.microbatches), targets, shares_of(targets, case.updates.weigh), strict=True
-        )
-
-
-def _run(case: Case, parts: Sequence[_Part], version: Rule, k: int, x: Any, y: Any, share: float) -> float:
+def _run(case: Case, parts: Sequence[_Part], version: Rule, k: int, *micro_batch: Any) -> float:
     """Forward and backward of micro-batch k at the versions of the rule; its weighted loss."""
-    payload = on_device(x, case.device)
     for s, part in enumerate(parts):
         part.point(version(s, k))
-        payload = part.stage.forward(as_sent(payload, case.half) if s else payload, k, update=k // part.size)
+    updates = [k // part.size for part in parts]
+    loss = weighted_loss(case, [part.stage for part in parts], k, updates, *micro_batch)
     scale = case.first_scale or 1.0
-    loss = case.loss(for_the_loss(payload, case.half), on_device(y, case.device)) * share
     if loss.requires_grad:
         (loss * scale).backward()
-    for part in parts:
-        part.accumulate(k // part.size, scale)
+    for part, update in zip(parts, updates, strict=True):
+        part.accumulate(update, scale)
     return float(loss.detach().double())
 
 

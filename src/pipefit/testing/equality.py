@@ -150,7 +150,7 @@ def tolerance_of(dtype: torch.dtype, half: torch.dtype | None = None, tensor: in
 
 def compare(got: Outcome, wanted: Outcome, tolerance: float) -> CheckResult:
     """Compares every rank's numbers with the reference's."""
-    loss_diff = _loss_difference(got.losses, wanted.losses)
+    loss_diff = _difference(*(torch.tensor(one.losses, dtype=torch.float64) for one in (got, wanted)), floor=0.0)
     gradients = dict(_differences(got.gradients, wanted.gradients[0], wanted.names))
     weights = dict(_differences(got.weights, wanted.weights[0], tuple(wanted.weights[0])))
     names = [
@@ -165,13 +165,6 @@ def compare(got: Outcome, wanted: Outcome, tolerance: float) -> CheckResult:
         first_difference=names[0] if names else "the loss" if losses_differ else None,
         tolerance=tolerance,
     )
-
-
-def _loss_difference(got: Sequence[float], wanted: Sequence[float]) -> float:
-    if len(got) != len(wanted):
-        return float("inf")
-    scale = max(map(abs, wanted), default=0.0) or 1.0
-    return max((abs(a - b) / scale for a, b in zip(got, wanted, strict=True)), default=0.0)
 
 
 def _differences(

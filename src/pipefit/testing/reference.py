@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,21 +77,24 @@ def _accumulate(
 ) -> float:
     """Adds up the gradients of a batch, micro-batch by micro-batch; returns its loss."""
     total = 0.0
-    targets = micro_batches(batch[1], case.request.microbatches)
-    inputs = micro_batches(batch[0], case.request.microbatches)
-    for index, (x, y, share) in enumerate(zip(inputs, targets, shares_of(targets, case.updates.weigh), strict=True)):
-        payload = on_device(x, case.device)
-        for number, stage in enumerate(stages):
-            given = as_sent(payload, case.half) if number else payload
-            payload = stage.forward(given, first + index, update=first // case.request.microbatches)
-        loss = case.loss(for_the_loss(payload, case.half), on_device(y, case.device)) * share
+    updates = [first // case.request.microbatches] * len(stages)
+    for number, part in enumerate(micro_batches(case, batch), first):
+        loss = weighted_loss(case, stages, number, updates, *part)
         if loss.requires_grad:
             scaler.scale(loss).backward()
         total += float(loss.detach().double())
     return total
 
 
-def micro_batches(batch: Any, count: int) -> list[Any]:
+def micro_batches(case: Case, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any, float]]:
+    """The micro-batches of a batch: input, target, and the share in the mean loss of the batch."""
+    inputs, targets = (_split(payload, case.request.microbatches) for payload in batch)
+    weigh = case.updates.weigh or (lambda target: len(pytree.tree_leaves(target)[0]))
+    counts = [float(weigh(target)) for target in targets]
+    yield from zip(inputs, targets, (count / sum(counts) for count in counts), strict=True)
+
+
+def _split(batch: Any, count: int) -> list[Any]:
     """A pytree of tensors split along the first dimension: sizes differ by at most one, the larger ones first."""
     size = int(pytree.tree_leaves(batch)[0].shape[0])
     ends = [0]
@@ -100,29 +103,33 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
     return [pytree.tree_map(lambda leaf, a=start, b=end: leaf[a:b], batch) for start, end in itertools.pairwise(ends)]
 
 
-def shares_of(targets: Sequence[Any], weigh: Callable[[Any], float] | None) -> list[float]:
-    """The share of each micro-batch in the mean loss of its batch."""
-    counts = [float(weigh(target)) if weigh else float(len(pytree.tree_leaves(target)[0])) for target in targets]
-    return [count / sum(counts) for count in counts]
+def weighted_loss(
+    case: Case, stages: Sequence[Stage], number: int, updates: Sequence[int], x: Any, y: Any, share: float
+) -> Tensor:
+    """The loss of a micro-batch times its share, by the forwards of all stages.
 
+    Args:
+        case: the training.
+        stages: of the whole model.
+        number: of the micro-batch, counted over all batches.
+        updates: of each stage: the number of the update that the micro-batch belongs to.
+        x: input.
+        y: target.
+        share: in the mean loss of the batch.
+    """
+    half = case.half
 
-def as_sent(payload: Any, half: torch.dtype | None) -> Any:
-    """The input of a stage: rounded to the half type where it carries a gradient, as float32 again."""
-
-    def rounded(leaf: Tensor) -> Tensor:
+    def as_sent(leaf: Tensor) -> Tensor:
+        """Rounded to the half type where it carries a gradient, as float32 again."""
         return leaf.to(half).float() if leaf.requires_grad and leaf.dtype in (torch.float32, half) else leaf
 
-    return payload if half is None else pytree.tree_map(rounded, payload)
-
-
-def for_the_loss(payload: Any, half: torch.dtype | None) -> Any:
-    """The model's output, in float32 where it came in the half type."""
-    return payload if half is None else pytree.tree_map(lambda x: x.float() if x.dtype == half else x, payload)
-
-
-def on_device(payload: Any, device: str) -> Any:
-    """The payload with its tensors on a device."""
-    return pytree.tree_map(lambda leaf: leaf.to(device), payload)
+    payload, target = (pytree.tree_map(lambda leaf: leaf.to(case.device), item) for item in (x, y))
+    for index, (stage, update) in enumerate(zip(stages, updates, strict=True)):
+        payload = pytree.tree_map(as_sent, payload) if index and half else payload
+        payload = stage.forward(payload, number, update=update)
+    if half:
+        payload = pytree.tree_map(lambda leaf: leaf.float() if leaf.dtype == half else leaf, payload)
+    return case.loss(payload, target) * share
 
 
 def aliases(layers: Sequence[NamedLayer]) -> list[tuple[nn.Parameter, list[str]]]:
