@@ -21,7 +21,7 @@ import pipefit
 from pipefit.errors import CommunicationError, PipefitError, TopologyError
 from pipefit.units import format_bytes, format_seconds
 
-_OPTIONAL = {"pillow": "plot", "scikit-learn": "data", "optuna": "search"}
+_OPTIONAL = {"matplotlib": "plot", "scikit-learn": "data", "optuna": "search"}
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _SHM = Path("/dev/shm")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
