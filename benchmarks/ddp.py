@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.devices import own_core
-from pipefit.compare.pipelines import ScheduledPipeline
-from pipefit.compare.strategies import DataParallel, Trainer
+from pipefit.compare.strategies import DataParallel, ScheduledPipeline, Trainer
 from pipefit.models import build, parse_options
 from pipefit.planner import by_hand
 from pipefit.profiling.workload import Workload

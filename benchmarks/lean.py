@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipefit.compare.pipelines import ScheduledPipeline
-from pipefit.compare.strategies import Trainer
+from pipefit.compare.strategies import ScheduledPipeline, Trainer
 from pipefit.compare.torch_pipeline import TorchPipeline
 from pipefit.planner import by_hand
 from pipefit.profiling.workload import Workload

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from cyclopts import Parameter
@@ -35,7 +36,8 @@ from torch.utils.checkpoint import checkpoint
 from pipefit.errors import InfeasibleError, PipefitError, TierError
 from pipefit.models import ModelBundle, build
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.profiling import Copies, measure_copies
+from pipefit.profiling import measure_tier
+from pipefit.spec import Tier
 from pipefit.spec.options import Parallelism, Spilled
 from pipefit.units import format_bytes, format_seconds, parse_quantity
 
@@ -96,14 +98,14 @@ class OffloadRow:
     note: str = ""
 
 
-def rates(config: OffloadConfig) -> Copies:
-    """Measures the copies between device and host, each way and both at once, in a process of its own.
+def rates(config: OffloadConfig) -> Tier:
+    """Measures the copies between device and host, in a process of its own.
 
     Raises:
         PipefitError: there is no such device, or it has failed.
     """
     _check(config)
-    return Copies(**_of_child({"config": asdict(config)}))
+    return Tier(**_of_child({"config": asdict(config)}))
 
 
 def offload(
@@ -165,9 +167,9 @@ def _of_child(request: dict[str, Any]) -> dict[str, Any]:
 # ---- in a process of its own ---------------------------------------------------------------------------------------
 
 
-def _answer(config: OffloadConfig, way: str | None = None, tokens: int = 0) -> Copies | OffloadRow:
+def _answer(config: OffloadConfig, way: str | None = None, tokens: int = 0) -> Tier | OffloadRow:
     if way is None:
-        return measure_copies(None, config.device)
+        return measure_tier(None, config.device)
     try:
         return _TRAINED[way](config, tokens)
     except (RuntimeError, PipefitError) as problem:
@@ -341,11 +343,13 @@ def main(
 ) -> int:
     """Prints a row for every way; exit code 1: the spilled run had more of the GPU's memory than the cap."""
     config = replace(config, cap_bytes=parse_quantity(cap, "bytes", "--cap"))
-    to_device, to_host, both = (f"{rate / 1e9:.2f} GB/s" for rate in rates(config))
+    tier = rates(config)
+    together = ", which share one channel" * tier.one_channel
+    to_device, to_host = (f"{rate / 1e9:.2f} GB/s" for rate in (tier.read_bytes_per_s, tier.write_bytes_per_s))
     print(
         f"GPT of {config.layers} x {config.hidden}, {config.heads} heads, on {config.device}; spilled under "
         f"{format_bytes(config.cap_bytes)}\n"
-        f"copies alone: {to_device} to the device, {to_host} to the host, {both} both at once\n"
+        f"copies alone: {to_device} to the device, {to_host} to the host{together}\n"
         f"{'tokens':>7} {'way':<10} {'step':>10} {'of resident':>11} {'peak':>11} {'predicted':>10} {'loss':>8}"
     )
     resident: dict[int, float] = {}
@@ -380,4 +384,4 @@ if __name__ == "__main__":
         found = _answer(OffloadConfig(**request.pop("config")), **request)
     except PipefitError as problem:
         sys.exit(str(problem))
-    sys.stdout.write(json.dumps(found._asdict() if isinstance(found, Copies) else asdict(found)) + "\n")
+    sys.stdout.write(json.dumps(msgspec.structs.asdict(found) if isinstance(found, Tier) else asdict(found)) + "\n")

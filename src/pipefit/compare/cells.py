@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from pipefit.compare.comparison import Refusal
-from pipefit.compare.pipelines import ScheduledPipeline, plan_of
 from pipefit.compare.settings import STRATEGIES, WHOLE, CompareConfig
 from pipefit.compare.strategies import (
     Batch,
     DataParallel,
     OneProcess,
+    ScheduledPipeline,
     Trainer,
     num_cores,
+    plan_of,
 )
 from pipefit.compare.torch_pipeline import TorchPipeline
 from pipefit.errors import DataError, PipefitError, nearest

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.compare.cells import Cell, Task, build_cells, make_task
 from pipefit.compare.comparison import Comparison, Row
-from pipefit.compare.pipelines import ScheduledPipeline
 from pipefit.compare.settings import CompareConfig
-from pipefit.compare.strategies import Batch
+from pipefit.compare.strategies import Batch, ScheduledPipeline
 from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.errors import PipefitError
 from pipefit.profiling.clock import half_interquartile_range

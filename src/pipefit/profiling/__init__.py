@@ -6,15 +6,13 @@ from pipefit.profiling.layers import as_chain
 from pipefit.profiling.links import LinkSample, fit_link, measure_links
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_layers, profile_sizes
-from pipefit.profiling.tier_rates import Copies, measure_copies, measure_tier
+from pipefit.profiling.tier_rates import measure_tier
 
 __all__ = [
-    "Copies",
     "LinkSample",
     "analytic_profile",
     "as_chain",
     "fit_link",
-    "measure_copies",
     "measure_device",
     "measure_links",
     "measure_tier",

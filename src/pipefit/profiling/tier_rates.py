@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,17 +20,14 @@ from pipefit.spill.lanes import Lanes
 from pipefit.spill.records import chunk_sum
 from pipefit.spill.tiers import ALIGNMENT, Key, TierStore
 
-_BYTES = 64 << 20
-_REPEATS = 4
-
 
 def measure_tier(
     folder: str | Path | None = None,
     device: str | torch.device = "cpu",
     *,
     capacity_bytes: float | None = None,
-    num_bytes: int = _BYTES,
-    repeats: int = _REPEATS,
+    num_bytes: int = 64 << 20,
+    repeats: int = 4,
 ) -> Tier:
     """Measures the host's memory, or the disk of a folder, with the copies that spilling uses.
 
@@ -49,43 +45,7 @@ def measure_tier(
     Raises:
         TierError: the folder cannot be used, or has no room.
     """
-    copies, check, commit_s = _measured(folder, torch.device(device), num_bytes, repeats)
-    if capacity_bytes is None:
-        capacity_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
-    return Tier(
-        "host" if folder is None else "disk",
-        capacity_bytes,
-        copies.read_bytes_per_s,
-        copies.write_bytes_per_s,
-        one_channel=copies.share_a_channel,
-        check_bytes_per_s=check,
-        commit_s=commit_s,
-    )
-
-
-class Copies(NamedTuple):
-    """Rates of copies between a device and its tier; the rate of both at once is that of their sum."""
-
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    both_bytes_per_s: float
-
-    @property
-    def share_a_channel(self) -> bool:
-        """Whether both at once take longer than the mean of side by side and one after the other."""
-        read_s, write_s, both_s = 1 / self.read_bytes_per_s, 1 / self.write_bytes_per_s, 2 / self.both_bytes_per_s
-        return both_s > (max(read_s, write_s) + read_s + write_s) / 2
-
-
-def measure_copies(folder: str | Path | None = None, device: str | torch.device = "cpu") -> Copies:
-    """The rates of a tier without its capacity; arguments as in `measure_tier`."""
-    return _measured(folder, torch.device(device), _BYTES, _REPEATS)[0]
-
-
-def _measured(
-    folder: str | Path | None, place: torch.device, num_bytes: int, repeats: int
-) -> tuple[Copies, float, float]:
-    """Rates of the copies, and of the checksums that whoever computes takes; and the seconds of a commit."""
+    place = torch.device(device)
     lanes = Lanes(place)
     name = f"probe-{os.getpid()}"
     tier: TierStore = HostTier(None, lanes, place) if folder is None else DiskTier(folder, name, lanes, device=place)
@@ -94,12 +54,10 @@ def _measured(
         num_bytes = min(num_bytes, max(most // ALIGNMENT, 1) * ALIGNMENT)
     keys = Key(0, "weights"), Key(1, "weights")
     slots = [aligned(num_bytes, place).fill_(1) for _ in keys]
-    turns = []
     try:
         tier.reserve(dict.fromkeys(keys, num_bytes))
         tier.write(keys[1], 0, slots[1]).wait()
-        for version in range(repeats):
-            turns.append(_turn(tier, keys, slots, version))
+        turns = [_turn(tier, keys, slots, version) for version in range(repeats)]
         check = _check_bytes_per_s(slots[0], repeats) if folder is not None and place.type == "cpu" else 0.0
         commit_s = _commit_s(tier, repeats) if isinstance(tier, DiskTier) else 0.0
     finally:
@@ -108,7 +66,18 @@ def _measured(
         for file in Path(folder or os.devnull).glob(f"{name}.*"):
             file.unlink()
     read_s, write_s, both_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
-    return Copies(num_bytes / read_s, num_bytes / write_s, 2 * num_bytes / both_s), check, commit_s
+    if capacity_bytes is None:
+        capacity_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
+    return Tier(
+        "host" if folder is None else "disk",
+        capacity_bytes,
+        num_bytes / read_s,
+        num_bytes / write_s,
+        # Side by side both would take the longer of them, one after the other their sum.
+        one_channel=both_s > (max(read_s, write_s) + read_s + write_s) / 2,
+        check_bytes_per_s=check,
+        commit_s=commit_s,
+    )
 
 
 def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version: int) -> tuple[float, float, float]:
