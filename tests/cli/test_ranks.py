@@ -46,7 +46,7 @@ def test_the_doctor_says_what_to_fix_and_leaves_with_1(capsys, monkeypatch):
     def broken(num_ranks):
         raise OSError("the loopback interface is down")
 
-    monkeypatch.setattr("pipefit.cli.doctor_checks._start_ranks", broken)
+    monkeypatch.setattr("pipefit.cli.doctor._start_ranks", broken)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "x  2 ranks" in out and "the loopback interface is down" in out and "fix:" in out
@@ -55,7 +55,7 @@ def test_the_doctor_says_what_to_fix_and_leaves_with_1(capsys, monkeypatch):
 def test_the_doctor_does_not_wait_for_ranks_that_hang(capsys, monkeypatch):
     import time
 
-    monkeypatch.setattr("pipefit.cli.doctor_checks._start_ranks", lambda num_ranks: time.sleep(60))
+    monkeypatch.setattr("pipefit.cli.doctor._start_ranks", lambda num_ranks: time.sleep(60))
     assert main(["doctor", "--timeout", "1"]) == 1
     assert "no answer within 1 s" in capsys.readouterr().out
 

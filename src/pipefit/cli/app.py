@@ -77,15 +77,33 @@ def run(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as problem:  # whoever knows how to resume says so
         return _complain(_verb(tokens), f"interrupted{'; ' * bool(str(problem))}{problem}", 130)
     except Exception as problem:  # an error that no one expected: a mistake of pipefit, so say so and keep the evidence
-        from pipefit.cli.crash import keep_evidence
-
-        path = keep_evidence(problem, tokens)
+        path = _keep_evidence(problem, tokens)
         text = f"{type(problem).__name__}: {problem}".rstrip(": ")
         return _complain(
             _verb(tokens),
             f"this is a mistake of pipefit itself: {text}\nPlease report it with the file {path}",
             INTERNAL_ERROR,
         )
+
+
+def _keep_evidence(problem: BaseException, arguments: list[str]) -> str:
+    """Writes versions, the command and the traceback to a new file, and returns its path."""
+    import platform
+    import shlex
+    import tempfile
+    import traceback
+
+    lines = [
+        f"pipefit {pipefit.__version__}, Python {platform.python_version()}, {platform.platform()}",
+        f"torch {getattr(sys.modules.get('torch'), '__version__', 'not imported')}",
+        f"command: pipefit {shlex.join(arguments)}",
+        "",
+        *traceback.format_exception(problem),
+    ]
+    handle, path = tempfile.mkstemp(prefix="pipefit-error-", suffix=".log")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write("\n".join(lines))
+    return path
 
 
 def _dispatch(tokens: list[str]) -> int:

@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import platform
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+import pipefit
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.options import Count, Json
-from pipefit.errors import PipefitError
-from pipefit.units import columns
+from pipefit.errors import CommunicationError, PipefitError, TopologyError
+from pipefit.units import columns, format_bytes, format_seconds
+
+_OPTIONAL = {"matplotlib": "plot", "scikit-learn": "data", "optuna": "search"}
+_MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+_SHM = Path("/dev/shm")
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of the thing.
+        state: "bad" keeps pipefit from working, "warn" may hurt.
+        found: what it is.
+        fix: what to do, where something is to be done.
+        facts: the same for programs.
+    """
+
+    name: str
+    found: str
+    state: Literal["good", "warn", "bad"] = "good"
+    fix: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def command(
@@ -28,11 +66,9 @@ def command(
         ranks: Processes of the self-test.
         timeout: Seconds after which the self-test has failed.
     """
-    from pipefit.cli.doctor_checks import all_checks
-
     if ranks < 2:
         raise PipefitError(f"--ranks: expected at least 2, which talk to each other; got {ranks}")
-    found = all_checks(ranks, timeout)
+    found = _all_checks(ranks, timeout)
     problems = [check for check in found if check.state == "bad"]
     data = {
         "ok": not problems,
@@ -47,3 +83,135 @@ def command(
     lines = columns(rows)
     lines += ["", "All is well." if not problems else f"{len(problems)} to fix, marked x."]
     return Answer(data, "\n".join(lines), FINDING if problems else FINE)
+
+
+def _all_checks(num_ranks: int, timeout_s: int) -> list[_Check]:
+    """Every check, in the order in which problems are best fixed; without torch no ranks are started."""
+    software = list(_software())
+    works = all(check.state != "bad" for check in software)
+    return [*software, *_machine(), *([_ranks(num_ranks, timeout_s)] if works else [])]
+
+
+def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> _Check:
+    """A check that is good, or warns where there is a problem."""
+    return _Check(name, found, "warn", fix, facts) if problem else _Check(name, found, facts=facts)
+
+
+def _software() -> Iterator[_Check]:
+    """Python, torch and its backends, devices, optional packages."""
+    facts = {"pipefit": pipefit.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    found = f"{facts['pipefit']} on Python {facts['python']}, {platform.system()} {platform.machine()}"
+    yield _Check("pipefit", found, facts=facts)
+    start = time.perf_counter()
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as problem:
+        yield _Check("torch", f"cannot be imported: {problem}", "bad", "pip install torch", {"torch": None})
+        return
+    seconds = time.perf_counter() - start
+    facts = {"torch": torch.__version__, "torch_import_s": seconds}
+    yield _Check("torch", f"{torch.__version__}, imported in {format_seconds(seconds)}", facts=facts)
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    counted = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
+    yield _Check("devices", counted or "no GPU: ranks compute on the CPU", facts={"gpus": gpus})
+    there = {"gloo": dist.is_available() and dist.is_gloo_available()}
+    there["nccl"] = dist.is_available() and dist.is_nccl_available()
+    backends = [name for name, is_there in there.items() if is_there]
+    lacks = [name for name, is_there in there.items() if not is_there and (name == "gloo" or gpus)]
+    fix = f"install an official build of torch with {' and '.join(lacks)}" if lacks else ""
+    facts = {"backends": backends}
+    yield _Check("backends", ", ".join(backends) or "none", "bad" if lacks else "good", fix, facts)
+    extras = {name: _version_of(name) for name in _OPTIONAL}
+    missing = ",".join(_OPTIONAL[name] for name, number in extras.items() if number is None)
+    known = ", ".join(f"{name} {number}" for name, number in extras.items() if number) or "none"
+    fix = f'optional: pip install "pipefit[{missing}]"' if missing else ""
+    yield _Check("extras", known, fix=fix, facts={"extras": extras})
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _machine() -> Iterator[_Check]:
+    """Cores, memory, and what the system lets a process have."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    found = f"{usable} usable of {os.cpu_count()}, load {load:.1f}"
+    fix = "other programs use the cores: times measured now will be too long"
+    yield _unless(load > usable, "cores", found, fix, cores=usable, load=load)
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    yield _Check("memory", f"{format_bytes(total)}, {format_bytes(free)} unused", facts={"memory_bytes": total})
+    free = shutil.disk_usage(_SHM).free if _SHM.exists() else 0
+    fix = "data loaders with workers need more: start a container with --shm-size=1g"
+    yield _unless(free < 256 * 2**20, "shared memory", f"{format_bytes(free)} free", fix, shm_bytes=free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    yield _unless(soft < 1024, "open files", f"at most {soft}", fix, open_files=soft)
+    try:
+        place = tempfile.gettempdir()
+        free = shutil.disk_usage(place).free
+        yield _Check("temporary folder", f"{place}, {format_bytes(free)} free", facts={"tmp_free_bytes": free})
+    except OSError as problem:
+        yield _Check("temporary folder", str(problem), "bad", "set TMPDIR to a folder you may write to")
+    left = [name for name in _LAUNCHER if name in os.environ]
+    fix = f"outside torchrun these make a process wait for others: unset {' '.join(left)}"
+    yield _unless(bool(left), "environment", ", ".join(left) or "nothing special", fix, launcher_variables=left)
+
+
+def _ranks(num_ranks: int, timeout_s: int) -> _Check:
+    name = f"{num_ranks} ranks"
+    try:
+        with _deadline(timeout_s):
+            start = time.perf_counter()
+            links = _start_ranks(num_ranks)
+            seconds = time.perf_counter() - start
+    except TimeoutError:
+        fix = "look for a firewall on the loopback interface (ip link show lo), or a machine far too busy"
+        return _Check(name, f"no answer within {timeout_s} s", "bad", fix)
+    except (PipefitError, CommunicationError, OSError, RuntimeError) as problem:
+        return _Check(name, f"failed: {problem}", "bad", "see the log; is the loopback interface up (ip link show lo)?")
+    found = f"start, talk and end in {format_seconds(seconds)}; "
+    if not links:
+        found += "times of messages are too uneven to tell"
+        return _Check(name, found, "warn", "measure when the machine is quiet", {"selftest_s": seconds})
+    bandwidth, latency = format_bytes(links["bandwidth_bytes_per_s"]), format_seconds(links["latency_s"])
+    found += f"loopback {bandwidth}/s, latency {latency}"
+    return _Check(name, found, facts={"selftest_s": seconds, **links})
+
+
+def _start_ranks(num_ranks: int) -> dict[str, float]:
+    from pipefit.runtime.launch import launch
+
+    return launch(_measured_link, num_ranks, threads=1, quiet=True)[0]
+
+
+def _measured_link() -> dict[str, float]:
+    """Latency and bandwidth between the ranks; nothing when the machine is too busy to tell."""
+    from pipefit.profiling import measure_links
+
+    try:
+        level = measure_links(sizes=_MESSAGE_BYTES, repeats=10).levels[0]
+    except TopologyError:  # larger messages took no longer: every rank sees the same times
+        return {}
+    return {"latency_s": level.latency_s, "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s}
+
+
+@contextmanager
+def _deadline(seconds: int) -> Iterator[None]:
+    """Raises TimeoutError in the body after some seconds; ranks that hang must not hang the doctor."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
