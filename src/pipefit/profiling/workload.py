@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,7 @@ class Workload:
 
     def fresh(self) -> nn.Sequential:
         """A copy of the whole model."""
-        return copy.deepcopy(nn.Sequential(OrderedDict((layer.prefix, layer.module) for layer in self.layers)))
+        return copy.deepcopy(nn.Sequential(*(layer.module for layer in self.layers)))
 
     def batch(self, why: str) -> tuple[Any, Any]:
         """The example.
