@@ -12,7 +12,7 @@ from pipefit import Pipeline
 from pipefit.errors import InfeasibleError, PipefitError, PlanError
 from pipefit.ir.op import Op
 from pipefit.models import build
-from pipefit.pipeline.spilled_shape import spill_of
+from pipefit.pipeline.memory_cap import spill_of
 from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.testing import check
 
@@ -172,7 +172,7 @@ def test_weights_that_a_layer_transposes_or_uses_twice_are_saved_by_their_place(
 def test_what_the_host_has_no_room_for_lies_on_disk(tmp_path):
     one, other = resident(adamw, 0.5), spilled(adamw, 0.5, disk=tmp_path / "tier", host_memory=5 * 4096)
     tier = other.workers[0].spilling.tier
-    assert tier.host.num_bytes == 5 * 4096 and tier.disk.num_bytes > 0
+    assert tier.memory_bytes == 5 * 4096 and tier.disk_bytes > 0
     for x, y in data():
         assert one.step(x, y) == other.step(x, y)
     assert same(one.state_dict(), other.state_dict())
@@ -293,7 +293,7 @@ def test_activations_that_wait_on_the_tier_change_nothing(how, clip, tmp_path):
         x, y = torch.randn(size, 8), torch.randint(0, 4, (size,))
         assert one.step(x, y) == other.step(x, y)
     assert same(one.state_dict(), other.state_dict())
-    assert not other.workers[0].spilling.parked._forms
+    assert not other.workers[0].spilling.parked._waiting
     other.close()
 
 

@@ -17,10 +17,9 @@ from pipefit.run.tier_records import with_tier
 from pipefit.spec.options import Parallelism, Spilled, from_flat
 from pipefit.spill import tier_file as tierfile
 from pipefit.spill.arena import aligned
-from pipefit.spill.disk import DiskTier
-from pipefit.spill.host import HostTier
 from pipefit.spill.parked import ParkedTensors
-from pipefit.spill.records import HEADER_BYTES, RecordHeader, chunk_sum
+from pipefit.spill.tier_file import chunk_sum
+from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import Key
 
 SIZE = 3 * 4096
@@ -47,7 +46,7 @@ def found(tier, **how):
 
 def written(folder, steps=2):
     """A tier of two records with some committed steps; record contents are the step's number."""
-    tier = DiskTier(folder)
+    tier = TierStore(folder)
     tier.reserve({A: SIZE, B: SIZE})
     for step in range(1, steps + 1):
         writes = [tier.write(key, 10 + step, filled(step)) for key in (A, B)]
@@ -55,9 +54,9 @@ def written(folder, steps=2):
     return tier
 
 
-@pytest.mark.parametrize("make", [HostTier, None])
-def test_a_read_waits_for_the_write_of_its_version(make, tmp_path):
-    tier = make() if make else DiskTier(tmp_path)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_read_waits_for_the_write_of_its_version(on_disk, tmp_path):
+    tier = TierStore(tmp_path if on_disk else None)
     tier.reserve({A: SIZE})
     for version in range(20):
         tier.write(A, version, filled(version))
@@ -74,7 +73,7 @@ def test_a_version_that_is_not_there_is_refused(tmp_path):
 
 def test_a_run_goes_on_from_the_step_it_committed_last(tmp_path):
     written(tmp_path).close()
-    tier = DiskTier(tmp_path)
+    tier = TierStore(tmp_path)
     assert found(tier) == (2, {"at": 2})
     assert read(tier, A, 12) == read(tier, B, 12) == (2, 2)
     tier.close()
@@ -84,32 +83,29 @@ def test_what_was_written_after_the_commit_is_rolled_back(tmp_path):
     tier = written(tmp_path)
     tier.write(A, 13, filled(3)).wait()
     tier.close()
-    tier = DiskTier(tmp_path)
+    tier = TierStore(tmp_path)
     assert tier.recover()[0] == 2
     assert read(tier, A, 12) == (2, 2)
     tier.close()
 
 
-@pytest.mark.parametrize("cut", [0, 1, HEADER_BYTES, HEADER_BYTES + 4096, HEADER_BYTES + 8192])
+@pytest.mark.parametrize("cut", [0, 1, 4096, 8192, SIZE])
 def test_a_write_that_was_cut_off_anywhere_loses_nothing(tmp_path, cut):
     """Step 3 overwrites the copy of step 1; whatever part of it arrived, step 2 is whole."""
     tier = written(tmp_path)
-    record = tier._records[A]
-    start = record.position(1 - record.current)
+    at = tier._records[A].disk
     tier.close()
-    new = RecordHeader(str(A), 13, SIZE, 12345).pack() + bytes([3]) * SIZE
     with tier.files.path.open("r+b") as file:
-        file.seek(start)
-        file.write(new[:cut])
-    tier = DiskTier(tmp_path)
+        file.seek(at.position(1 - at.copy))
+        file.write(bytes([3]) * cut)
+    tier = TierStore(tmp_path)
     assert tier.recover()[0] == 2
     assert read(tier, A, 12) == (2, 2)
     tier.close()
 
 
-def flip(tier, record, copy, offset):
+def flip(tier, place):
     """Flips a bit of a closed tier's file."""
-    place = record.position(copy) + offset
     with tier.files.path.open("r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]
@@ -117,18 +113,18 @@ def flip(tier, record, copy, offset):
         file.write(bytes([byte ^ 4]))
 
 
-@pytest.mark.parametrize("offset", [0, 20, HEADER_BYTES, HEADER_BYTES + 5000, HEADER_BYTES + SIZE - 1])
+@pytest.mark.parametrize("offset", [0, 20, 5000, SIZE - 1])
 def test_a_flipped_bit_is_found_and_the_step_before_taken_while_that_is_whole(tmp_path, offset):
     tier = written(tmp_path)
-    record = tier._records[A]
+    at = tier._records[A].disk
     tier.close()
-    flip(tier, record, record.current, offset)
-    tier = DiskTier(tmp_path)
+    flip(tier, at.position(at.copy) + offset)
+    tier = TierStore(tmp_path)
     assert found(tier) == (1, {"at": 1})
     assert read(tier, A, 11) == read(tier, B, 11) == (1, 1)
     tier.close()
-    flip(tier, record, 1 - record.current, offset)
-    tier = DiskTier(tmp_path)
+    flip(tier, at.position(1 - at.copy) + offset)
+    tier = TierStore(tmp_path)
     with pytest.raises(TierError, match="does not have its checksum; resume from a checkpoint"):
         tier.recover()
     tier.close()
@@ -136,7 +132,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_taken_while_that_is_whole(tm
 
 def test_a_step_that_others_have_not_committed_can_be_passed_over(tmp_path):
     written(tmp_path, steps=3).close()
-    tier = DiskTier(tmp_path)
+    tier = TierStore(tmp_path)
     assert tier.recover().step == 3
     commit = tier.recover(at_most=2)
     assert (commit.step, commit.state) == (2, {"at": 2}) and read(tier, B, 12) == (2, 2)
@@ -144,7 +140,7 @@ def test_a_step_that_others_have_not_committed_can_be_passed_over(tmp_path):
     assert [committed.step for committed in tierfile.read_commits(tmp_path, "rank-0")] == [2]
     tier.commit(3, {"at": "again"}, [tier.write(key, 13, filled(33)) for key in (A, B)]).wait()
     tier.close()
-    tier = DiskTier(tmp_path)
+    tier = TierStore(tmp_path)
     assert found(tier) == (3, {"at": "again"}) and read(tier, A, 13) == (33, 33)
     with pytest.raises(TierError, match="step 1 is needed, the first that is there is 2"):
         tier.recover(at_most=1)
@@ -156,7 +152,7 @@ def test_a_commit_that_is_damaged_gives_way_to_the_one_before(tmp_path, damage):
     written(tmp_path).close()
     path = tmp_path / "rank-0.commit"
     path.write_bytes(damage(path.read_bytes()))
-    tier = DiskTier(tmp_path)
+    tier = TierStore(tmp_path)
     assert found(tier) == (1, {"at": 1}) and read(tier, A, 11) == (1, 1)
     tier.close()
 
@@ -183,7 +179,7 @@ def test_a_failed_write_fails_the_commit_and_keeps_the_step_before(tmp_path, mon
         tier.commit(3, {}, [write]).wait()
     monkeypatch.undo()
     tier.close()
-    tier = DiskTier(tmp_path)
+    tier = TierStore(tmp_path)
     assert tier.recover()[0] == 2
     tier.close()
 
@@ -194,16 +190,16 @@ def _full(*args):
 
 def test_no_room_is_said_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(tierfile.os, "posix_fallocate", _full)
-    tier = DiskTier(tmp_path)
-    with pytest.raises(TierError, match=r"needs 64 KiB.*make room, or give another --disk folder"):
+    tier = TierStore(tmp_path)
+    with pytest.raises(TierError, match=r"needs 48 KiB.*make room, or give another --disk folder"):
         tier.reserve({A: SIZE, B: SIZE})
     tier.close()
 
 
 def test_two_runs_cannot_use_one_file(tmp_path):
-    tier = DiskTier(tmp_path)
+    tier = TierStore(tmp_path)
     with pytest.raises(TierError, match="another run uses it"):
-        DiskTier(tmp_path)
+        TierStore(tmp_path)
     tier.close()
 
 
@@ -217,11 +213,11 @@ def test_a_run_that_still_lasts_is_not_taken_for_one_that_was_cut_off(resumes, t
 
 def test_a_folder_whose_parent_is_missing_is_refused(tmp_path):
     with pytest.raises(TierError, match=r"cannot keep spilled records there: .*/no is not there"):
-        DiskTier(tmp_path / "no" / "such")
+        TierStore(tmp_path / "no" / "such")
 
 
 def test_a_host_tier_keeps_to_its_limit():
-    tier = HostTier(SIZE)
+    tier = TierStore(host_bytes=SIZE)
     with pytest.raises(TierError, match="--host-memory allows 12"):
         tier.reserve({A: SIZE, B: SIZE})
     tier.close()
@@ -260,7 +256,7 @@ def test_training_stops_with_one_message_when_the_disk_fills(tmp_path, monkeypat
             pipe.step(x, x)
     monkeypatch.undo()
     pipe.close()
-    tier = DiskTier(tmp_path / "tier")
+    tier = TierStore(tmp_path / "tier")
     assert tier.recover()[0] == 1
     tier.close()
 
@@ -307,15 +303,15 @@ def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
 
 def test_records_with_one_copy_and_versions_of_their_own_are_found_by_the_next_process(tmp_path):
     """The folder of a trial: each turn opens it, writes some records, commits them together, and closes it."""
-    how = {"name": "trial", "direct": False, "shared": True}
-    tier = DiskTier(tmp_path, **how)
-    tier.about = {"shards": 2}
-    tier.reserve({A: SIZE, B: SIZE}, scratch=[B])
+    how = {"name": "trial", "shared": True}
+    tier = TierStore(tmp_path, **how)
+    tier.reserve({A: SIZE, B: SIZE}, [B], {"shards": 2})
     tier.commit(0, {"turn": 0}, [tier.write(A, 7, filled(7)), tier.write(B, 1, filled(1))]).wait()
     tier.close()
 
-    tier = DiskTier(tmp_path, **how)
-    assert tier.recover(check=False).state == {"turn": 0} and tier.about == {"shards": 2}
+    tier = TierStore(tmp_path, **how)
+    assert tier.recover(check=False).state == {"turn": 0}
+    assert tierfile.read_about(tmp_path, "trial") == {"shards": 2}
     parked = ParkedTensors(tier, torch.device("cpu"))
     left = [torch.randn(3, 5).T, torch.arange(4, dtype=torch.int32)]
     act, empty = Key(1, "act", 0), Key(1, "grad", 0)
@@ -324,7 +320,7 @@ def test_records_with_one_copy_and_versions_of_their_own_are_found_by_the_next_p
     tier.write(A, 9, filled(9)).wait()  # of a turn that was cut off
     tier.close()
 
-    tier = DiskTier(tmp_path, **how)
+    tier = TierStore(tmp_path, **how)
     state = tier.recover(check=False).state
     assert (tier.holds(A), tier.holds(B)) == (8, 1)
     assert read(tier, A, 8) == (8, 8) and read(tier, B, 1) == (1, 1)
@@ -336,7 +332,7 @@ def test_records_with_one_copy_and_versions_of_their_own_are_found_by_the_next_p
         assert all(map(torch.equal, tensors(), left)) and tensors()[0].stride() == left[0].stride()
     copy, tensors = parked.read(empty)
     copy.wait()
-    assert tensors() == [] and [row[:3] for row in parked.describe() if len(row) > 4] == [list(act)]
+    assert tensors() == [] and [row[:3] for row in parked.describe() if row[4] is not None] == [list(act)]
     tier.close()
 
 
@@ -352,7 +348,7 @@ def test_any_damage_to_a_folder_is_reported_as_such(tmp_path):
             if index is not None:
                 data[index] ^= 1 << (index % 8)
             (folder / path.name).write_bytes(data)
-            tier = DiskTier(folder)
+            tier = TierStore(folder)
             with contextlib.suppress(TierError):
                 assert found(tier) in ((1, {"at": 1}), (2, {"at": 2}))
             tier.close()
@@ -362,8 +358,8 @@ def test_any_damage_to_a_folder_is_reported_as_such(tmp_path):
 def test_a_folder_of_another_version_is_refused_by_its_name(tmp_path):
     written(tmp_path).close()
     for name in ("rank-0.commit", "rank-0.before"):
-        (tmp_path / name).write_bytes(b'{"format": "pipefit.tier/3", "step": 2, "bytes": 3}\n\xff\x00\x01')
-    tier = DiskTier(tmp_path)
-    with pytest.raises(TierError, match=r"has format pipefit\.tier/3, this version of pipefit reads pipefit\.tier/4"):
+        (tmp_path / name).write_bytes(b'{"format": "pipefit.tier/4", "step": 2, "records": []}')
+    tier = TierStore(tmp_path)
+    with pytest.raises(TierError, match=r"has format pipefit\.tier/4, this version of pipefit reads pipefit\.tier/5"):
         tier.recover()
     tier.close()

@@ -129,7 +129,7 @@ def test_an_asynchronous_schedule_is_refused():
 
 def test_the_memory_of_the_host_is_for_all_ranks_together():
     pipe, _ = capped("500 KiB", 2, host_memory="4 MiB")
-    held = [worker.spilling.tier._capacity_bytes for worker in pipe.workers]
+    held = [worker.spilling.tier._host_bytes for worker in pipe.workers]
     assert 0.99 * 4 * 2**20 < sum(held) <= 4 * 2**20 and min(held) > 0
     pipe.close()
 

@@ -12,9 +12,7 @@ from pipefit import Pipeline, Spilled
 from pipefit.models import build
 from pipefit.spec.options import Parallelism
 from pipefit.spill.arena import aligned
-from pipefit.spill.disk import DiskTier
-from pipefit.spill.host import HostTier
-from pipefit.spill.lanes import Lanes
+from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import Key
 
 pytestmark = pytest.mark.gpu
@@ -100,9 +98,8 @@ def test_stages_that_step_on_the_host_train_alike_to_rounding(optimizer, clip):
 def test_records_come_back_as_they_were_while_the_device_computes(tmp_path):
     """The source is overwritten as soon as its write has ended, the target read as soon as its read has."""
     device, size = torch.device(DEVICE), 8 << 20
-    for tier_of in (HostTier, lambda capacity, lanes, device: DiskTier(tmp_path, "tier", lanes, device=device)):
-        lanes = Lanes(device)
-        tier, slot, other = tier_of(None, lanes, device), aligned(size, device), aligned(size, device)
+    for folder in (None, tmp_path):
+        tier, slot, other = TierStore(folder, device=device), aligned(size, device), aligned(size, device)
         key, busy = Key(0, "weights"), torch.randn(2048, 2048, device=device)
         tier.reserve({key: size})
         for version in range(5):
@@ -113,7 +110,6 @@ def test_records_come_back_as_they_were_while_the_device_computes(tmp_path):
             slot.zero_()
             tier.read(key, version, other).wait()
             assert (other == version + 1).all()
-        lanes.close()
         tier.close()
 
 

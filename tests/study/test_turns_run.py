@@ -80,7 +80,7 @@ def test_cut_off_before_any_write_and_taken_up_by_another_worker_the_numbers_are
 
         return call
 
-    for name in ("write", "commit", "write_table"):
+    for name in ("write", "commit"):
         monkeypatch.setattr(TierFile, name, counting(getattr(TierFile, name)))
     monkeypatch.setattr(runner_module, "write_loss", counting(runner_module.write_loss))
     runner = OpenTrial(0, trial, tmp_path / "whole", CPU)
@@ -135,7 +135,7 @@ def test_whatever_is_damaged_between_two_turns_is_found_and_named(tmp_path):
     for _ in range(4):
         take_turn(runner)
     whole = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
-    assert set(whole) == {"trial.tier", "trial.json", "trial.commit", "losses"}
+    assert set(whole) == {"trial.tier", "trial.commit", "losses"}
 
     def turns_with(name, content):
         for file, data in whole.items():
@@ -146,7 +146,7 @@ def test_whatever_is_damaged_between_two_turns_is_found_and_named(tmp_path):
             take_turn(other)
 
     turns_with("", b"")
-    for name in ("trial.json", "trial.commit", "losses"):
+    for name in ("trial.commit", "losses"):
         data = whole[name]
         for place in range(0, len(data), max(len(data) // 20, 1)):
             with pytest.raises(TierError, match=f"{name}: .*damaged"):

@@ -8,6 +8,7 @@ A run killed anywhere leaves either no new checkpoint or a whole one, and never 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -21,7 +22,7 @@ import msgspec
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, Optimization, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
-from pipefit.checkpoint.sharded_optimizer import whole_optimizers
+from pipefit.checkpoint.sharded_optimizer import whole_states
 from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import PipefitError
@@ -58,7 +59,7 @@ def save(
         made = attempt(lambda: _begin(place, pipeline.num_updates, extra, keep) if first else "")
         temporary = place / agree(session, made)[0]
         try:
-            with whole_optimizers(pipeline, writing=True):
+            with whole_states(pipeline):
                 reports = agree(session, attempt(lambda: _write(pipeline, temporary)))
             done = attempt(lambda: _commit(pipeline, temporary, reports, extra or {}) if first else "")
             path = place / agree(session, done)[0]
@@ -168,10 +169,8 @@ def explained(problem: OSError, path: Path, num_bytes: int | None = None) -> Pip
     """A failure of the file system in words."""
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         needed = f"; this file needs {num_bytes} bytes" if num_bytes else ""
-        try:
+        with contextlib.suppress(OSError):
             needed += f", {shutil.disk_usage(path.parent).free} bytes are free"
-        except OSError:
-            pass
         return PipefitError(
             f"{path}: the disk is full{needed}; nothing was saved, nothing is lost: earlier checkpoints still stand"
         )

@@ -1,35 +1,33 @@
 """The state that a disk tier commits with each step: all that its records do not hold and a resumed run needs.
 
 The numbers (where the training stands, learning-rate schedules and the like) are JSON data of the commit. Buffers,
-weights that stages share, and whatever else stays on the device are a safetensors file that the commit names: copied
-and written in the background where they are few, else written tensor by tensor before the next step.
+weights that stages share, and whatever else stays on the device are copied into records of their own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, groupby
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.optim import Read, by_parameter, optimization_of, optimizer_tensors, restore_optimizer
+from pipefit.checkpoint.optim import by_parameter, optimization_of, optimizer_tensors, restore_optimizer
 from pipefit.checkpoint.state import Trained, weights_of
-from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
-from pipefit.spec.sealed import FileEntry
 from pipefit.spill.rank import Spilling
 from pipefit.spill.tier_file import Commit
+from pipefit.spill.tiers import Key
 
-MOST_BYTES = 64 << 20
-"""Most bytes that are copied and written while the next step runs; more is written from where it is before that."""
+_RESIDENT = "resident"
+_RECORD_BYTES = 16 << 20
+"""Bytes of what stays on the device that a record takes: few copies of such size are in memory at a time."""
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -41,6 +39,8 @@ class RankState(msgspec.Struct, frozen=True):
         loss_scale: its value and history; None: the loss is not scaled.
         optimization: of each stage.
         known: of each spilled stage, the states that its optimizer has made.
+        resident: (stage, names of its tensors) of each record of those that stay on the device.
+        places: of these records, as `ParkedTensors.describe` gives them.
         extra: the caller's own data, such as the position in the training data.
     """
 
@@ -49,6 +49,8 @@ class RankState(msgspec.Struct, frozen=True):
     loss_scale: dict[str, Any] | None = None
     optimization: list[Optimization] = []
     known: dict[int, list[int]] = {}
+    resident: list[tuple[int, list[str]]] = []
+    places: list[Any] = []
     extra: dict[str, Any] = {}
 
 
@@ -69,11 +71,12 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
     spillings = [(worker, worker.spilling) for worker in pipeline.workers if worker.spilling is not None]
     for worker, spilling in spillings:
         is_due = (now and spilling.commit_every) or spilling.is_commit_due(pipeline.num_updates)
-        if spilling.disk is None or not is_due:
+        if spilling.tier.files is None or not is_due:
             spilling.check_writes()
         else:
             spilling.settle()
-            spilling.commit(pipeline.num_updates, *_state_of(pipeline, worker, spilling, extra))
+            state = msgspec.to_builtins(_state_of(pipeline, worker, spilling, extra), str_keys=True)
+            spilling.commit(pipeline.num_updates, state)
     if pipeline.plan.placement.num_ranks > 1:
         for _, spilling in spillings:
             spilling.settle()
@@ -81,44 +84,45 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
 
 def _state_of(
     pipeline: Trained, worker: Worker, spilling: Spilling, extra: Callable[[], Mapping[str, Any]] | None
-) -> tuple[dict[str, Any], FileEntry | bytes | None]:
-    """A rank's numbers, and the tensors that its records do not hold: written already, or a copy of them."""
-    tensors: FileEntry | bytes | None = None
+) -> RankState:
+    """A rank's numbers; the writes of the tensors that its records do not hold have begun."""
     try:
-        state = RankState(
+        return RankState(
             ordinal=pipeline.loop.next_ordinal,
             loss_scale=worker.scale.state() if worker.scale is not None else None,
             optimization=optimization_of(worker, list(worker.stages)),
             known={stage: sorted(store.states.known) for stage, store in spilling.stores.items() if store.states},
+            resident=_write_resident(worker, spilling),
+            places=spilling.resident.describe(),
             extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
         )
-        found = dict(_resident(worker, spilling))
-        if sum(tensor.nbytes for tensor in found.values()) > MOST_BYTES:
-            assert spilling.disk is not None
-            path = spilling.disk.files.spare()
-            try:
-                path.unlink(missing_ok=True)
-                tensors = write_tensors(path, found, {})
-            except OSError as problem:
-                raise TierError(f"{path}: {problem.strerror}; {spilling.disk.files.status()}") from None
-        elif found:
-            tensors = save({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()})
     except TierError:
         raise
     except PipefitError as problem:
-        state = RankState(str(problem))
-    return msgspec.to_builtins(state, str_keys=True), tensors
+        return RankState(str(problem))
 
 
-def _resident(worker: Worker, spilling: Spilling) -> Iterator[tuple[str, Tensor]]:
-    """Weights, buffers and states that no record holds, by stage and name; one of several names comes once."""
+def _write_resident(worker: Worker, spilling: Spilling) -> list[tuple[int, list[str]]]:
+    """Starts to write the tensors that no record holds; stage and names of each record."""
+    found = list(_resident(worker, spilling))
+    starts = accumulate((tensor.nbytes for _, _, tensor in found), initial=0)
+    rows: list[tuple[int, list[str]]] = []
+    for _, group in groupby(zip(found, starts, strict=False), lambda at: (at[0][0], at[1] // _RECORD_BYTES)):
+        stages, names, tensors = zip(*(named for named, _ in group), strict=True)
+        spilling.writes.append(spilling.resident.write(Key(stages[0], f"{_RESIDENT} {len(rows)}"), tensors))
+        rows.append((stages[0], list(names)))
+    return rows
+
+
+def _resident(worker: Worker, spilling: Spilling) -> Iterator[tuple[int, str, Tensor]]:
+    """Weights, buffers and states that no record holds, with stage and name; one of several names comes once."""
     passed = {address for store in spilling.stores.values() for address in store.stand_ins}
     for stage in worker.stages:
         weights = ((name, tensor) for name, _, tensor in weights_of(worker, stage))
         for name, tensor in (*weights, *optimizer_tensors(worker, stage, all_ties=True)):
             if tensor.data_ptr() not in passed:
                 passed.add(tensor.data_ptr())
-                yield f"{stage}/{name}", tensor
+                yield stage, name, tensor.detach()
 
 
 def rank_state(commit: Commit) -> RankState:
@@ -149,7 +153,7 @@ def resume_records(pipeline: Trained) -> dict[str, Any]:
     except TierError:
         for worker in pipeline.workers:
             if worker.spilling is not None:
-                worker.spilling.close()
+                worker.spilling.tier.close()
         raise
     return found
 
@@ -160,35 +164,30 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         assert worker.spilling is not None and worker.spilling.resumed is not None
         commit = worker.spilling.resumed
         state = rank_state(commit)
-        tensors: dict[str, Read] = {}
-        if commit.tensors is not None:
-            assert worker.spilling.disk is not None
-            path = worker.spilling.disk.files.path.parent / commit.tensors.name
-            try:
-                file = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as problem:
-                raise TierError(f"{path}: {problem}; resume from a checkpoint") from None
-            # Copies: the file is overwritten while the run lasts.
-            tensors = {name: lambda name=name, file=file: file.get_tensor(name).clone() for name in file.keys()}
-        _restore(worker, state, tensors)
+        _restore(worker, worker.spilling, state)
         pipeline.loop.num_updates, pipeline.loop.next_ordinal = commit.step, state.ordinal
         extra = state.extra
     return extra
 
 
 @torch.no_grad()
-def _restore(worker: Worker, state: RankState, tensors: Mapping[str, Read]) -> None:
-    assert worker.spilling is not None
-    for stage in worker.stages:
-        begin = f"{stage}/"
-        mine = {name.removeprefix(begin): read for name, read in tensors.items() if name.startswith(begin)}
+def _restore(worker: Worker, spilling: Spilling, state: RankState) -> None:
+    spilling.resident.restore(state.places)
+    tensors: dict[int, dict[str, Tensor]] = {stage: {} for stage in worker.stages}
+    for number, (stage, names) in enumerate(state.resident):
+        copy, read = spilling.resident.read(Key(stage, f"{_RESIDENT} {number}"))
+        copy.wait()
+        # Copies: what was read is not to be taken for what is written next.
+        tensors[stage] |= {name: tensor.clone() for name, tensor in zip(names, read(), strict=True)}
+    for stage, mine in tensors.items():
         for name, _, tensor in weights_of(worker, stage):
             if name in mine:
-                tensor.copy_(mine[name]())
-        store = worker.spilling.stores.get(stage)
+                tensor.copy_(mine[name])
+        store = spilling.stores.get(stage)
         if store is not None and store.states is not None:
             store.states.known = set(state.known.get(stage, ()))
         if stage in worker.optimizers:
-            restore_optimizer(worker, stage, state.optimization, by_parameter(mine))()
+            states = by_parameter({name: lambda tensor=tensor: tensor for name, tensor in mine.items()})
+            restore_optimizer(worker, stage, state.optimization, states)()
     if worker.scale is not None and state.loss_scale is not None:
         worker.scale.load(state.loss_scale)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.checkpoint.manifest import Optimization
+from pipefit.checkpoint.sharded_optimizer import put_state
 from pipefit.errors import ModelError, PipefitError
+from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.runtime.worker import Worker
 from pipefit.stage.training import Owned
 
@@ -42,11 +44,31 @@ def by_parameter(readers: Mapping[str, Read]) -> dict[str, dict[str, Read]]:
     return states
 
 
-def trained_of(worker: Worker, stage: int) -> list[tuple[str, nn.Parameter, Owned]]:
-    """(saved name, what the optimizer steps, parameter) of all that a stage's optimizer steps."""
-    stepped = {id(p) for group in worker.optimizers[stage].param_groups for p in group["params"]}
-    pairs = zip(worker.owned[stage], worker.stores[stage].masters, strict=True)
-    return [(own.tie.owner if own.tie else own.name, p, own) for own, p in pairs if id(p) in stepped]
+class _Trained(NamedTuple):
+    """A whole parameter that an optimizer steps, or some of it, under the name it is saved by."""
+
+    saved: str
+    master: nn.Parameter
+    owned: Owned
+
+
+def _groups_of(worker: Worker, stage: int) -> list[list[_Trained]]:
+    """The parameters of each group of a stage's optimizer."""
+    store = worker.stores[stage]
+    found = [
+        _Trained(own.tie.owner if own.tie else own.name, master, own)
+        for own, master in zip(worker.owned[stage], store.masters, strict=True)
+    ]
+    if isinstance(store, ShardedStore):
+        return [[found[index] for index in indices] for indices in store.groups]
+    by_master = {id(trained.master): trained for trained in found}
+    return [[by_master[id(p)] for p in group["params"]] for group in worker.optimizers[stage].param_groups]
+
+
+def _trained_of(worker: Worker, stage: int) -> list[_Trained]:
+    """All parameters that a stage's optimizer steps, in the model's order."""
+    stepped = {id(trained.owned.parameter): trained for group in _groups_of(worker, stage) for trained in group}
+    return [stepped[id(own.parameter)] for own in worker.owned[stage] if id(own.parameter) in stepped]
 
 
 def optimizer_tensors(worker: Worker, stage: int, all_ties: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -60,7 +82,7 @@ def optimizer_tensors(worker: Worker, stage: int, all_ties: bool = False) -> Ite
     optimizer = worker.optimizers.get(stage)
     if optimizer is None:
         return
-    for saved, master, owned in trained_of(worker, stage):
+    for saved, master, owned in _trained_of(worker, stage):
         if all_ties or saved == owned.name:
             for key, value in optimizer.state.get(master, {}).items():
                 if isinstance(value, Tensor):
@@ -78,12 +100,11 @@ def optimization_of(worker: Worker, stages: Iterable[int]) -> list[Optimization]
         if stage not in worker.optimizers:
             continue
         optimizer, scheduler = worker.optimizers[stage], worker.schedulers.get(stage)
-        names = {id(master): saved for saved, master, _ in trained_of(worker, stage)}
         groups, values = [], {}
-        for group in optimizer.param_groups:
+        for group, members in zip(optimizer.param_groups, _groups_of(worker, stage), strict=True):
             options = {k: _plain(v, f"option {k} of the optimizer") for k, v in group.items() if k not in _NOT_SAVED}
-            groups.append({"parameters": [names[id(p)] for p in group["params"]], "options": options})
-        for saved, master, _ in trained_of(worker, stage):
+            groups.append({"parameters": [trained.saved for trained in members], "options": options})
+        for saved, master, _ in _trained_of(worker, stage):
             kept = optimizer.state.get(master, {}).items()
             if plain := {
                 key: _plain(value, f"{key} of {saved} in the optimizer")
@@ -144,20 +165,19 @@ def restore_optimizer(
     Raises:
         ModelError: another optimizer, or settings that differ between parameters that now share a group.
     """
-    optimizer = worker.optimizers[stage]
-    trained = trained_of(worker, stage)
-    names = {id(master): saved for saved, master, _ in trained}
+    optimizer, store = worker.optimizers[stage], worker.stores[stage]
+    groups = list(zip(optimizer.param_groups, _groups_of(worker, stage), strict=True))
     origins = {
         name: _Origin(name, record, index)
         for record in records
         for index, group in enumerate(record.groups)
         for name in group["parameters"]
     }
-    _check_kinds(worker, stage, [saved for saved, _, _ in trained], origins)
-    found = [[origins[names[id(p)]] for p in group["params"]] for group in optimizer.param_groups]
+    _check_kinds(worker, stage, [trained.saved for trained in _trained_of(worker, stage)], origins)
+    found = [[origins[trained.saved] for trained in members] for _, members in groups]
     options = [
-        _same([(_like(o.options, group), o.name) for o in of_group], "optimizer")
-        for of_group, group in zip(found, optimizer.param_groups, strict=True)
+        _same([({k: _like(v, group.get(k)) for k, v in o.options.items()}, o.name) for o in of_group], "optimizer")
+        for of_group, (group, _) in zip(found, groups, strict=True)
     ]
     schedule = None
     if scheduler := worker.schedulers.get(stage):
@@ -166,17 +186,15 @@ def restore_optimizer(
         schedule = _merged(whole, template, found)
 
     def take() -> None:
-        for group, own in zip(optimizer.param_groups, options, strict=True):
-            group.update(own or {})
         optimizer.state.clear()
-        for group in optimizer.param_groups:
-            for master in group["params"]:
-                saved = names[id(master)]
+        for (group, members), own in zip(groups, options, strict=True):
+            group.update(own or {})
+            for saved, master, _ in members:
                 state = {k: _like(v, None) for k, v in origins[saved].record.values.get(saved, {}).items()}
                 for key, read in tensors.get(saved, {}).items():
                     state[key] = read().to(_device_of(key, master, group))
                 if state:
-                    optimizer.state[master] = state
+                    put_state(optimizer, store, master, state)
         if scheduler is not None:
             scheduler.load_state_dict(schedule)
 
@@ -193,7 +211,7 @@ class _Origin(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = self.record.groups[self.group]["options"]
-        return {"items": [[key, value] for key, value in options.items()]}
+        return options
 
 
 def _check_kinds(worker: Worker, stage: int, names: Sequence[str], origins: Mapping[str, _Origin]) -> None:

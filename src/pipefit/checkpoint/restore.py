@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
 from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, parameter_and_key, restore_optimizer
-from pipefit.checkpoint.sharded_optimizer import whole_optimizers
 from pipefit.checkpoint.state import Trained, weights_of
 from pipefit.checkpoint.tensor_files import DTYPES
 from pipefit.errors import ModelError, PipefitError
@@ -65,9 +63,8 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     with session.at(SAVING):
         path, manifest, skipped = _choose(session, Path(directory))
         takers: list[Callable[[], None]] = []
-        with whole_optimizers(pipeline, writing=False) if not weights_only else contextlib.nullcontext():
-            agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
-            agree(session, attempt(lambda: [take() for take in takers]))
+        agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
+        agree(session, attempt(lambda: [take() for take in takers]))
     if not weights_only:
         pipeline.loop.num_updates, pipeline.loop.next_ordinal = manifest.step, manifest.ordinal
         for worker in pipeline.workers:

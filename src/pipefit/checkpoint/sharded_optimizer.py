@@ -1,23 +1,25 @@
-"""Optimizers that are sharded over replicas, made whole while a checkpoint is written or read.
+"""Optimizers that are sharded over replicas, made whole while a checkpoint is written.
 
 A checkpoint has one form, whoever writes or reads it: whole states under the parameters' names. Before a stage's first
-replica writes, the others send it their parts; after all have read whole states, each keeps its part.
+replica writes, the others send it their parts; of whole states that are read each keeps its part.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.parallel.buckets import view_in
 from pipefit.parallel.sharded_weights import ShardedStore
+from pipefit.stage.weights import WeightStore
 
 if TYPE_CHECKING:
     from pipefit.checkpoint.state import Trained
@@ -27,15 +29,13 @@ Parts = dict[tuple[int, int, str], Tensor]
 
 
 @contextlib.contextmanager
-def whole_optimizers(pipeline: Trained, *, writing: bool) -> Iterator[None]:
-    """Inside, the optimizers of sharded stages are whole. Every rank must enter together.
+def whole_states(pipeline: Trained) -> Iterator[None]:
+    """Inside, the optimizer of a sharded stage's first replica has whole states. Every rank must enter together.
 
     Args:
         pipeline: between two steps.
-        writing: the first replica of each stage has all states; else they are to be filled, and each replica keeps its
-            part of them.
     """
-    own: list[tuple[Worker, int, Optimizer]] = []
+    own: list[tuple[Optimizer, Any]] = []
     try:
         for stage, ranks in enumerate(pipeline.plan.placement.ranks):
             holders = {
@@ -43,17 +43,15 @@ def whole_optimizers(pipeline: Trained, *, writing: bool) -> Iterator[None]:
                 for w in pipeline.workers
                 if stage in w.optimizers and isinstance(w.stores[stage], ShardedStore)
             }
-            parts = _collected(pipeline, stage, ranks, holders) if holders and writing else []
-            for worker in holders.values():
-                own.append((worker, stage, worker.optimizers[stage]))
-                worker.optimizers[stage] = _whole(worker, stage, parts)
+            parts = _collected(pipeline, stage, ranks, holders) if holders else []
+            if ranks[0] in holders:
+                optimizer = holders[ranks[0]].optimizers[stage]
+                own.append((optimizer, optimizer.state))
+                optimizer.state = _whole(holders[ranks[0]], stage, parts)
         yield
-        if not writing:
-            for worker, stage, optimizer in own:
-                _keep_part(worker, stage, worker.optimizers[stage], optimizer)
     finally:
-        for worker, stage, optimizer in own:
-            worker.optimizers[stage] = optimizer
+        for optimizer, state in own:
+            optimizer.state = state
 
 
 def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dict[int, Worker]) -> list[Parts]:
@@ -86,59 +84,40 @@ def _parts(worker: Worker, stage: int) -> Parts:
     }
 
 
-def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> Optimizer:
-    """An optimizer of whole weights with the groups and options of a sharded one, and the states of some parts."""
-    store, optimizer = worker.stores[stage], worker.optimizers[stage]
-    assert isinstance(store, ShardedStore)
-    whole: Optimizer = object.__new__(type(optimizer))
-    whole.defaults = optimizer.defaults
-    whole.param_groups = [
-        {**group, "params": [store.masters[index] for index in indices]}
-        for group, indices in zip(optimizer.param_groups, store.groups, strict=True)
-    ]
-    states: dict[int, dict[str, Tensor]] = {}
+def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> defaultdict[Tensor, dict[str, Any]]:
+    """The states of whole weights, of which some parts are given."""
+    store, known = worker.stores[stage], worker.optimizers[stage].state
+    whole = defaultdict(dict, {master: known[master] for master in store.masters if master in known})
     # By name: the processes of a tensor-parallel rank join these tensors one by one, so all need them in one order.
     for (index, start, key), value in sorted((item for part in parts for item in part.items()), key=itemgetter(0)):
-        master, state = store.masters[index], states.setdefault(index, {})
+        master = store.masters[index]
+        state = whole[master]
         if value.dim() == 0:
             state[key] = value
             continue
-        flat = state.setdefault(key, torch.zeros(master.numel(), dtype=value.dtype))
-        flat[start : start + len(value)] = value
-    whole.state = {
-        store.masters[index]: {k: view_in(v, 0, store.masters[index]) if v.dim() else v for k, v in state.items()}
-        for index, state in states.items()
-    }
-    for index, master in enumerate(store.masters):
-        if store.is_whole(index):
-            whole.state[master] = optimizer.state.get(master, {})
+        if key not in state:
+            state[key] = view_in(torch.zeros(master.numel(), dtype=value.dtype), 0, master)
+        state[key].as_strided((master.numel(),), (1,))[start : start + len(value)] = value
     return whole
 
 
-def _keep_part(worker: Worker, stage: int, whole: Optimizer, optimizer: Optimizer) -> None:
-    """Takes options, and this replica's part of whole states, over into the sharded optimizer."""
-    store = worker.stores[stage]
-    assert isinstance(store, ShardedStore)
-    for group, full in zip(optimizer.param_groups, whole.param_groups, strict=True):
-        group.update({key: value for key, value in full.items() if key != "params"})
-    optimizer.state.clear()
-    for index, master in enumerate(store.masters):
-        if store.is_whole(index) and master in whole.state:
-            optimizer.state[master] = whole.state[master]
+def put_state(optimizer: Optimizer, store: WeightStore, master: nn.Parameter, state: dict[str, Any]) -> None:
+    """Gives an optimizer the whole state of a parameter, of which a sharded one keeps the part that it steps."""
+    index = next(index for index, own in enumerate(store.masters) if own is master)
+    if not isinstance(store, ShardedStore) or store.is_whole(index):
+        optimizer.state[master] = state
+        return
     for piece in store.pieces:
-        master = store.masters[piece.index]
-        if master in whole.state:
+        if piece.index == index:
             optimizer.state[piece.master] = {
-                key: _part_of(key, value, master, piece.start, piece.stop) for key, value in whole.state[master].items()
+                key: _part_of(key, value, master, piece.start, piece.stop) for key, value in state.items()
             }
 
 
 def _part_of(key: str, value: object, master: Tensor, start: int, stop: int) -> object:
     """A stretch of a state that is shaped like its weight; counters stay."""
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor) or (value.dim() == 0 and (master.dim() or key == "step")):
         return value
-    if value.dim() == 0 and (master.dim() or key == "step"):
-        return value.clone()
     flat = torch.empty(master.numel(), dtype=value.dtype, device=value.device)
     view_in(flat, 0, master).copy_(value)
     return flat[start:stop].clone()

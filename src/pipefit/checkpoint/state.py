@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipefit.checkpoint.optim import OPTIM, optimizer_tensors, parameter_and_key
+from pipefit.checkpoint.optim import optimizer_tensors, parameter_and_key
 from pipefit.errors import ModelError
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
@@ -40,6 +40,22 @@ def saved_stages(plan: Plan, worker: Worker) -> list[int]:
     return [stage for stage in worker.stages if plan.placement.ranks[stage][0] == worker.rank]
 
 
+def tensors_of(layers: Iterable[NamedLayer]) -> dict[str, Tensor]:
+    """Weights and buffers of layers under the user's names.
+
+    Raises:
+        ModelError: a module keeps something in its state that is not a tensor.
+    """
+    found = {n: t for layer in layers for n, t in layer.module.state_dict(prefix=layer.dotted).items()}
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise ModelError(
+                f"{name} is a {type(value).__name__} in the model's state; only tensors can be saved: "
+                "make it a tensor, or leave it out of get_extra_state"
+            )
+    return found
+
+
 def weights_of(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
     """(the user's name, the name it is saved under, weight or buffer) of one stage, as they are now.
 
@@ -47,19 +63,15 @@ def weights_of(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
     with other stages the worker knows.
 
     Raises:
-        ModelError: a module keeps something in its state that is not a tensor.
+        ModelError: see `tensors_of`.
     """
     first: dict[int, str] = {}
     saved: dict[str, str] = {}
-    for layer in worker.stages[stage].layers:
+    layers = worker.stages[stage].layers
+    for layer in layers:
         for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
             saved[name] = first.setdefault(id(parameter), name)
-    for name, value in worker.stages[stage].state_dict().items():
-        if not isinstance(value, Tensor):
-            raise ModelError(
-                f"{name} is a {type(value).__name__} in the model's state; only tensors can be saved: "
-                "make it a tensor, or leave it out of get_extra_state"
-            )
+    for name, value in tensors_of(layers).items():
         known = saved.get(name, name)
         yield name, worker.ties[known].owner if known in worker.ties else known, value
 
@@ -69,36 +81,34 @@ def aliases_of(worker: Worker, stages: Iterable[int]) -> dict[str, str]:
     return {name: saved for stage in stages for name, saved, _ in weights_of(worker, stage) if name != saved}
 
 
-def _named(worker: Worker, stage: int, optimizer: bool) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are saved of a stage, as they are now."""
+def _named(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
+    """(name, the weight that it is sharded like, tensor) of all that is saved of a stage, as it is now.
+
+    Of one that every process of the rank holds whole the weight is "".
+    """
+    shapes = {owned.name: owned.parameter.shape for owned in worker.owned[stage]}
     for name, saved, value in weights_of(worker, stage):
         if name == saved:
-            yield name, value
-    if optimizer:
-        yield from optimizer_tensors(worker, stage)
+            yield name, name, value
+    for name, value in optimizer_tensors(worker, stage):
+        weight = parameter_and_key(name)[0]
+        yield name, weight if value.shape == shapes.get(weight, value.shape) else "", value
 
 
-def _weight_of(worker: Worker, stage: int, name: str, value: Tensor) -> str:
-    """The weight that a tensor is sharded like; "": every process of the rank holds it whole."""
-    weight = parameter_and_key(name)[0] if name.startswith(OPTIM) else name
-    shapes = {owned.name: owned.parameter.shape for owned in worker.owned[stage]}
-    return weight if value.shape == shapes.get(weight, value.shape) else ""
-
-
-def saved_forms(worker: Worker, stage: int, optimizer: bool = True) -> dict[str, Tensor]:
+def saved_forms(worker: Worker, stage: int) -> dict[str, Tensor]:
     """Tensors of the shapes and types that are saved of a stage, by name; their values mean nothing."""
     forms: dict[str, Tensor] = {}
-    for name, value in _named(worker, stage, optimizer):
-        shape = worker.mesh.whole_shape(_weight_of(worker, stage, name, value), value.shape)
+    for name, weight, value in _named(worker, stage):
+        shape = worker.mesh.whole_shape(weight, value.shape)
         forms[name] = value if shape == value.shape else torch.empty(shape, dtype=value.dtype, device="meta")
     return forms
 
 
-def saved_tensors(worker: Worker, stage: int, optimizer: bool = True) -> Iterator[Tensor]:
+def saved_tensors(worker: Worker, stage: int) -> Iterator[Tensor]:
     """The tensors that are saved of a stage, whole, in the order of `saved_forms`; each is valid until the next.
 
     A spilled stage is on the device meanwhile. All processes of a tensor-parallel rank must walk them together.
     """
-    with worker.presence(stage, optim=optimizer):
-        for name, value in _named(worker, stage, optimizer):
-            yield worker.mesh.whole(_weight_of(worker, stage, name, value), value)
+    with worker.presence(stage, optim=True):
+        for _, weight, value in _named(worker, stage):
+            yield worker.mesh.whole(weight, value)

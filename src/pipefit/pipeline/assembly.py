@@ -9,25 +9,24 @@ from dataclasses import replace
 
 import torch
 
-from pipefit.checkpoint.committed import MOST_BYTES
 from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore
-from pipefit.pipeline.full_state import forget_others
 from pipefit.pipeline.layer_sizes import state_per_weight
-from pipefit.pipeline.resume import agree_on_step, place_of
+from pipefit.pipeline.resume import agree_on_step, identified
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
-from pipefit.spill.create import RankStages, create_spilling
-from pipefit.spill.rank import Spilling, SpillPlace
-from pipefit.stage.materialise import InitialiseLayer, is_meta, materialise
+from pipefit.spill.rank import RankStages, Spilling
+from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import MakeOptimizer, Tie, Training
 
+MOST_BYTES = 64 << 20
+"""Most bytes of what stays on the devices that are committed with each step."""
 _SELDOM = 10
 """Steps between two commits where these write more than the steps do."""
 
@@ -56,22 +55,23 @@ def assemble(
         session: the ranks of the run.
         device: where this process computes.
         initialise: how layers draw their weights, where the model knows it.
-        spill: how stages spill, as the user asked for it.
+        spill: how stages spill, as the user asked for it; None: to the host's memory, where the plan says so.
     """
     header = program.header
-    place = SpillPlace() if spill is None else place_of(spill, layers, plan, training, session)
+    spill = None if spill is None else identified(spill, layers, plan, training, session)
     ranks = [mesh.rank_of(session.rank)] if session.is_distributed else list(range(header.num_ranks))
     ties = tied_parameters(layers, plan.partition)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
     spillings: list[Spilling | None] = []
     for rank, part in zip(ranks, parts, strict=True):
         stages = RankStages(rank, part, _shared(part, ties), initialise)
-        where = place
-        if place.host_bytes is not None:
-            share = _host_share(rank, header, plan.partition, layers, session)
-            where = replace(place, host_bytes=int(place.host_bytes * share))
-        is_spilled = any(header.is_spilled(stage) for stage in part)
-        spillings.append(create_spilling(stages, program, training, device, where) if is_spilled else None)
+        spillings.append(None)
+        if any(header.is_spilled(stage) for stage in part):
+            where = spill or Spilled()
+            if where.host_bytes is not None:
+                share = _host_share(rank, header, plan.partition, layers, session)
+                where = replace(where, host_memory=max(where.host_bytes * share, 1))
+            spillings[-1] = Spilling.create(stages, program, training, device, where)
         for stage, own in part.items():
             if not header.is_spilled(stage) and is_meta(own):
                 materialise(own, training.seed, device, initialise)
@@ -95,14 +95,14 @@ def end_run(workers: Sequence[Worker], finished: bool) -> None:
     for worker in workers:
         if worker.spilling is not None:
             worker.spilling.settle()
-            worker.spilling.close(discard=finished)
+            worker.spilling.tier.close(discard=finished)
 
 
 def release_workers(workers: Sequence[Worker]) -> None:
     """Gives the stages of some workers back to their user: own memory for weights, own classes for batch norms."""
     for worker in workers:
         if worker.spilling:
-            worker.spilling.close()
+            worker.spilling.tier.close()
         for stage in worker.stages.values():
             stage.release()
         for store in worker.stores.values():

@@ -1,10 +1,12 @@
-"""The plan under a cap on the device's memory: what is measured for it, and how ranks agree on it."""
+"""How a model spills: the plan under a cap on the device's memory, or the shape of a program as the user asks for it.
+
+For a cap devices, tiers and layers are measured on all ranks at the same time, and the first rank plans for all.
+"""
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,20 +16,26 @@ import torch.distributed as dist
 from torch import nn
 
 from pipefit.errors import PlanError
+from pipefit.ir.spill import Spill
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.planner import NOT_FROM_DISK, Cap, plan
 from pipefit.profiling import analytic_profile, measure_device, measure_tier, with_measured_kinds
 from pipefit.profiling.agreed import merged
+from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import links_of
+from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import agree, attempt, exchange, from_first
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
+from pipefit.schedules.shape import Shape
 from pipefit.spec import Plan, Profile, Topology
-from pipefit.spec.options import AUTO, Request, Spilled
+from pipefit.spec.options import AUTO, KEEP, STEP_ON, Request, Spilled
 from pipefit.spec.topology import Device, Tier
 from pipefit.stage.ties import tied_layers
-from pipefit.stage.training import MakeOptimizer
+
+_NUM_STEPPED = 1 << 20
+"""Elements of the weight whose step on the host is measured."""
 
 
 def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[Plan, Profile, Topology]:
@@ -109,7 +117,7 @@ def _measured_profile(
 def _agreed(session: Session, measure: Callable[[], Profile]) -> Profile:
     """The mean over all ranks; they measure at the same time, to slow each other down as they will in the run."""
     if not session.is_distributed:
-        return merged([measure()])
+        return measure()
     dist.barrier()
     found = agree(session, attempt(lambda: msgspec.to_builtins(measure())))
     return merged([msgspec.convert(data, Profile) for data in found])
@@ -122,10 +130,9 @@ def _equal_copies(request: Request) -> int:
         PlanError: they differ, or the request divides the model itself.
     """
     usual, spread = Request(), request.parallelism
-    divides = {name: getattr(request, name) != getattr(usual, name) for name in ("stages", "plan")}
+    given = [name for name in ("stages", "plan") if getattr(request, name) != getattr(usual, name)]
     for name in ("recompute", "tensor", "sequence_parallel", "shard_optimizer"):
-        divides[name] = getattr(spread, name) != getattr(usual.parallelism, name)
-    given = [name for name, is_given in divides.items() if is_given]
+        given += [name] if getattr(spread, name) != getattr(usual.parallelism, name) else []
     if given:
         raise PlanError(
             f"a cap on the device's memory makes its own plan: leave out {' and '.join(given)}, or device_memory; "
@@ -149,7 +156,9 @@ def machine_tier(spill: Spilled, work: Workload, session: Session, num_sharing: 
     each_step = spill.commit_every == 1 or (spill.commit_every is None and host is None)
     tier = tier if each_step else msgspec.structs.replace(tier, commit_s=0.0)
     if tier.name == "host":
-        tier = msgspec.structs.replace(tier, step_bytes_per_s=measure_host_step(work.optimizer))
+        weight = nn.Parameter(torch.ones(_NUM_STEPPED))
+        step_s = step_seconds([weight], work.optimizer, Clock(torch.device("cpu")), repeats=3)
+        tier = msgspec.structs.replace(tier, step_bytes_per_s=weight.nbytes / step_s)
     return _shared(session, tier, num_sharing)
 
 
@@ -161,21 +170,12 @@ def _slowest(session: Session, mine: Device) -> Device:
 
 def _shared(session: Session, mine: Tier, num_sharing: int) -> Tier:
     """The tier of a machine, from what each of the ranks that share it got when all of them measured."""
-    if not session.is_distributed:
-        return mine
-    figures = "capacity_bytes", "read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s", "check_bytes_per_s"
-    found = exchange(session, [getattr(mine, name) for name in figures])
-    capacity, read, write, step, check = (min(column) for column in zip(*found, strict=True))
-    return Tier(
-        mine.name,
-        capacity,
-        read * num_sharing,
-        write * num_sharing,
-        step_bytes_per_s=step * num_sharing,
-        one_channel=any(exchange(session, mine.one_channel)),
-        check_bytes_per_s=check,
-        commit_s=max(exchange(session, mine.commit_s)),
-    )
+    found = [msgspec.convert(data, Tier) for data in exchange(session, msgspec.to_builtins(mine))]
+    least = {name: min(getattr(tier, name) for tier in found) for name in ("capacity_bytes", "check_bytes_per_s")}
+    for name in ("read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s"):
+        least[name] = num_sharing * min(getattr(tier, name) for tier in found)
+    share_a_channel, commit_s = any(tier.one_channel for tier in found), max(tier.commit_s for tier in found)
+    return msgspec.structs.replace(mine, **least, one_channel=share_a_channel, commit_s=commit_s)
 
 
 def _step_on(spill: Spilled, tier: Tier) -> str:
@@ -195,14 +195,43 @@ def _may_keep(spill: Spilled) -> bool:
     return spill.keep == "auto"
 
 
-def measure_host_step(optimizer: MakeOptimizer, num_elements: int = 1 << 20) -> float:
-    """Bytes of weights per second that an optimizer steps in the host's memory: the best of a few steps."""
-    parameter = nn.Parameter(torch.ones(num_elements))
-    made = optimizer([parameter])
-    seconds = []
-    for _ in range(4):
-        parameter.grad = torch.ones_like(parameter)
-        started = time.perf_counter()
-        made.step()
-        seconds.append(time.perf_counter() - started)
-    return parameter.nbytes / min(seconds[1:])
+def spilled_shape(shape: Shape, spill: Spilled | None) -> Shape:
+    """The shape of a spilled program, from that of the same one without spilling; a plan's own spilling wins."""
+    if spill is None or shape.spill is not None or spill.cap_bytes is not None:
+        return shape
+    num_stages = shape.depth * shape.num_chunks
+    return msgspec.structs.replace(shape, spill=spill_of(spill, num_stages, shape.ties), prefetch=spill.prefetch)
+
+
+def spill_of(spill: Spilled, num_stages: int, ties: Sequence[Sequence[int]] = ()) -> Spill:
+    """The spilling of a program.
+
+    Args:
+        spill: as the user asks for it.
+        num_stages: of the model.
+        ties: groups of stages that share a weight, which stays on the device: so they step there.
+
+    Raises:
+        PlanError: a step on the host, and the stages are on disk.
+    """
+    tied = {stage for tie in ties for stage in tie}
+    free = [stage for stage in range(num_stages) if stage not in tied]
+    on_host = _chosen("step_on", spill.step_on, STEP_ON, "host", free)
+    kept = _chosen("keep", spill.keep, KEEP, "all", range(num_stages))
+    on_disk = spill.folder is not None
+    if on_host and on_disk:
+        raise PlanError(NOT_FROM_DISK)
+    optim_slots = spill.optim_slots if len(on_host) < num_stages else 0
+    made = Spill.of(num_stages, spill.slots, optim_slots, "disk" if on_disk else "host", spill.activations)
+    return msgspec.structs.replace(made, on_host=on_host, keeps=kept)
+
+
+def _chosen(name: str, choice: object, words: Sequence[str], every: str, stages: Sequence[int]) -> tuple[int, ...]:
+    """The stages of a choice: a word, of which `every` stands for all of them, or their numbers."""
+    if isinstance(choice, str) and choice in words:
+        return tuple(stages) if choice == every else ()
+    if isinstance(choice, Sequence) and not isinstance(choice, str) and set(choice) <= set(stages):
+        return tuple(sorted(set(choice)))
+    shared = " (those that share no weight with another)" if name == "step_on" else ""
+    numbers = ", ".join(map(str, stages)) or "none"
+    raise PlanError(f"{name}: expected {', '.join(words)}, or some of the stages {numbers}{shared}, got {choice!r}")

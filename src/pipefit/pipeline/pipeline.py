@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
+from pipefit.checkpoint.whole import whole_state
 from pipefit.cutting import Cut, as_layers
 from pipefit.cutting.own import save_folder
 from pipefit.draw.drawing import Drawing, drawing_of
@@ -21,12 +22,11 @@ from pipefit.ir.program import Program, WeightRule
 from pipefit.parallel import Region, make_mesh, release, shard_layers
 from pipefit.pipeline.assembly import assemble, release_workers
 from pipefit.pipeline.batches import DataComparison
-from pipefit.pipeline.full_state import full_state
 from pipefit.pipeline.losses import evaluate, finite
+from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
-from pipefit.pipeline.spilled_shape import spilled_shape
 from pipefit.pipeline.training_loop import OnStep, TrainingLoop, number_of
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import pair_of
@@ -269,7 +269,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """All weights and buffers under the user's own names, on the CPU. Every rank of a run must ask together."""
-        return full_state(self._engine, self.layers, self.plan)
+        return whole_state(self)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Takes weights and buffers by the user's names.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,12 @@ from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan
 from pipefit.spec.options import Spilled
-from pipefit.spill.rank import Spilling, SpillPlace, tier_name
-from pipefit.spill.tier_file import Commit, read_commits, read_table
+from pipefit.spill.rank import Spilling, tier_name
+from pipefit.spill.tier_file import Commit, read_about, read_commits
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer, Training
 
 _MOST_NAMED = 3
-_MISSING = "nothing"
 _OF_A_PLAN = ("prediction", "candidates", "plan_seconds", "method", "model")
 
 
@@ -68,10 +68,10 @@ def resumed_folder(spill: Spilled) -> Path:
     return spill.folder
 
 
-def place_of(
+def identified(
     spill: Spilled, layers: Sequence[NamedLayer], plan: Plan, training: Training, session: Session
-) -> SpillPlace:
-    """The place of spilled stages, with what identifies the run; the records that it resumes from must be its own.
+) -> Spilled:
+    """How stages spill, with what identifies the run; the records that it resumes from must be its own.
 
     Raises:
         TierError: they are of another run.
@@ -81,7 +81,7 @@ def place_of(
         folder = resumed_folder(spill)
         recorded_plan(folder, session.rank)
         check_same(folder, session.rank, about)
-    return SpillPlace(spill.folder, spill.host_bytes, about=about, resume=spill.resume, commits=spill.commit_every != 0)
+    return replace(spill, about=about)
 
 
 def _facts_of(make: MakeOptimizer) -> dict[str, Any]:
@@ -94,21 +94,22 @@ def _facts_of(make: MakeOptimizer) -> dict[str, Any]:
     return {"kind": type(made).__name__, **plain}
 
 
-def check_same(folder: Path, rank: int, facts: Mapping[str, Any], parts: Sequence[str] = ()) -> None:
+def check_same(folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
     """Refuses the records of a folder if they are not those of a run.
 
     Args:
         folder: of the tier.
         rank: whose records.
-        facts: see `identity`.
-        parts: of the facts to look at; (): all.
+        facts: see `identity`, or some of them.
 
     Raises:
         TierError: they are of another run; the message says what differs.
     """
-    _, before = read_table(folder, tier_name(rank))
-    wanted = parts or tuple(facts)
-    found = list(_differences({part: before.get(part, {}) for part in wanted}, {p: facts[p] for p in wanted}))
+    before = read_about(folder, tier_name(rank))
+    was, now = (dict(_leaves({part: tree.get(part) for part in facts})) for tree in (before, facts))
+    # An option that is not given is the same as one that was not known then.
+    differing = (name for name in {**was, **now} if (was.get(name) or None) != (now.get(name) or None))
+    found = [f"{name} was {_short(was, name)}, is {_short(now, name)}" for name in differing]
     if found:
         more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         raise TierError(
@@ -117,30 +118,19 @@ def check_same(folder: Path, rank: int, facts: Mapping[str, Any], parts: Sequenc
         )
 
 
-def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
-    """Differences between two trees of JSON data, each in words."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in {**before, **now}:
-            # An option of a run has a name that needs no other, like --lr.
-            inner = key if not name or name == "run" else f"{name} {key}"
-            yield from _differences(before.get(key, _MISSING), now.get(key, _MISSING), inner)
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now) and _are_tables(before):
-        for index, (one, other) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(one, other, f"{name} {index}")
-    # An option that is not given is the same as one that was not known then.
-    elif before != now and not (_is_empty(before) and _is_empty(now)):
-        yield f"{name} was {_short(before)}, is {_short(now)}"
+def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in JSON data, each with the names on the way to it."""
+    is_table = isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree)
+    if not isinstance(tree, dict) and not is_table:
+        yield name, tree
+        return
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        # An option of a run has a name that needs no other, like --lr.
+        yield from _leaves(value, f"{name} {key}" if name not in ("", "run") else key)
 
 
-def _is_empty(value: Any) -> bool:
-    return not value or value == _MISSING
-
-
-def _are_tables(value: list[Any]) -> bool:
-    return all(isinstance(item, dict) for item in value)
-
-
-def _short(value: Any) -> str:
+def _short(leaves: Mapping[str, Any], name: str) -> str:
+    value = leaves.get(name, "nothing")
     text = value if isinstance(value, str) and value else json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
@@ -155,7 +145,7 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
     if not commits:
         raise TierError(f"{folder}: no step was committed there; begin anew, or resume from a checkpoint")
     _check_reason(commits[0])
-    _, about = read_table(folder, tier_name(rank))
+    about = read_about(folder, tier_name(rank))
     try:
         return msgspec.convert(about["plan"], Plan)
     except (KeyError, msgspec.ValidationError) as problem:
@@ -182,38 +172,32 @@ def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> Non
     Raises:
         TierError: there is none.
     """
+    own = [spilling for spilling in spillings if spilling is not None]
     try:
-        _agree(session, spillings)
+        agree(session, attempt(lambda: _check_all(spillings)), TierError)
+        least = -1
+        while True:
+            steps = [spilling.resumed.step for spilling in own if spilling.resumed is not None]
+            found = {step for of_rank in exchange(session, steps) for step in of_rank}
+            if found == {least}:
+                return
+            least = min(found)
+            agree(session, attempt(partial(_resume_from, own, least)), TierError)
     except TierError:
-        for spilling in spillings:
-            if spilling is not None:
-                spilling.close()
+        for spilling in own:
+            spilling.tier.close()
         raise
 
 
-def _agree(session: Session, spillings: Sequence[Spilling | None]) -> None:
-    agree(session, attempt(lambda: _check_all(spillings)), TierError)
-    own = [spilling for spilling in spillings if spilling is not None]
-    least = -1
-    while True:
-        steps = [s.resumed.step for s in own if s.resumed is not None]
-        found = [step for of_rank in exchange(session, steps) for step in of_rank]
-        if least == min(found) == max(found):
-            return
-        least = min(found)
-        agree(session, attempt(partial(_go_back, own, least)), TierError)
-
-
-def _go_back(spillings: Sequence[Spilling], step: int) -> None:
+def _resume_from(spillings: Sequence[Spilling], step: int) -> None:
     for spilling in spillings:
         spilling.resume_from(step)
 
 
 def _check_all(spillings: Sequence[Spilling | None]) -> None:
     for spilling in spillings:
-        if spilling is None:
+        if spilling is None or spilling.resumed is None:
             raise TierError("a rank has all its stages on the device; resume from a checkpoint")
-        assert spilling.resumed is not None
         _check_reason(spilling.resumed)
 
 

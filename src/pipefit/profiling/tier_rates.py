@@ -14,11 +14,9 @@ from torch import Tensor
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.spec.topology import Tier
 from pipefit.spill.arena import aligned
-from pipefit.spill.disk import DiskTier
-from pipefit.spill.host import HostTier
-from pipefit.spill.lanes import Lanes
-from pipefit.spill.records import chunk_sum
-from pipefit.spill.tiers import ALIGNMENT, Key, TierStore
+from pipefit.spill.tier_file import chunk_sum
+from pipefit.spill.tier_store import TierStore
+from pipefit.spill.tiers import ALIGNMENT, Key
 
 
 def measure_tier(
@@ -46,9 +44,8 @@ def measure_tier(
         TierError: the folder cannot be used, or has no room.
     """
     place = torch.device(device)
-    lanes = Lanes(place)
     name = f"probe-{os.getpid()}"
-    tier: TierStore = HostTier(None, lanes, place) if folder is None else DiskTier(folder, name, lanes, device=place)
+    tier = TierStore(folder, name, device=place)
     if folder is not None:  # two records, twice: half of what is free, where that is little
         most = shutil.disk_usage(folder).free // 8
         num_bytes = min(num_bytes, max(most // ALIGNMENT, 1) * ALIGNMENT)
@@ -59,10 +56,9 @@ def measure_tier(
         tier.write(keys[1], 0, slots[1]).wait()
         turns = [_turn(tier, keys, slots, version) for version in range(repeats)]
         check = _check_bytes_per_s(slots[0], repeats) if folder is not None and place.type == "cpu" else 0.0
-        commit_s = _commit_s(tier, repeats) if isinstance(tier, DiskTier) else 0.0
+        commit_s = _commit_s(tier, repeats) if tier.files else 0.0
     finally:
         tier.close()
-        lanes.close()
         for file in Path(folder or os.devnull).glob(f"{name}.*"):
             file.unlink()
     read_s, write_s, both_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
@@ -93,7 +89,7 @@ def _turn(tier: TierStore, keys: Sequence[Key], slots: Sequence[Tensor], version
     return read.ended_s - read.started_s, write.ended_s - write.started_s, both_s
 
 
-def _commit_s(tier: DiskTier, repeats: int) -> float:
+def _commit_s(tier: TierStore, repeats: int) -> float:
     commits = [tier.commit(step, {}) for step in range(repeats)]
     for commit in commits:
         commit.wait()

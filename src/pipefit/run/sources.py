@@ -144,6 +144,6 @@ def bundle_of(model: str, options: dict[str, Any], seed: int, capped: bool) -> M
     layers = named_layers(bundle.layers)
     if not hasattr(bundle.layers, "initialise_layer") or not can_be_drawn(layers):
         return build(model, **options) if capped else bundle
-    for layer in layers if not capped else ():
-        initialise(layer, seed, bundle.layers.initialise_layer)
+    if not capped:
+        initialise(layers, seed, bundle.layers.initialise_layer)
     return bundle

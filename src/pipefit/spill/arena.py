@@ -5,12 +5,15 @@ Nothing is allocated while training, so a cap on the device's memory can be stat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.spill.lanes import Copy
 from pipefit.spill.tiers import ALIGNMENT
-from pipefit.stage.record_layout import padded
+from pipefit.stage.record_layout import Field, padded
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 
@@ -94,3 +97,28 @@ class Arena:
     def slot(self, kind: str, index: int) -> Slot:
         """A slot by its number."""
         return self._slots[kind][index]
+
+
+def save_places(record: Callable[[], Tensor]) -> saved_tensors_hooks:
+    """While it is entered, autograd saves places in a record of weights instead of views of it.
+
+    A saved view of the weights would be a view of the slot, which may hold another stage by the time of the backward.
+    So the view is made anew where the weights are when the backward asks for it.
+
+    Args:
+        record: gives the bytes of the slot in which the weights are at that moment.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | Field:
+        if tensor.layout is not torch.strided:
+            return tensor
+        here = record()
+        start = tensor.data_ptr() - here.data_ptr()
+        if tensor.device != here.device or not 0 <= start < here.numel():
+            return tensor
+        return Field(start, tensor.shape, tensor.dtype, tensor.stride())
+
+    def unpack(saved: Tensor | Field) -> Tensor:
+        return saved.of(record()) if isinstance(saved, Field) else saved
+
+    return saved_tensors_hooks(pack, unpack)

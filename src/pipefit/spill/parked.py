@@ -13,37 +13,16 @@ from torch import Tensor
 from pipefit.ir.spill import UNDER_WAY
 from pipefit.spill.arena import aligned
 from pipefit.spill.lanes import Copy
-from pipefit.spill.tiers import Key, TierStore
-from pipefit.stage.record_layout import Layout, is_dense
+from pipefit.spill.tier_store import TierStore
+from pipefit.spill.tiers import Key
+from pipefit.stage.record_layout import Field, Layout
 
 
-class _Form(NamedTuple):
-    """How some tensors lie in their record: shape, type and strides of each; no strides where it has gaps."""
+class _Waiting(NamedTuple):
+    """Tensors that wait: how they lie in their record, and the version of that."""
 
-    shapes: list[list[int]]
-    dtypes: list[str]
-    strides: list[list[int] | None]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> _Form:
-        return cls(
-            [list(tensor.shape) for tensor in tensors],
-            [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            # What computes with a tensor may add up in the order in which it lies.
-            [list(tensor.stride()) if is_dense(tensor) else None for tensor in tensors],
-        )
-
-    def layout(self) -> Layout:
-        return Layout(
-            torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
-        )
-
-    def views(self, record: Tensor) -> list[Tensor]:
-        return [
-            view if stride is None else view.as_strided(view.shape, stride)
-            for view, stride in zip(self.layout().views(record), self.strides, strict=True)
-        ]
+    fields: list[Field]
+    version: int
 
 
 class ParkedTensors:
@@ -55,13 +34,14 @@ class ParkedTensors:
     Args:
         tier: where they wait.
         device: where they come from, and return to.
+        is_scratch: whether no commit names them, but for a tier that processes share.
     """
 
-    def __init__(self, tier: TierStore, device: torch.device) -> None:
-        self._tier, self._device = tier, device
+    def __init__(self, tier: TierStore, device: torch.device, is_scratch: bool = True) -> None:
+        self._tier, self._device, self._is_scratch = tier, device, is_scratch
         self._sizes: dict[Key, int] = {}
-        self._forms: dict[Key, tuple[_Form, int]] = {}
-        self._lent: dict[Key, tuple[tuple[_Form, int], list[weakref.ref[Tensor]]]] = {}
+        self._waiting: dict[Key, _Waiting] = {}
+        self._lent: dict[Key, tuple[_Waiting, list[weakref.ref[Tensor]]]] = {}
         self._count = 0
         self._under_way: deque[Copy] = deque()
 
@@ -74,24 +54,24 @@ class ParkedTensors:
         Raises:
             TierError: there is no room for them.
         """
-        form_lent, lent = self._lent.pop(key, (None, []))
-        if form_lent and len(lent) == len(tensors) and all(r() is t for r, t in zip(lent, tensors, strict=True)):
-            self._forms[key] = form_lent
+        waiting, lent = self._lent.pop(key, (None, []))
+        if waiting and len(lent) == len(tensors) and all(r() is t for r, t in zip(lent, tensors, strict=True)):
+            self._waiting[key] = waiting
             copy = Copy(0)
             copy.run(lambda: None, ())
             return copy
-        form = _Form.of(tensors)
-        num_bytes = form.layout().num_bytes
-        if num_bytes > self._sizes.get(key, -1):
-            self._tier.reserve_scratch({key: num_bytes})
-            self._sizes[key] = num_bytes
+        # What computes with a tensor may add up in the order in which it lies.
+        layout = Layout(tensors, as_they_lie=True)
+        if layout.num_bytes > self._sizes.get(key, -1):
+            self._tier.reserve_more({key: layout.num_bytes}, self._is_scratch)
+            self._sizes[key] = layout.num_bytes
         if len(self._under_way) == UNDER_WAY:
             self._under_way.popleft().wait()
         record = aligned(self._sizes[key], self._device)
-        for view, tensor in zip(form.views(record), tensors, strict=True):
+        for view, tensor in zip(layout.views(record), tensors, strict=True):
             view.copy_(tensor)
         self._count += 1
-        self._forms[key] = form, self._count
+        self._waiting[key] = _Waiting(layout.fields, self._count)
         copy = self._tier.write(key, self._count, record)
         self._under_way.append(copy)
         return copy
@@ -103,13 +83,13 @@ class ParkedTensors:
             key: of their record.
             keep: whether they will be read again, though they are not written again.
         """
-        form, version = self._forms[key] if keep else self._forms.pop(key)
+        waiting = self._waiting[key] if keep else self._waiting.pop(key)
         record = aligned(self._sizes[key], self._device)
-        copy = self._tier.read(key, version, record)
+        copy = self._tier.read(key, waiting.version, record)
 
         def tensors() -> list[Tensor]:
-            views = form.views(record)
-            self._lent[key] = (form, version), [weakref.ref(view) for view in views]
+            views = [field.of(record) for field in waiting.fields]
+            self._lent[key] = waiting, [weakref.ref(view) for view in views]
             return views
 
         return copy, tensors
@@ -118,18 +98,19 @@ class ParkedTensors:
         """JSON data from which `restore` finds all tensors again, in another process with the same tier."""
         rows: list[Any] = []
         for key, size in self._sizes.items():
-            form, version = self._forms.get(key, ((), None))
-            rows.append([*key, size, *(() if version is None else (version, *form))])
+            fields, version = self._waiting.get(key, ((), None))
+            plain = [[f.start, list(f.shape), str(f.dtype).removeprefix("torch."), f.stride] for f in fields]
+            rows.append([*key, size, version, plain])
         return rows
 
     def restore(self, rows: Iterable[Sequence[Any]]) -> None:
         """Takes up the tensors that `describe` was called for, in place of those known here."""
         self._sizes.clear()
-        self._forms.clear()
-        for stage, kind, mb, size, *rest in rows:
+        self._waiting.clear()
+        for stage, kind, mb, size, version, plain in rows:
             key = Key(stage, kind, mb)
             self._sizes[key] = size
-            if rest:
-                version, *form = rest
-                self._forms[key] = _Form(*form), version
+            if version is not None:
+                fields = [Field(start, torch.Size(s), getattr(torch, d), stride) for start, s, d, stride in plain]
+                self._waiting[key] = _Waiting(fields, version)
                 self._count = max(self._count, version)

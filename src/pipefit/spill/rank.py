@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipefit.errors import PlanError
-from pipefit.spec.sealed import FileEntry
+from pipefit.errors import InfeasibleError, ModelError, PlanError, TierError
+from pipefit.ir.op import Kind, Op
+from pipefit.ir.program import Program
+from pipefit.ir.spill import SLOTTED, Spill
+from pipefit.spec.options import Spilled
 from pipefit.spill.arena import Arena
-from pipefit.spill.disk import DiskTier
-from pipefit.spill.host import HostTier
-from pipefit.spill.lanes import Copy, Lanes
+from pipefit.spill.lanes import Copy
+from pipefit.spill.optimizer_states import StateRules, state_rules
 from pipefit.spill.parked import ParkedTensors
-from pipefit.spill.split_tier import SplitTier
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
-from pipefit.spill.tiers import TierStore
+from pipefit.spill.tier_store import TierStore
+from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD
+from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import Training
 
 
 def tier_name(rank: int) -> str:
@@ -29,53 +34,30 @@ def tier_name(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class SpillPlace:
-    """Where spilled stages live; not part of a plan, for it differs from machine to machine.
+class RankStages:
+    """The stages of one rank, spilled or not.
 
     Attributes:
-        folder: of the disk tier; None: the host's memory.
-        host_bytes: most that the host tier may take; with a folder, the rest lies there. None: no limit, or no host.
-        direct: whether the disk is read and written past the page cache.
-        about: JSON data that is kept with the records: what they are of.
-        resume: from the records in the folder; a number: from that step or one before.
-        commits: whether steps will be committed to the folder.
+        rank: its number.
+        layers: of each stage.
+        shared: ids of the parameters that several stages use; they stay on the device.
+        initialise: the model's own way to draw a layer's weights.
     """
 
-    folder: Path | None = None
-    host_bytes: int | None = None
-    direct: bool = True
-    about: Mapping[str, Any] = field(default_factory=dict)
-    resume: bool | int = False
-    commits: bool = True
-
-    def open(self, rank: int, kind: str, lanes: Lanes, device: torch.device) -> TierStore:
-        """Opens the tier of a rank.
-
-        Raises:
-            PlanError: the plan spills to disk, and no folder is given.
-            TierError: the folder cannot be used.
-        """
-        if kind == "host":
-            return HostTier(self.host_bytes, lanes, device)
-        if self.folder is None:
-            raise PlanError("the plan spills to disk: say where, by --disk FOLDER or spill=Spilled(disk=FOLDER)")
-        disk = DiskTier(self.folder, tier_name(rank), lanes, self.direct, device)
-        disk.about = dict(self.about)
-        if self.host_bytes is None:
-            return disk
-        return SplitTier(HostTier(None, lanes, device), disk, self.host_bytes, self.commits)
+    rank: int
+    layers: Mapping[int, list[NamedLayer]]
+    shared: set[int]
+    initialise: InitialiseLayer | None = None
 
 
 @dataclass
 class Spilling:
-    """Everything a rank has for spilling, over all its programs. `create.create_spilling` makes it.
+    """Everything a rank has for spilling, over all its programs.
 
     Attributes:
         stores: of its spilled stages.
         arena: the slots.
         tier: where the stages live.
-        lanes: that copy.
-        parked: activations that wait on the tier.
         resumed: what an earlier run committed, from which this one resumes.
         committed: the last commit that was started.
         committed_step: its step, or that of `resumed`.
@@ -83,13 +65,13 @@ class Spilling:
         writes: started since the last commit.
         parts: norms of the gradients of stages that have left the device, by update and stage.
         steps: on the host, that this program has started.
+        parked: activations that wait on the tier.
+        resident: tensors that stay on the device, as the last commit names them.
     """
 
     stores: dict[int, SpilledStore]
     arena: Arena
     tier: TierStore
-    lanes: Lanes
-    parked: ParkedTensors
     resumed: Commit | None = None
     committed: Copy | None = None
     committed_step: int = 0
@@ -98,16 +80,97 @@ class Spilling:
     parts: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     steps: list[Copy] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.parked = ParkedTensors(self.tier, self.arena.device)
+        self.resident = ParkedTensors(self.tier, torch.device("cpu"), is_scratch=False)
+
+    @classmethod
+    def create(
+        cls, stages: RankStages, program: Program, training: Training, device: torch.device, where: Spilled
+    ) -> Spilling:
+        """Moves the spilled stages of a rank to their tier, one after the other.
+
+        Layers of the meta device get their weights in a slot, so that there is never more than that of them in memory.
+
+        Args:
+            stages: of the rank.
+            program: one of those that will run; it says which stages are spilled.
+            training: its optimizer and seed.
+            device: where the rank computes.
+            where: the tier is.
+
+        Raises:
+            PipefitError: the tier has not enough room, or the optimizer cannot be spilled.
+        """
+        header, spill = program.header, program.header.spill
+        assert spill is not None
+        layers = {stage: stages.layers[stage] for stage in spill.stages if stage in stages.layers}
+        drawn = {stage for stage, own in layers.items() if is_meta(own)}
+        for stage in drawn:
+            if any(id(p) in stages.shared for layer in layers[stage] for p in layer.module.parameters()):
+                raise ModelError(
+                    "a model built on the meta device cannot be spilled with weights that several stages share: untie "
+                    "them (for gpt: tied=False), or build it in memory"
+                )
+            stand_in(layers[stage], partial(make_stand_in, device=device))
+        rules = state_rules(training.optimizer, device) if spill.optim else StateRules()
+        stores = {s: SpilledStore(s, own, stages.shared, training, header, rules, device) for s, own in layers.items()}
+        arena = make_arena(stores.values(), spill, device)
+        folder = where.folder if spill.tier == "disk" else None
+        if folder is None and spill.tier == "disk":
+            raise PlanError("the plan spills to disk: say where, by --disk FOLDER or spill=Spilled(disk=FOLDER)")
+        tier = TierStore(folder, tier_name(stages.rank), device=device, host_bytes=where.host_bytes)
+        spilling = cls(stores, arena, tier)
+        try:
+            spilling.make_room(program, stages.rank, where)
+        except TierError:
+            tier.close()
+            raise
+        resumed = spilling.resumed
+        for number, (stage, store) in enumerate(stores.items()):
+            store.attach(arena, tier)
+            fill = partial(initialise, layers[stage], training.seed, stages.initialise) if stage in drawn else None
+            store.store_first(number % spill.weights_slots, fill, resumed.version(stage) if resumed else None)
+        return spilling
+
+    def make_room(self, program: Program, rank: int, where: Spilled) -> None:
+        """Takes room for the records of a rank, or takes up what an earlier run committed.
+
+        Args:
+            program: says which stages' gradients go to the tier.
+            rank: that the stages are of.
+            where: says whether the run resumes, and commits.
+
+        Raises:
+            TierError: there is not enough room, or nothing to resume from.
+        """
+        written = {i.stage for i in program.ranks[rank] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
+        sizes = {key: size for store in self.stores.values() for key, size in store.sizes().items()}
+        scratch = {key: size for key, size in sizes.items() if key.kind == WGRAD and key.stage in written}
+        kept = {key: size for key, size in sizes.items() if key.kind != WGRAD}
+        if where.resume is False:
+            self.tier.reserve({**kept, **scratch}, sizes if where.commit_every == 0 else scratch, where.about or None)
+            return
+        if self.tier.files is None:
+            raise TierError("a run resumes only from records on a disk; resume from a checkpoint")
+        self.resumed = self.tier.recover(None if where.resume is True else where.resume)
+        found = {key: size for key, size in self.tier.sizes.items() if key.kind in (WEIGHTS, OPTIM)}
+        if found != kept:
+            key = next(key for key in {**found, **kept} if found.get(key) != kept.get(key))
+            was, needed = (f"{sizes[key]} bytes" if key in sizes else "none" for sizes in (found, kept))
+            raise TierError(f"{where.folder}: {key}: its record has {was}, this run's {needed}; it is of another run")
+        self.tier.reserve_more(scratch)
+
     def resume_from(self, step: int) -> None:
         """Before the first program: takes the records of a step that is not after the one that was found.
 
         Raises:
             TierError: they are not whole.
         """
-        assert self.disk is not None and self.resumed is not None
+        assert self.resumed is not None
         if step < self.resumed.step:
-            self.resumed = self.disk.recover(step)
-        self.disk.resume_from(self.resumed)
+            self.resumed = self.tier.recover(step)
+        self.tier.resume_from(self.resumed)
         self.committed_step = self.resumed.step
         for stage, store in self.stores.items():
             store.hold(self.resumed.version(stage))
@@ -125,11 +188,6 @@ class Spilling:
             step.wait()
         self.settle()
 
-    @property
-    def disk(self) -> DiskTier | SplitTier | None:
-        """The tier, if its commits outlive the process."""
-        return self.tier if isinstance(self.tier, DiskTier | SplitTier) else None
-
     def is_commit_due(self, step: int) -> bool:
         """Whether a step is to be committed."""
         return 0 < self.commit_every <= step - self.committed_step
@@ -140,22 +198,19 @@ class Spilling:
         Raises:
             TierError: one of them has failed.
         """
-        under_way = [copy for copy in self.writes if not copy.ended()]
-        for copy in self.writes:
-            if copy not in under_way:
-                copy.wait()
-        self.writes = under_way
+        ended = [copy for copy in self.writes if copy.ended()]
+        self.writes = [copy for copy in self.writes if copy not in ended]
+        for copy in ended:
+            copy.wait()
 
-    def commit(self, step: int, state: Mapping[str, Any], tensors: FileEntry | bytes | None = None) -> None:
+    def commit(self, step: int, state: Mapping[str, Any]) -> None:
         """Starts to commit a step with all that was written.
 
         Args:
             step: weight updates done.
             state: JSON data: what else is needed to resume from there.
-            tensors: a safetensors file with more of that, or the bytes of one.
         """
-        assert self.disk is not None
-        self.committed = self.disk.commit(step, state, self.writes, tensors)
+        self.committed = self.tier.commit(step, state, self.writes)
         self.committed_step = step
         self.writes = []
 
@@ -169,11 +224,26 @@ class Spilling:
             committed, self.committed = self.committed, None
             committed.wait()
 
-    def close(self, discard: bool = False) -> None:
-        """Waits for the copies under way and closes the tier.
 
-        Args:
-            discard: whether the records are removed; else a disk keeps its file.
-        """
-        self.lanes.close()
-        self.tier.close(discard)
+def make_arena(stores: Iterable[SpilledStore], spill: Spill, device: torch.device) -> Arena:
+    """The slots of a rank, each as large as the largest record of its kind.
+
+    Raises:
+        InfeasibleError: the device has no room for them.
+    """
+    largest = dict.fromkeys(SLOTTED, 0)
+    for store in stores:
+        for key, size in store.sizes().items():
+            if key.kind != OPTIM or not store.on_host:
+                largest[key.kind] = max(largest[key.kind], size)
+    try:
+        return Arena(largest, {kind: spill.slots(kind) for kind in SLOTTED}, device)
+    except (RuntimeError, MemoryError) as problem:
+        raise InfeasibleError(f"{device} has no room for the slots of the largest stage: {problem}") from None
+
+
+def make_stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    """In place of a tensor of the meta device: a weight's has no memory; a buffer's has, with no values yet."""
+    if isinstance(tensor, nn.Parameter):
+        return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

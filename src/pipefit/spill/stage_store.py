@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.errors import ModelError
+from pipefit.ir.program import Header
 from pipefit.parallel.buckets import record_layout
-from pipefit.spill.arena import Arena
-from pipefit.spill.host import HostTier
-from pipefit.spill.lanes import Copy, Lanes
-from pipefit.spill.optimizer_states import MovedStates, StateRules, StateSpec
-from pipefit.spill.saved_places import save_places
-from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key, TierStore
+from pipefit.spill.arena import Arena, Slot, save_places
+from pipefit.spill.lanes import Copy
+from pipefit.spill.optimizer_states import MovedStates, StateRules, probe_states
+from pipefit.spill.tier_store import TierStore
+from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
 from pipefit.stage.record_layout import Layout, absent
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import Training
 
 
 class SpilledStore:
@@ -29,18 +32,21 @@ class SpilledStore:
 
     Args:
         stage: its number.
-        parameters: of the stage, each once.
-        shared: ids of those that other stages use too; they stay on the device.
-        states: that the optimizer keeps for those that are trained, as `probe_states` found; None: its states stay on
-            the device.
+        layers: of the stage.
+        shared: ids of the parameters that several stages use; they stay on the device.
+        training: its optimizer.
+        header: of the program; it says where the stage steps, and whether its optimizer's states move.
         rules: of the optimizer.
         device: of the slots.
-        on_host: whether it steps on the host: the optimizer gets views of its records there, and its states never
-            leave them.
-        in_buckets: whether its gradients lie in the slot as its replicas reduce them.
+
+    Raises:
+        ModelError: it cannot step on the host, or its optimizer cannot be spilled.
 
     Attributes:
         masters: the parameters that the optimizer gets.
+        on_host: whether it steps on the host: the optimizer gets views of its records there, and its states never
+            leave them.
+        num_updates: how often its record was renewed before this program, version 0 of which the tier holds.
         reached: places of the gradients of this update that a micro-batch has reached so far.
         states: what its optimizer keeps, where that moves; None: it stays on the device.
         summed: the parameters whose gradients lie in the slot.
@@ -51,32 +57,37 @@ class SpilledStore:
     def __init__(
         self,
         stage: int,
-        parameters: Sequence[nn.Parameter],
+        layers: Sequence[NamedLayer],
         shared: set[int],
-        states: Sequence[StateSpec] | None,
+        training: Training,
+        header: Header,
         rules: StateRules,
         device: torch.device,
-        on_host: bool,
-        in_buckets: bool,
     ) -> None:
-        self.stage = stage
-        self.on_host = on_host
+        self.stage, self.on_host = stage, header.steps_on_host(stage)
+        parameters = list({id(p): p for layer in layers for p in layer.module.parameters()}.values())
         trained = [p for p in parameters if p.requires_grad]
-        frozen = [p for p in parameters if not p.requires_grad]
-        self._trained: list[nn.Parameter] = []
-        self._moved = [p for p in trained if id(p) not in shared] + frozen
-        self._master_of: dict[int, nn.Parameter] = {}
+        self.summed = [p for p in trained if id(p) not in shared]
+        if self.on_host and len(self.summed) < len(trained):
+            raise ModelError(
+                f"stage {stage} shares a weight with another, which stays on the device: it cannot step on the host"
+            )
+        self._moved = self.summed + [p for p in parameters if not p.requires_grad]
         self.layout = Layout(self._moved)
-        self.summed = [p for p in self._moved if p.requires_grad]
-        self.gradients = record_layout(self.summed)[1] if in_buckets else Layout(self.summed)
+        # The gradients lie in the slot as replicas reduce them.
+        is_replicated = len(header.placement[stage]) > 1
+        self.gradients = record_layout(self.summed)[1] if is_replicated else Layout(self.summed)
         self.on_arrival: Callable[[Tensor], None] | None = None
         self.states: MovedStates | None = None
-        if states is not None:
-            specs = [(trained[spec.parameter], spec) for spec in states]
+        if not header.keeps_states(stage):
+            where = torch.device("cpu") if self.on_host else device
+            specs = [(trained[spec.parameter], spec) for spec in probe_states(training.optimizer, trained, where)]
             moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in shared]
-            self.states = MovedStates(stage, moving, rules, device)
+            self.states = MovedStates(stage, moving, rules._replace(numbers={}) if self.on_host else rules, device)
+        self._trained: list[nn.Parameter] = []
+        self._master_of: dict[int, nn.Parameter] = {}
         self._device = device
-        self._base = self._version = 0
+        self.num_updates = self._version = 0
         self._is_held = False
         self._slots: dict[str, int] = {}
         self.reached: set[int] = set()
@@ -94,9 +105,9 @@ class SpilledStore:
             found[Key(self.stage, OPTIM)] = self.states.layout.num_bytes
         return found
 
-    def attach(self, arena: Arena, tier: TierStore, lanes: Lanes) -> None:
+    def attach(self, arena: Arena, tier: TierStore) -> None:
         """Gets its slots and its tier."""
-        self._arena, self._tier, self._lanes = arena, tier, lanes
+        self._arena, self._tier = arena, tier
 
     @torch.no_grad()
     def store_first(self, slot: int, fill: Callable[[], None] | None = None, held: int | None = None) -> None:
@@ -107,18 +118,13 @@ class SpilledStore:
             fill: gives the weights their first values, in the slot; None: they have them already.
             held: the version that its records on the tier hold, of an earlier run; nothing is written then.
         """
-        if held is not None and fill is None:
-            self.hold(held)
-            return
-        room = self._arena.slot(WEIGHTS, slot)
-        for copy in room.taken():
-            copy.wait()
+        room = self._free(WEIGHTS, slot)
         for view, parameter in zip(self.layout.views(room.bytes), self._moved, strict=True):
-            if fill is None:
+            if fill is None and held is None:
                 view.copy_(parameter.data)
             parameter.data = view
         if fill is not None:
-            fill()
+            fill()  # buffers too
         if held is not None:
             self.hold(held)
             return
@@ -128,7 +134,7 @@ class SpilledStore:
 
     def hold(self, version: int) -> None:
         """Its records on the tier hold a version, and count."""
-        self._base, self._is_held = version, True
+        self.num_updates, self._is_held = version, True
         self._unbind()
 
     @property
@@ -146,7 +152,7 @@ class SpilledStore:
         self._trained = list(trained)
         where: dict[int, Tensor] = {}
         if self.on_host:
-            views = self.layout.views(self._host.record(Key(self.stage, WEIGHTS)))
+            views = self.layout.views(self._tier.record(Key(self.stage, WEIGHTS)))
             where = {id(parameter): view for parameter, view in zip(self._moved, views, strict=True)}
         self.masters = [nn.Parameter(where.get(id(parameter), parameter.data)) for parameter in self._trained]
         self._master_of = {id(p): master for p, master in zip(self._trained, self.masters, strict=True)}
@@ -163,8 +169,7 @@ class SpilledStore:
             self._adopt_states()
         elif any(optimizer.state.values()):
             self._slots[OPTIM] = slot
-            for copy in self._arena.slot(OPTIM, slot).taken():
-                copy.wait()
+            self._free(OPTIM, slot)
             self._adopt_states()
             self.evict(OPTIM, 0)
 
@@ -184,9 +189,9 @@ class SpilledStore:
         """
         room = self._arena.slot(kind, slot)
         kept, room.kept = room.kept, None
-        if kept == (self, self._base + version):
+        if kept == (self, self.num_updates + version):
             waits = self._arena.slot(WGRAD, slot).taken() if kind == WEIGHTS else ()
-            return self._lanes.read.submit(lambda: None, 0, waits)
+            return self._tier.lanes.read.submit(lambda: None, 0, waits)
         waits = room.taken()
         if kind == WEIGHTS:
             waits += self._arena.slot(WGRAD, slot).taken()
@@ -194,8 +199,8 @@ class SpilledStore:
         key = Key(self.stage, kind)
         if kind == OPTIM and self._tier.holds(key) is None:
             # No step yet: there is nothing to read.
-            return self._lanes.read.submit(lambda: _clear(into), 0, waits)
-        copy = self._tier.read(key, self._base + version, into, waits)
+            return self._tier.lanes.read.submit(into.zero_, 0, waits)
+        copy = self._tier.read(key, self.num_updates + version, into, waits)
         if kind == WEIGHTS:
             self._read = copy
         return copy
@@ -223,14 +228,14 @@ class SpilledStore:
             self._gather_gradients()
         slot = self._slots.pop(kind)
         room = self._arena.slot(kind, slot)
-        copy = self._tier.write(Key(self.stage, kind), self._base + version, room.bytes[: self._size(kind)])
+        copy = self._tier.write(Key(self.stage, kind), self.num_updates + version, room.bytes[: self._size(kind)])
         room.busy.append(copy)
         if kind == WEIGHTS:
-            room.kept = self, self._base + version
+            room.kept = self, self.num_updates + version
             self._unbind()
         elif kind == OPTIM:
             assert self.states is not None
-            room.kept = self, self._base + version
+            room.kept = self, self.num_updates + version
             self.states.unbind()
         else:
             for parameter in self.summed:
@@ -251,10 +256,8 @@ class SpilledStore:
     def begin_step(self, version: int, in_place: bool) -> None:
         """Hands the gradients to the optimizer, which works in the slots once they are no longer being written."""
         self.at(version)
-        for kind in (WEIGHTS, OPTIM):
-            if kind in self._slots:
-                for copy in self._arena.slot(kind, self._slots[kind]).taken():
-                    copy.wait()
+        for kind in {WEIGHTS, OPTIM} & self._slots.keys():
+            self._free(kind, self._slots[kind])
         for parameter, master in zip(self._trained, self.masters, strict=True):
             master.grad = parameter.grad
         self._version = version + 1
@@ -281,7 +284,7 @@ class SpilledStore:
         def step() -> None:
             if work is None:
                 return
-            record = self._host.record(Key(self.stage, WGRAD))
+            record = self._tier.record(Key(self.stage, WGRAD))
             for place in reached:
                 master = self._master_of.get(id(self.summed[place]))
                 if master is not None:
@@ -291,23 +294,18 @@ class SpilledStore:
                 master.grad = None
             self._adopt_states()
 
-        return self._host.step(self.stage, self._base + version + 1, step, [self._read] if self._read else [])
+        return self._tier.step(self.stage, self.num_updates + version + 1, step, [self._read] if self._read else [])
 
     def drop(self, version: int) -> None:
         """Forgets weights that the tier still has; their slot is free."""
         self.at(version)
-        self._arena.slot(WEIGHTS, self._slots.pop(WEIGHTS)).kept = self, self._base + version
+        self._arena.slot(WEIGHTS, self._slots.pop(WEIGHTS)).kept = self, self.num_updates + version
         self._unbind()
 
     def rebase(self) -> None:
         """Calls the newest version 0 again."""
-        self._base += self._version
+        self.num_updates += self._version
         self._version = 0
-
-    @property
-    def num_updates(self) -> int:
-        """How often its record was renewed: the version that the tier holds between programs."""
-        return self._base
 
     @contextlib.contextmanager
     def present(self, optim: bool = False, change: bool = False) -> Iterator[None]:
@@ -315,10 +313,9 @@ class SpilledStore:
 
         Args:
             optim: its optimizer's states too.
-            change: what was done to them is written back.
+            change: what was done to them is written back, with the optimizer's states.
         """
-        moved = self.states is not None and not self.on_host
-        kinds = [WEIGHTS] + [OPTIM] * (moved and (optim or change))
+        kinds = [WEIGHTS] + [OPTIM] * ((optim or change) and self.states is not None and not self.on_host)
         for kind in kinds:
             self.fetch(kind, 0, 0).wait()
             self.arrived(kind, 0, 0)
@@ -327,8 +324,7 @@ class SpilledStore:
         finally:
             if not change:
                 self.drop(0)
-                self._slots.pop(OPTIM, None)
-                if self.states is not None and not self.on_host:
+                if self._slots.pop(OPTIM, None) is not None and self.states is not None:
                     self.states.unbind()
         if not change:
             return
@@ -344,10 +340,12 @@ class SpilledStore:
     def _size(self, kind: str) -> int:
         return self.sizes()[Key(self.stage, kind)]
 
-    @property
-    def _host(self) -> HostTier:
-        assert isinstance(self._tier, HostTier), "only the host can step"
-        return self._tier
+    def _free(self, kind: str, slot: int) -> Slot:
+        """A slot that nothing copies any more."""
+        room = self._arena.slot(kind, slot)
+        for copy in room.taken():
+            copy.wait()
+        return room
 
     def _keep(self, place: int, parameter: Tensor) -> None:
         """Moves a gradient that autograd has made to its place in the slot; from then on autograd adds to it there."""
@@ -371,7 +369,7 @@ class SpilledStore:
         if self.states is None or self.states.optimizer is None:
             return
         if self.on_host:
-            self.states.adopt(self._host.record(Key(self.stage, OPTIM)))
+            self.states.adopt(self._tier.record(Key(self.stage, OPTIM)))
         else:
             self.states.adopt(self._arena.slot(OPTIM, self._slots[OPTIM]).bytes)
 
@@ -388,10 +386,3 @@ class SpilledStore:
                 if parameter.grad.data_ptr() != view.data_ptr():
                     view.copy_(parameter.grad)
                 self.reached.add(place)
-
-
-def _clear(record: Tensor) -> None:
-    if record.device.type == "cpu":
-        record.numpy().fill(0)
-    else:
-        record.zero_()

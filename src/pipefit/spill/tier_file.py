@@ -1,9 +1,11 @@
-"""The files of a disk tier: the records, the table that says where they lie, and the last two commits.
+"""The files of a disk tier: the records, what they are of, and the last two commits.
 
 rank-0.tier                     the records, preallocated
-rank-0.json                     table: where each record lies, and what the records are of
-rank-0.commit, rank-0.before    the last commit and the one before it
-rank-0.state-0, rank-0.state-1  safetensors that a commit names, written alternately
+rank-0.json                     what the records are of
+rank-0.commit, rank-0.before    the last commit and the one before it: which records are whole, where, with checksums
+
+A record that is committed has two copies, written alternately, so that the one that the last commit names is never
+overwritten. A payload without the checksum of its commit was not kept by the disk.
 """
 
 from __future__ import annotations
@@ -11,42 +13,61 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
+import torch
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import sync_folder
-from pipefit.spec.sealed import FileEntry, read_sealed, write_file, write_sealed
-from pipefit.spill.tiers import WEIGHTS, Key
+from pipefit.spec.sealed import read_sealed, write_sealed
+from pipefit.spill.tiers import ALIGNMENT, WEIGHTS, Key
 from pipefit.units import format_bytes
 
-FORMAT = "pipefit.tier/4"
+FORMAT = "pipefit.tier/5"
+_WORDS = ALIGNMENT // 8
+_PIECE_BYTES = 16 << 20
+_THREADS = 2
 
 
 class Written(NamedTuple):
-    """A record of a commit: its version, and which of its copies in the file holds it."""
-
-    version: int
-    copy: int
-
-
-class Room(NamedTuple):
-    """A record's room in the file.
+    """A record in the file.
 
     Attributes:
         start: of its first copy.
-        num_bytes: of its payload.
-        copies: 2 for one that is committed: the copy that the last commit names is never overwritten.
+        num_bytes: of each copy.
+        copies: 2 for one that is committed, else 1; 0 for one in the host's memory that is not.
+        version: that was written last; −1: none.
+        copy: which holds it; −1: none.
+        checksum: of it.
     """
 
     start: int
     num_bytes: int
     copies: int
+    version: int = -1
+    copy: int = -1
+    checksum: int = 0
+
+    def position(self, copy: int) -> int:
+        """Where a copy begins."""
+        return self.start + copy * self.num_bytes
+
+    @property
+    def requested(self) -> int | None:
+        """The version; None: none was written."""
+        return None if self.copy < 0 else self.version
+
+    @property
+    def end(self) -> int:
+        """Where the last copy ends."""
+        return self.position(self.copies)
 
 
 class Commit(NamedTuple):
@@ -56,17 +77,30 @@ class Commit(NamedTuple):
         step: weight updates done.
         state: JSON data: what else is needed to resume from there.
         records: that belong to it.
-        tensors: a safetensors file with more of what is needed; None: nothing.
     """
 
     step: int
     state: dict[str, Any]
     records: dict[Key, Written]
-    tensors: FileEntry | None = None
 
     def version(self, stage: int) -> int:
         """The version of a stage's weights."""
         return self.records[Key(stage, WEIGHTS)].version
+
+
+def chunk_sum(data: memoryview) -> int:
+    """A checksum of whole blocks, made to run at the speed of memory: the CRC of the sums of their 64-bit words.
+
+    A block that is missing, old, moved or flipped in a bit changes it; words that change places inside a block do not.
+    It works on all of the calling thread's cores, so call it where nothing else computes.
+
+    Args:
+        data: writable memory; a multiple of `ALIGNMENT`.
+    """
+    if not data:
+        return 0
+    words = torch.frombuffer(data, dtype=torch.int64).view(-1, _WORDS)
+    return zlib.crc32(words.sum(1).numpy())
 
 
 class TierFile:
@@ -75,8 +109,8 @@ class TierFile:
     Args:
         folder: of the files; made if its parent exists.
         name: of the files, without ending.
-        direct: whether to read and write past the page cache, where the file system allows it.
-        shared: whether other processes may have it open; then commits survive the death of one, and no power cut.
+        shared: whether other processes may have it open; then commits survive the death of one, and no power cut. Else
+            it is read and written past the page cache, where the file system allows it.
 
     Attributes:
         path: of the records.
@@ -85,16 +119,16 @@ class TierFile:
         TierError: the folder cannot be used, or another run uses the file.
     """
 
-    def __init__(self, folder: Path, name: str, direct: bool, shared: bool) -> None:
+    def __init__(self, folder: Path, name: str, shared: bool) -> None:
         self.path = folder / f"{name}.tier"
-        self._table = folder / f"{name}.json"
-        self._commit, self._before = (folder / f"{name}.{ending}" for ending in ("commit", "before"))
-        self._tensors = tuple(folder / f"{name}.state-{number}" for number in (0, 1))
+        self._about, self._commit, self._before = (folder / f"{name}.{end}" for end in ("json", "commit", "before"))
         self._durable = not shared
+        # Pieces of a record, several under way at once: reads and writes have each their own, so that neither waits.
+        self._pools = [ThreadPoolExecutor(_THREADS, f"pipefit-p{way}") for way in ("read", "write")]
         self._last: Commit | None = None
         try:
             folder.mkdir(exist_ok=True)
-            self._fd = _open(self.path, direct)
+            self._fd = _open(self.path, direct=not shared)
         except OSError as problem:
             known = {errno.ENOENT: f"{folder.parent} is not there", errno.EEXIST: "it is a file, not a folder"}
             why = known.get(problem.errno or 0, problem.strerror)
@@ -129,18 +163,24 @@ class TierFile:
 
     # ---- room ------------------------------------------------------------------------------------------------------
 
-    def allocate(self, num_bytes: int) -> None:
+    def allocate(self, num_bytes: int, about: Mapping[str, Any] | None) -> None:
         """Takes all the room at once; what an earlier run committed is no longer valid.
+
+        Args:
+            num_bytes: of all records.
+            about: JSON data: what they are of; None: nobody asks.
 
         Raises:
             TierError: there is not enough.
         """
         with self._explained():
-            for path in (self._commit, self._before, *self._tensors):
-                path.unlink(missing_ok=True)
+            self._commit.unlink(missing_ok=True)
+            self._before.unlink(missing_ok=True)
             sync_folder(self.path.parent)
             os.ftruncate(self._fd, 0)
-        self.extend(num_bytes)
+            self.extend(num_bytes)
+            if about is not None:
+                write_sealed(self._about, {"format": FORMAT, "about": about})
 
     def extend(self, num_bytes: int) -> None:
         """Takes room up to a size.
@@ -164,16 +204,6 @@ class TierFile:
                     f"{format_bytes(free)} are free; make room, or give another --disk folder"
                 ) from None
 
-    def check_size(self, num_bytes: int) -> None:
-        """Refuses a truncated file.
-
-        Raises:
-            TierError: it is smaller than its records.
-        """
-        size = os.fstat(self._fd).st_size
-        if size < num_bytes:
-            raise DamageError(f"{self.path}: its records take {num_bytes} bytes, the file has {size}: it was truncated")
-
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
     def read(self, data: memoryview, position: int) -> None:
@@ -183,6 +213,28 @@ class TierFile:
     def write(self, data: memoryview, position: int) -> None:
         """Writes `data` at a position."""
         self._transfer(os.pwritev, data, position)
+
+    def read_all(self, data: memoryview, position: int) -> None:
+        """Fills `data` with a whole record."""
+        self._in_pieces(self._pools[0], self.read, data, position)
+
+    def write_all(self, data: memoryview, position: int) -> None:
+        """Writes a whole record."""
+        self._in_pieces(self._pools[1], self.write, data, position)
+
+    def _in_pieces(self, pool: ThreadPoolExecutor, move: Any, data: memoryview, position: int) -> None:
+        starts = range(0, len(data), _PIECE_BYTES)
+        mapped = pool.map if self._durable and len(starts) > 1 else map
+        for _ in mapped(lambda at: move(data[at : at + _PIECE_BYTES], position + at), starts):
+            pass
+
+    def is_whole(self, at: Written) -> bool:
+        """Whether a committed record has its checksum, or was not written yet."""
+        if at.copy < 0:
+            return True
+        buffer = memoryview(mmap.mmap(-1, at.num_bytes)) if at.num_bytes else memoryview(b"")
+        self.read_all(buffer, at.position(at.copy))
+        return at.checksum == chunk_sum(buffer)
 
     def _transfer(self, call: Any, data: memoryview, position: int) -> None:
         done = 0
@@ -195,35 +247,13 @@ class TierFile:
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
-    def spare(self) -> Path:
-        """The path for tensors of the next commit; the last commit does not name it."""
-        last = self._last.tensors if self._last else None
-        return next(path for path in self._tensors if last is None or path.name != last.name)
-
-    def write_spare(self, content: bytes) -> FileEntry:
-        """Writes the tensors of the next commit.
-
-        Raises:
-            TierError: the disk refused.
-        """
-        path = self.spare()
-        with self._explained():
-            path.unlink(missing_ok=True)
-            return write_file(path, [content])
-
     def commit(self, commit: Commit) -> None:
         """Forces the records to disk, then names the step they belong to; the commit before it stays as well.
 
         Raises:
             TierError: the disk refused, or the folder is no longer there.
         """
-        data = {
-            "format": FORMAT,
-            "step": commit.step,
-            "state": commit.state,
-            "records": [[*key, *written] for key, written in commit.records.items()],
-            "tensors": msgspec.structs.astuple(commit.tensors) if commit.tensors else None,
-        }
+        rows = [[*key, *written] for key, written in commit.records.items()]
         with self._explained():
             if self._durable:
                 os.fdatasync(self._fd)
@@ -232,13 +262,23 @@ class TierFile:
             if self._durable and self._commit.exists():
                 self._commit.replace(self._before)
             # What is written next overwrites the step before: when this returns, the names are on the disk.
+            data = {"format": FORMAT, "step": commit.step, "state": commit.state, "records": rows}
             write_sealed(self._commit, data, durable=self._durable)
         self._last = commit
 
     def commits(self) -> list[Commit]:
-        """The committed steps whose records may be whole, the last one first."""
+        """The committed steps whose records may be whole, the last one first.
+
+        Raises:
+            TierError: there is none, or the records were truncated.
+        """
         found = read_commits(self.path.parent, self.path.stem)
-        self._last = found[0] if found else None
+        if not found:
+            raise TierError(f"{self.path.parent}: no step was committed there")
+        self._last = found[0]
+        needed = max((written.end for written in found[0].records.values()), default=0)
+        if (size := os.fstat(self._fd).st_size) < needed:
+            raise DamageError(f"{self.path}: its records take {needed} bytes, the file has {size}: it was truncated")
         return found
 
     def resume_from(self, commit: Commit) -> None:
@@ -256,25 +296,12 @@ class TierFile:
                 self._before.replace(self._commit)
                 sync_folder(self.path.parent)
 
-    def write_table(self, records: Mapping[Key, Room], about: Mapping[str, Any]) -> None:
-        """Notes where the records lie, and what they are of.
-
-        Raises:
-            TierError: the disk refused.
-        """
-        rows = [[*key, *room] for key, room in records.items()]
-        try:
-            write_sealed(self._table, {"format": FORMAT, "about": about, "records": rows}, durable=self._durable)
-        except PipefitError as problem:
-            raise TierError(str(problem)) from None
-
-    def close(self) -> None:
-        """Closes the files; they stay."""
+    def close(self, discard: bool) -> None:
+        """Closes the files, and removes them if they are to be discarded."""
+        for pool in self._pools:
+            pool.shutdown()
         os.close(self._fd)
-
-    def remove(self) -> None:
-        """Removes the files."""
-        for path in (self._commit, self._before, *self._tensors, self._table, self.path):
+        for path in (self._commit, self._before, self._about, self.path) if discard else ():
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -337,18 +364,18 @@ def _read_commit(path: Path) -> Commit | None:
     data = _read(path)
     if data is None:
         return None
-    records = {Key(*row[:3]): Written(*row[3:]) for row in data["records"]}
-    return Commit(data["step"], data["state"], records, FileEntry(*data["tensors"]) if data["tensors"] else None)
+    return Commit(data["step"], data["state"], {Key(*row[:3]): Written(*row[3:]) for row in data["records"]})
 
 
-def read_table(folder: Path, name: str) -> tuple[dict[Key, Room], dict[str, Any]]:
-    """Where the records of a tier lie, and what they are of.
+def read_about(folder: Path, name: str) -> dict[str, Any]:
+    """What the records of a tier are of.
 
     Raises:
-        TierError: the table cannot be read.
+        TierError: it cannot be read.
     """
     path = folder / f"{name}.json"
     data = _read(path)
     if data is None:
         raise DamageError(f"{path}: missing; resume from a checkpoint")
-    return {Key(*row[:3]): Room(*row[3:]) for row in data["records"]}, data["about"]
+    about: dict[str, Any] = data["about"]
+    return about

@@ -46,33 +46,49 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def stand_in(layers: Sequence[NamedLayer], make: Callable[[Tensor], Tensor]) -> None:
-    """Replaces parameters and buffers of the meta device by what `make` gives for them; shared ones stay shared."""
+def stand_in(
+    layers: Sequence[NamedLayer], make: Callable[[Tensor], Tensor], of: Callable[[Tensor], bool] = lambda t: t.is_meta
+) -> None:
+    """Replaces some parameters and buffers by what `make` gives for them; shared ones stay shared.
+
+    Args:
+        layers: of the model.
+        make: from a parameter or buffer to what stands in its place.
+        of: which are replaced; usually those of the meta device.
+    """
     made: dict[int, nn.Parameter] = {}
     for layer in layers:
         for module in layer.module.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if parameter.is_meta:
+                if of(parameter):
                     if id(parameter) not in made:
                         made[id(parameter)] = nn.Parameter(make(parameter), parameter.requires_grad)
-                        made[id(made[id(parameter)])] = made[id(parameter)]
                     setattr(module, name, made[id(parameter)])
             for name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_meta:
+                if of(buffer):
                     module._buffers[name] = make(buffer)
 
 
-def initialise(layer: NamedLayer, seed: int, own: InitialiseLayer | None = None) -> None:
-    """Draws a layer's weights in place: by `reset_parameters` of its modules, then in the model's own way.
+def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:
+    """Frees the weights of layers that no stage of this process holds; names and shapes stay, on the meta device."""
+    kept = {id(p) for layer in layers if layer.index in held for p in layer.module.parameters()}
+    others = [layer for layer in layers if layer.index not in held]
+    stand_in(others, lambda tensor: tensor.to("meta"), lambda tensor: not tensor.is_meta and id(tensor) not in kept)
+
+
+def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | None = None) -> None:
+    """Draws the weights of layers in place: by `reset_parameters` of their modules, then in the model's own way.
 
     Raises:
         ModelError: a module has weights but no `reset_parameters`.
     """
     generator = torch.random.get_rng_state()
-    torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
     try:
-        for name, module in layer.module.named_modules(prefix=layer.prefix):
-            if _has_own(module):
+        for layer in layers:
+            torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
+            for name, module in layer.module.named_modules(prefix=layer.prefix):
+                if not _has_own(module):
+                    continue
                 reset = _reset_of(module)
                 if reset is None:
                     raise ModelError(
@@ -80,8 +96,8 @@ def initialise(layer: NamedLayer, seed: int, own: InitialiseLayer | None = None)
                         "to draw its weights; give it one, or build the model in memory"
                     )
                 reset()
-        if own is not None:
-            own(layer.prefix, layer.module)
+            if own is not None:
+                own(layer.prefix, layer.module)
     finally:
         torch.random.set_rng_state(generator)
 
@@ -96,5 +112,4 @@ def materialise(
     """
     drawn = [layer for layer in layers if is_meta([layer])]
     stand_in(layers, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-    for layer in drawn:
-        initialise(layer, seed, own)
+    initialise(drawn, seed, own)

@@ -18,11 +18,12 @@ def padded(num_bytes: int, to: int = 4096) -> int:
 
 
 class Field(NamedTuple):
-    """One tensor of a record: its place in bytes, shape and type."""
+    """One tensor of a record: its place in bytes, shape and type, and its strides where it does not lie row by row."""
 
     start: int
     shape: torch.Size
     dtype: torch.dtype
+    stride: tuple[int, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -31,22 +32,30 @@ class Field(NamedTuple):
 
     def of(self, record: Tensor) -> Tensor:
         """The tensor, as a view of a record's bytes."""
+        if self.stride is not None:
+            typed = record[self.start :].view(self.dtype)
+            return typed.as_strided(self.shape, self.stride, typed.storage_offset())
         return record[self.start : self.start + self.num_bytes].view(self.dtype).view(self.shape)
 
 
 class Layout:
     """The tensors of a record, one after the other.
 
+    Args:
+        tensors: that it is to hold.
+        as_they_lie: whether they keep their strides, where they have no gaps; else they lie row by row.
+
     Attributes:
         fields: in the order given.
         num_bytes: of the record, padded.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], as_they_lie: bool = False) -> None:
         self.fields: list[Field] = []
         position = 0
         for tensor in tensors:
-            field = Field(position, tensor.shape, tensor.dtype)
+            stride = tensor.stride() if as_they_lie and is_dense(tensor) else None
+            field = Field(position, tensor.shape, tensor.dtype, stride)
             self.fields.append(field)
             position += padded(field.num_bytes, _GRAIN)
         self.num_bytes = padded(position)

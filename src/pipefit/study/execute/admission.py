@@ -21,7 +21,6 @@ from pipefit.run.optimizers import make_optimizer, warmed_cosine
 from pipefit.run.sources import bundle_of, source_of
 from pipefit.runtime.microbatches import largest_part, pair_of
 from pipefit.spec import Device, Partition, Profile
-from pipefit.spill.records import HEADER_BYTES
 from pipefit.stage.materialise import InitialiseLayer, can_be_drawn, is_meta
 from pipefit.stage.record_layout import Layout
 from pipefit.stage.split import NamedLayer, named_layers
@@ -159,7 +158,7 @@ def build_trial(trial: Trial, capacity_bytes: float) -> tuple[Recipe, list[int],
 def _record_bytes(layers: Sequence[NamedLayer]) -> int:
     """Bytes of a record with the weights and buffers of some layers."""
     tensors = {id(t): t for layer in layers for t in (*layer.module.parameters(), *layer.module.buffers())}
-    return HEADER_BYTES + Layout(tensors.values()).num_bytes
+    return Layout(tensors.values()).num_bytes
 
 
 def _split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) -> tuple[Partition, float]:

@@ -14,21 +14,20 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pipefit.ir.op import Kind, Op
 from pipefit.runtime.compiled import CompiledRank, compile_rank
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition
+from pipefit.spec.options import Spilled
 from pipefit.spill.arena import Arena
-from pipefit.spill.create import draw, make_arena, make_stand_in, make_store
 from pipefit.spill.lanes import Lanes
 from pipefit.spill.optimizer_states import state_rules
-from pipefit.spill.parked import ParkedTensors
-from pipefit.spill.rank import Spilling
+from pipefit.spill.rank import Spilling, make_arena, make_stand_in
+from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tiers import Key
-from pipefit.stage.materialise import is_meta, stand_in
+from pipefit.stage.materialise import initialise, is_meta, stand_in
 from pipefit.stage.ties import tied_groups
 from pipefit.study.execute.admission import build_trial, on_meta, recipe_of
 from pipefit.study.execute.resident import ResidentState, shared_parameters
@@ -102,20 +101,19 @@ class OpenTrial:
         stand_in(recipe.layers, partial(make_stand_in, device=device))
         shared, rules = shared_parameters(layers), state_rules(training.optimizer, device)
         header = self.program.header
-        stores = {s: make_store(s, listed, shared, training, header, rules, device) for s, listed in layers.items()}
-        lanes = Lanes(device, threaded=False)
-        self.tier = open_tier(folder, lanes, device)
-        self.spilling = Spilling(stores, Arena({}, {}, device), self.tier, lanes, ParkedTensors(self.tier, device))
+        stores = {s: SpilledStore(s, listed, shared, training, header, rules, device) for s, listed in layers.items()}
+        self.tier = open_tier(folder, Lanes(device, threaded=False), device)
+        self.spilling = Spilling(stores, Arena({}, {}, device), self.tier)
         self._has_slots = False
         if is_new:
-            self._reserve()
+            self.spilling.make_room(self.program, 0, Spilled())
             self.take_slots()
         for stage, store in stores.items():
             if is_new:
-                fill = partial(draw, layers[stage], training.seed, recipe.initialise) if stage in drawn else None
+                fill = partial(initialise, layers[stage], training.seed, recipe.initialise) if stage in drawn else None
                 store.store_first(stage % slots, fill)
             else:
-                store.attach(self.spilling.arena, self.tier, lanes)
+                store.attach(self.spilling.arena, self.tier)
                 store.hold(0)
         self.worker = Worker.create(0, training, layers, {}, device, self.spilling)
         self.engine = Engine([self.worker], len(layers), Session(0, 1, None, Progress()), device)
@@ -125,13 +123,6 @@ class OpenTrial:
                 self.keep_resident(stage)
             self.commit(0)
             self.release()
-
-    def _reserve(self) -> None:
-        """Makes room on the tier for all records but data at the cuts."""
-        evicted = {i.stage for i in self.program.ranks[0] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
-        sizes = {key: size for store in self.spilling.stores.values() for key, size in store.sizes().items()}
-        kept = {key: size for key, size in sizes.items() if key.kind != Kind.WGRAD or key.stage in evicted}
-        self.tier.reserve(kept, [key for key in kept if key.kind == Kind.WGRAD])
 
     @cached_property
     def turns(self) -> list[tuple[Turn, CompiledRank]]:
@@ -190,12 +181,12 @@ class OpenTrial:
     def close(self) -> None:
         """Ends the use of the tier; turns that were not committed are lost."""
         self.release()  # its tensors and hooks refer to each other: nothing else would free them soon
-        self.spilling.close()
+        self.spilling.tier.close()
 
     def _attach(self, arena: Arena) -> None:
         self.spilling.arena = arena
         for store in self.spilling.stores.values():
-            store.attach(arena, self.tier, self.spilling.lanes)
+            store.attach(arena, self.tier)
 
     # ---- what is resident ------------------------------------------------------------------------------------------
 

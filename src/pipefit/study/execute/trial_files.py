@@ -1,8 +1,7 @@
 """The files of a trial between two turns: its tier, the commit that says which turn comes next, and the losses so far.
 
     trial.tier      records: weights, optimizer states and gradients of shards, data between them, resident states
-    trial.json      the place of each record
-    trial.commit    the last turn that is done; replaced as a whole
+    trial.commit    the last turn that is done, with the place of each record; replaced as a whole
     losses          of each step done
 
 All carry checksums. A turn is done when its commit is in place: a worker killed before that has changed nothing.
@@ -21,9 +20,9 @@ import msgspec
 import torch
 
 from pipefit.errors import DamageError, TierError
-from pipefit.spill.disk import DiskTier
 from pipefit.spill.lanes import Lanes
 from pipefit.spill.tier_file import Commit, read_commits
+from pipefit.spill.tier_store import TierStore
 from pipefit.study.trial import Figures, Progress
 
 _NAME, _LOSSES = "trial", "losses"
@@ -60,13 +59,13 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
     residents: dict[int, int] = {}
 
 
-def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> DiskTier:
+def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> TierStore:
     """The tier of a trial. Several workers may have it open; the study gives a trial to one of them at a time.
 
     Raises:
         TierError: the folder cannot be used.
     """
-    return DiskTier(folder, _NAME, lanes, False, device, shared=True)
+    return TierStore(folder, _NAME, lanes, device, shared=True)
 
 
 def commit_mark(folder: Path) -> tuple[int, int]:

@@ -1,0 +1,398 @@
+"""The store of records: in the host's memory, in a file on disk, or some here and the rest there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipefit.errors import DamageError, TierError
+from pipefit.spill.arena import aligned, pin, unpin
+from pipefit.spill.lanes import Copy, Lane, Lanes
+from pipefit.spill.tier_file import Commit, TierFile, Written, chunk_sum
+from pipefit.spill.tiers import ALIGNMENT, OPTIM, WEIGHTS, WGRAD, Key
+from pipefit.units import format_bytes
+
+# Weights are read twice in a step, the others once.
+_FIRST_IN_MEMORY = {WEIGHTS: 0, WGRAD: 1, OPTIM: 2}
+
+
+@dataclass
+class _Record:
+    """A record and where it lies.
+
+    Attributes:
+        disk: its place in the file, and what that holds; without a copy where it is in memory only.
+        is_committed: whether commits name it.
+        memory: its place in the host's memory; None: it lies on disk.
+        version: that can be read; −1: none.
+        requested: the version that `write` was called with last; None: none.
+        written: the last write.
+        committed: the copy that the last commit names, which is not overwritten; −1: none.
+    """
+
+    disk: Written
+    is_committed: bool
+    memory: Tensor | None
+    version: int = -1
+    requested: int | None = None
+    written: Copy | None = None
+    committed: int = -1
+
+    @property
+    def next_copy(self) -> int:
+        """The copy to write."""
+        return 1 - self.committed if self.disk.copies == 2 and self.committed >= 0 else 0
+
+
+class TierStore:
+    """Records of a tier. All sizes are multiples of `ALIGNMENT`; sources and targets are flat uint8 tensors so aligned.
+
+    Where there is a folder, all records lie in its file but for those that fit into `host_bytes`, weights first. Each
+    has a version and a checksum, and those that are committed have two copies: a run that is cut off resumes from
+    `recover`, since later writes go to the other copy of each. The host's memory does not outlive the process, so a
+    commit copies its records to the disk.
+
+    Attributes:
+        files: of the disk tier; None: all lies in the host's memory.
+        lanes: that copy.
+
+    Args:
+        folder: for the file, made if its parent exists; None: no disk.
+        name: of the file, without ending; one for each rank or trial.
+        lanes: that copy; None: those of the device.
+        device: whose memory the records come from; to and from disk, those of a GPU go by way of pinned buffers as
+            large as the largest.
+        shared: whether processes take turns with it. The caller sees to it that one writes at a time, and the next
+            calls `recover` first. Commits then name scratch records too, of which there is one copy; they survive the
+            death of a process and no power cut. Else no other process may have it open, commits survive a power cut,
+            and the one before the last stays as well.
+        host_bytes: the most of the host's memory that records may take; None: no limit, or with a folder none of it.
+
+    Raises:
+        TierError: the folder cannot be used, or another run uses the file.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        name: str = "rank-0",
+        lanes: Lanes | None = None,
+        device: torch.device | None = None,
+        shared: bool = False,
+        host_bytes: float | None = None,
+    ) -> None:
+        self.files = None if folder is None else TierFile(Path(folder), name, shared)
+        self._shared, self._host_bytes = shared, host_bytes
+        self._device = device or torch.device("cpu")
+        self.lanes = lanes or Lanes(self._device)
+        self._records: dict[Key, _Record] = {}
+        self._pinned: dict[str, Tensor] = {}
+        self._buffers: list[Tensor] = []
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that it occupies of the host's memory."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the file."""
+        return max((record.disk.end for record in list(self._records.values())), default=0)
+
+    @property
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each record that is committed."""
+        return {key: record.disk.num_bytes for key, record in self._records.items() if record.is_committed}
+
+    # ---- room ------------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, sizes: Mapping[Key, int], scratch: Collection[Key] = (), about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Makes room for all records at once, before the first is written; those of an earlier run are lost.
+
+        Args:
+            sizes: bytes of each.
+            scratch: those that no commit names: they live within a step only, or the run is not resumed.
+            about: JSON data: what the records are of, for who resumes; None: nobody asks.
+
+        Raises:
+            TierError: there is not enough room.
+        """
+        self._place(sizes, scratch)
+        if self.files is not None:
+            self.files.allocate(self.disk_bytes, about)
+
+    def reserve_more(self, sizes: Mapping[Key, int], is_scratch: bool = True) -> None:
+        """Makes room for further records; what a key had before is forgotten, unless a commit names it.
+
+        Raises:
+            TierError: there is not enough room.
+        """
+        self._place(sizes, sizes if is_scratch else ())
+        if self.files is not None:
+            self.files.extend(self.disk_bytes)
+
+    def _place(self, sizes: Mapping[Key, int], scratch: Collection[Key]) -> None:
+        memory = self._memory(sizes)
+        position = self.disk_bytes
+        for key, size in sizes.items():
+            copies = 1 if key in scratch else 2
+            if self.files is None or (key in memory and key in scratch):
+                copies = 0
+            self._records[key] = record = _Record(
+                Written(position, size, copies), self._shared or key not in scratch, memory.get(key)
+            )
+            position = record.disk.end
+        self._pin_largest()
+
+    def _memory(self, sizes: Mapping[Key, int]) -> dict[Key, Tensor]:
+        """Room in the host's memory for the records that belong there."""
+        held, total = dict(sizes), sum(sizes.values())
+        if self.files is not None:
+            held, total = {}, 0
+            for key in sorted(sizes, key=lambda key: _FIRST_IN_MEMORY.get(key.kind, 3)):
+                if self._host_bytes and self.memory_bytes + total + sizes[key] <= self._host_bytes:
+                    held[key] = sizes[key]
+                    total += sizes[key]
+        elif self._host_bytes is not None and (wanted := self.memory_bytes + total) > self._host_bytes:
+            raise TierError(
+                f"the host tier needs {format_bytes(wanted)} for spilled records, --host-memory allows "
+                f"{format_bytes(self._host_bytes)}; allow more, or give --disk as well"
+            )
+        if not held:
+            return {}
+        self._buffers.append(self._pinned_buffer(total))
+        return dict(zip(held, self._buffers[-1].split(list(held.values())), strict=True))
+
+    def _pinned_buffer(self, num_bytes: int) -> Tensor:
+        """Memory of the host, pinned where the device is a GPU."""
+        try:
+            buffer = aligned(num_bytes)
+            if self._device.type == "cuda" and num_bytes:
+                pin(buffer)
+        except RuntimeError as problem:
+            raise TierError(
+                f"the host has no room for {format_bytes(num_bytes)} of spilled records: {problem}"
+            ) from None
+        return buffer
+
+    def _pin_largest(self) -> None:
+        """Pins buffers as large as the largest record on disk, where the device is a GPU.
+
+        Each lane has one: its thread makes one copy at a time, to the end.
+        """
+        if self.files is None or self._device.type != "cuda":
+            return
+        largest = max((r.disk.num_bytes for r in self._records.values() if r.memory is None), default=0)
+        if self._pinned and largest <= self._pinned["write"].numel():
+            return
+        for way, lane in (("read", self.lanes.read), ("write", self.lanes.write)):
+            lane.submit(lambda: None, 0).wait()
+            if way in self._pinned:
+                unpin(self._pinned.pop(way))
+            self._pinned[way] = self._pinned_buffer(max(largest, ALIGNMENT))
+
+    # ---- copies ----------------------------------------------------------------------------------------------------
+
+    def holds(self, key: Key) -> int | None:
+        """The version of a record that was written last (or is being written); None: none yet."""
+        record = self._records.get(key)
+        return None if record is None else record.requested
+
+    def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Starts to write a version; it may be read once the copy has ended."""
+        record = self._records[key]
+        assert source.numel() == record.disk.num_bytes, f"{key}: {source.numel()} bytes, {record.disk.num_bytes} fit"
+        memory = record.memory
+
+        def copy() -> None:
+            assert memory is not None
+            _copy(source, memory)
+            record.version = version
+
+        work = self._saving(record, version, source, is_ready=not after) if memory is None else copy
+        return self._start(self.lanes.write, record, version, work, after)
+
+    def _start(
+        self, lane: Lane, record: _Record, version: int, work: Callable[[], None], after: Sequence[Copy]
+    ) -> Copy:
+        """Starts what makes a version of a record."""
+        record.requested = version
+        record.written = lane.submit(work, record.disk.num_bytes, after)
+        return record.written
+
+    def _saving(self, record: _Record, version: int, source: Tensor, is_ready: bool = True) -> Callable[[], None]:
+        """The work of writing a version into the file."""
+        through = self._pinned["write"][: record.disk.num_bytes] if source.is_cuda else source
+        data = memoryview(through.numpy())
+        # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
+        # by that time on every core. Whoever has computed the data computes them, on all cores.
+        known = chunk_sum(data) if is_ready and not source.is_cuda else None
+
+        def work() -> None:
+            if source.is_cuda:
+                through.copy_(source)
+            checksum = chunk_sum(data) if known is None else known
+            copy = record.next_copy
+            assert self.files is not None
+            self.files.write_all(data, record.disk.position(copy))
+            record.disk = record.disk._replace(version=version, copy=copy, checksum=checksum)
+            record.version = version
+
+        return work
+
+    def read(self, key: Key, version: int, into: Tensor, after: Sequence[Copy] = ()) -> Copy:
+        """Starts to read a version, after its write and after all of `after`.
+
+        The copy fails with a `TierError` where the record holds another version or does not have its checksum; from
+        disk into the host's memory, the checksum is computed by the thread that waits for the copy.
+        """
+        record, disk = self._records[key], self.files
+        through = self._pinned["read"] if into.is_cuda and record.memory is None else into
+        through = through[: record.disk.num_bytes]
+        found = Written(0, 0, 0)
+
+        def work() -> None:
+            nonlocal found
+            if record.version != version:
+                raise TierError(f"{key}: version {version} is needed, the tier holds {record.version}")
+            if record.memory is not None:
+                _copy(record.memory, into)
+                return
+            found = record.disk
+            assert disk is not None
+            disk.read_all(memoryview(through.numpy()), found.position(found.copy))
+            if into.is_cuda:
+                check()
+                into.copy_(through)
+
+        def check() -> None:
+            assert disk is not None
+            if found.checksum != chunk_sum(memoryview(through.numpy())):
+                raise DamageError(
+                    f"{key} in {disk.path} does not have its checksum: the disk did not keep what was written; "
+                    f"{disk.status()}"
+                )
+
+        waits = (*after, *([record.written] if record.written else []))
+        copy = self.lanes.read.submit(work, record.disk.num_bytes, waits)
+        copy.check = check if record.memory is None and not into.is_cuda else None
+        return copy
+
+    # ---- steps on the host -----------------------------------------------------------------------------------------
+
+    def record(self, key: Key) -> Tensor:
+        """The bytes of a record in the host's memory, where they lie."""
+        memory = self._records[key].memory
+        assert memory is not None, f"{key} is not in the host's memory"
+        return memory
+
+    def step(self, stage: int, version: int, work: Callable[[], None], after: Sequence[Copy] = ()) -> Copy:
+        """Starts a step on the records of a stage, once its gradients are written; it makes `version` of them."""
+        weights = self._records[Key(stage, WEIGHTS)]
+        writes = [r.written for r in (weights, self._records.get(Key(stage, WGRAD))) if r is not None and r.written]
+
+        def step() -> None:
+            work()
+            weights.version = version
+
+        return self._start(self.lanes.host, weights, version, step, (*after, *writes))
+
+    # ---- commits ---------------------------------------------------------------------------------------------------
+
+    def commit(self, step: int, state: Mapping[str, Any], after: Sequence[Copy] = ()) -> Copy:
+        """All records as written so far belong to `step`, with what else is needed to resume from there.
+
+        Only later writes wait for it.
+
+        Args:
+            step: weight updates done.
+            state: JSON data, given back by `recover`.
+            after: the writes since the last commit; if one of them fails, so does the commit.
+        """
+        files, copies = self.files, []
+        assert files is not None
+        for record in self._records.values():
+            if record.memory is not None and record.disk.copies and record.written is not None:
+                record.written.wait()
+                # Later writes to the host's memory wait for this copy of it: the lane keeps the order.
+                save = self._saving(record, record.version, record.memory)
+                copies.append(self.lanes.write.submit(save, record.disk.num_bytes))
+
+        def work() -> None:
+            # Others may get room meanwhile.
+            named = {key: record for key, record in list(self._records.items()) if record.is_committed}
+            files.commit(Commit(step, dict(state), {key: record.disk for key, record in named.items()}))
+            for record in named.values():
+                record.committed = record.disk.copy
+
+        return self.lanes.write.submit(work, 0, (*after, *copies))
+
+    def recover(self, at_most: int | None = None, check: bool = True) -> Commit:
+        """Takes up the last committed step, whatever was being written when the run before was cut off.
+
+        Args:
+            at_most: later steps are left out. They are still there for a later call, until something is written.
+            check: whether every record of it is read and checked now; where one is damaged, the step before is taken
+                if that is whole. Else each is checked when it is read.
+
+        Raises:
+            TierError: there is no committed step, or records are damaged.
+        """
+        assert self.files is not None
+        path, commits = self.files.path, self.files.commits()
+        candidates = [commit for commit in commits if at_most is None or commit.step <= at_most]
+        if not candidates:
+            raise TierError(f"{path}: step {at_most} is needed, the first that is there is {commits[-1].step}")
+        damaged: Key | None = None
+        for commit in candidates:
+            damaged = next((key for key, at in commit.records.items() if check and not self.files.is_whole(at)), None)
+            if damaged is None:
+                break
+        else:
+            raise DamageError(
+                f"{damaged} of step {commit.step} in {path} does not have its checksum; resume from a checkpoint"
+            )
+        known = {key: record.memory for key, record in self._records.items()}
+        memory = known | self._memory({key: at.num_bytes for key, at in commit.records.items() if key not in known})
+        self._records = {key: record for key, record in self._records.items() if not record.is_committed} | {
+            key: _Record(at, True, memory.get(key), at.version, at.requested, committed=at.copy)
+            for key, at in commit.records.items()
+        }
+        self._pin_largest()
+        return commit
+
+    def resume_from(self, commit: Commit) -> None:
+        """Forgets later commits, which `recover` has left out; records that belong in memory are read into it."""
+        assert self.files is not None
+        self.files.resume_from(commit)
+        for key, at in commit.records.items():
+            if (memory := self._records[key].memory) is not None and at.copy >= 0:
+                self.files.read_all(memoryview(memory.numpy()), at.position(at.copy))
+
+    def close(self, discard: bool = False) -> None:
+        """Waits for what is under way and releases the memory; files stay, unless they are to be discarded."""
+        self.lanes.close()
+        for buffer in (*self._pinned.values(), *self._buffers):
+            if self._device.type == "cuda" and buffer.numel():
+                unpin(buffer)
+        self._pinned.clear()
+        self._buffers.clear()
+        self._records.clear()
+        if self.files is not None:
+            self.files.close(discard)
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    """On the host with numpy: torch would take the threads that compute. With a GPU it is only begun."""
+    if source.device.type == "cpu" and target.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source, non_blocking=True)
