@@ -4,5 +4,3 @@ from pipefit.checkpoint.commit import save
 from pipefit.checkpoint.manifest import Manifest
 from pipefit.checkpoint.restore import Checkpoint, load
 from pipefit.checkpoint.whole import export
-
-__all__ = ["Checkpoint", "Manifest", "export", "load", "save"]

@@ -5,15 +5,3 @@ from pipefit.data.corpus import split_corpus, text, unigram_entropy
 from pipefit.data.generate import sample
 from pipefit.data.synthetic import synthetic
 from pipefit.data.windows import TextBatches
-
-__all__ = [
-    "ArrayBatches",
-    "Digits",
-    "TextBatches",
-    "digits",
-    "sample",
-    "split_corpus",
-    "synthetic",
-    "text",
-    "unigram_entropy",
-]

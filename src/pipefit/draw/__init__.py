@@ -16,8 +16,6 @@ from pipefit.draw.page import html
 from pipefit.draw.save import SUFFIXES, save
 from pipefit.draw.svg import svg
 
-__all__ = ["SUFFIXES", "chart", "draw", "grid", "html", "save", "svg"]
-
 
 class _Callable(ModuleType):
     """Importing `pipefit.draw` makes `pipefit.draw` this module; calling it must still draw."""

@@ -4,22 +4,3 @@ from pipefit.ir.instruction import Instruction, bwd, bwd_input, bwd_weight, fwd,
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, Kind, Lane, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
-
-__all__ = [
-    "COMPUTE_OPS",
-    "OP_SPEC",
-    "Header",
-    "Instruction",
-    "Kind",
-    "Lane",
-    "Op",
-    "Program",
-    "Reduction",
-    "Spill",
-    "WeightRule",
-    "bwd",
-    "bwd_input",
-    "bwd_weight",
-    "fwd",
-    "recompute",
-]

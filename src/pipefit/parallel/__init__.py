@@ -3,5 +3,3 @@
 from pipefit.parallel.mesh import Mesh, make_mesh, release, shard_layers, widths_of
 from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import ShardSpec, TensorRule, rule_of
-
-__all__ = ["Mesh", "Region", "ShardSpec", "TensorRule", "make_mesh", "release", "rule_of", "shard_layers", "widths_of"]

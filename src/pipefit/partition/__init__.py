@@ -4,16 +4,3 @@ from pipefit.partition.balance import gpipe, minmax, uniform
 from pipefit.partition.capacity import hydra, smallest_capacity
 from pipefit.partition.pipedream import LevelStage, PipeDreamResult, pipedream
 from pipefit.partition.registry import partition, partitioner_names
-
-__all__ = [
-    "LevelStage",
-    "PipeDreamResult",
-    "gpipe",
-    "hydra",
-    "minmax",
-    "partition",
-    "partitioner_names",
-    "pipedream",
-    "smallest_capacity",
-    "uniform",
-]

@@ -5,5 +5,3 @@ from pipefit.planner.manual import by_hand, ranks_of
 from pipefit.planner.methods import METHODS
 from pipefit.planner.planning import plan
 from pipefit.planner.space import NOT_FROM_DISK, Cap
-
-__all__ = ["METHODS", "NOT_FROM_DISK", "Cap", "by_hand", "gpt_profile", "plan", "ranks_of"]

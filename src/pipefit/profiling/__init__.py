@@ -7,16 +7,3 @@ from pipefit.profiling.links import LinkSample, fit_link, measure_links
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_layers, profile_sizes
 from pipefit.profiling.tier_rates import measure_tier
-
-__all__ = [
-    "LinkSample",
-    "analytic_profile",
-    "as_chain",
-    "fit_link",
-    "measure_device",
-    "measure_links",
-    "measure_tier",
-    "profile_layers",
-    "profile_sizes",
-    "with_measured_kinds",
-]

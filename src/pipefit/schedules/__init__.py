@@ -3,16 +3,3 @@
 from pipefit.schedules.catalogue import find, generate, names, program_of, shape_of
 from pipefit.schedules.registry import Schedule, Task, schedule
 from pipefit.schedules.shape import Shape, placement_of
-
-__all__ = [
-    "Schedule",
-    "Shape",
-    "Task",
-    "find",
-    "generate",
-    "names",
-    "placement_of",
-    "program_of",
-    "schedule",
-    "shape_of",
-]

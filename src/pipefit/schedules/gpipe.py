@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipefit.ir.instruction import Instruction, bwd, fwd
 from pipefit.schedules.registry import Task, schedule
 
-__all__: list[str] = []
-
 
 @schedule(name="naive")
 def _naive(task: Task) -> Iterator[list[Instruction]]:

@@ -10,8 +10,6 @@ from pipefit.schedules.one_f_one_b import alternate, num_warmup
 from pipefit.schedules.registry import Task, schedule
 from pipefit.schedules.shape import Shape
 
-__all__: list[str] = []
-
 
 def _interleavable(shape: Shape) -> None:
     group = shape.options.get("group", 0)

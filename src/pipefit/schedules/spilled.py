@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pipefit.ir.instruction import Instruction, bwd, fwd
 from pipefit.schedules.registry import Task, schedule
 
-__all__: list[str] = []
-
 
 @schedule(name="spilled", layout="single", chunks=True, spills=True)
 def _spilled(task: Task) -> Iterator[list[Instruction]]:

@@ -13,8 +13,6 @@ from pipefit.schedules.one_f_one_b import num_warmup
 from pipefit.schedules.registry import Task, schedule
 from pipefit.schedules.shape import Shape
 
-__all__: list[str] = []
-
 
 def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
     """1F1B with `depth` times its warm-up; weight halves come so much later that all stages hold as much as the first.

@@ -3,5 +3,3 @@
 from pipefit.simulate.figures import metrics, steady_period_s
 from pipefit.simulate.simulate import simulate
 from pipefit.simulate.unposted import FEW_SENDS, most_unposted
-
-__all__ = ["FEW_SENDS", "metrics", "most_unposted", "simulate", "steady_period_s"]

@@ -3,19 +3,3 @@
 from pipefit.spec.plan import Candidate, Partition, Placement, Plan, Prediction, SpillSpec, StageSpec
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device, Level, Tier, Topology
-
-__all__ = [
-    "Candidate",
-    "Device",
-    "Layer",
-    "Level",
-    "Partition",
-    "Placement",
-    "Plan",
-    "Prediction",
-    "Profile",
-    "SpillSpec",
-    "StageSpec",
-    "Tier",
-    "Topology",
-]

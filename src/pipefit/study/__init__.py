@@ -12,8 +12,6 @@ from typing import Any
 from pipefit.study.api import Study, StudyResult
 from pipefit.study.trial import Trial
 
-__all__ = ["Study", "StudyResult", "Trial"]
-
 
 class _Callable(ModuleType):
     """`pipefit.study` is this module; calling it must still run a study."""

@@ -12,8 +12,6 @@ from pipefit.study.results import StudyResult
 from pipefit.study.trial import StudyError, Trial
 from pipefit.study.trial_search import Search
 
-__all__ = ["Study", "StudyResult"]
-
 
 class Study:
     """Trials that share devices a shard at a time.

@@ -1,5 +1,3 @@
 """Schedules found by search, for given costs and memory."""
 
 from pipefit.synthesize.synthesis import Synthesis, header_of, synthesize
-
-__all__ = ["Synthesis", "header_of", "synthesize"]

@@ -3,16 +3,3 @@
 from pipefit.testing.case import Case, Outcome
 from pipefit.testing.equality import CheckResult, check, compare, expected, run, tolerance_of
 from pipefit.testing.pipelined import make_pipeline, run_pipeline
-
-__all__ = [
-    "Case",
-    "CheckResult",
-    "Outcome",
-    "check",
-    "compare",
-    "expected",
-    "make_pipeline",
-    "run",
-    "run_pipeline",
-    "tolerance_of",
-]

@@ -4,19 +4,3 @@ from pipefit.timeline.compare import KindTimes, Row, by_kind, compare
 from pipefit.timeline.path import Wait, critical_path, waited_for
 from pipefit.timeline.timeline import Event, Timeline
 from pipefit.timeline.trace import from_chrome_trace, load_trace, save_trace, to_chrome_trace
-
-__all__ = [
-    "Event",
-    "KindTimes",
-    "Row",
-    "Timeline",
-    "Wait",
-    "by_kind",
-    "compare",
-    "critical_path",
-    "from_chrome_trace",
-    "load_trace",
-    "save_trace",
-    "to_chrome_trace",
-    "waited_for",
-]

@@ -2,5 +2,3 @@
 
 from pipefit.verify.report import RULES, Report, Violation
 from pipefit.verify.verifier import verify
-
-__all__ = ["RULES", "Report", "Violation", "verify"]
