@@ -94,7 +94,7 @@ def test_a_user_s_own_factory_is_profiled_and_may_print(own, capsys):
     [
         (["--model", "gtp"], "did you mean gpt"),
         (["--model", "mlp", "--option", "layer=2"], "did you mean layers"),
-        (["--model", "mlp", "--option", "layers=two"], "must be a whole number, got 'two'"),
+        (["--model", "mlp", "--option", "layers=two"], "expected a whole number, got 'two'"),
         (["--model", "own.py:raising"], "no weights here"),
         (["--model", "own.py:goood"], "did you mean good?"),
         (["--model", "none.py:f"], "there is no file"),
