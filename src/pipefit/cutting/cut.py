@@ -203,7 +203,10 @@ def _shell(
         [modules[path] for path in parts.spine],
         arguments,
         result,
-        {modules[path]: Stub(modules[path], seen.alike[path], example) for path, example in seen.examples.items()},
+        {
+            modules[path]: Stub(modules[path], seen.alike[path], output, path in parts.units)
+            for path, output in seen.examples.items()
+        },
         [[m for m in modules[path].modules() if carries(m)] for path in parts.blocks] if carries else (),
     )
     shell.crossing = _crossings(shell, seen, example)

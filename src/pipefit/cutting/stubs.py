@@ -13,7 +13,7 @@ from pipefit.errors import ModelError
 
 
 def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """NaN (0 where there is none) in the shape and type of a tensor; takes no memory."""
+    """NaN (0 where there is none) in the shape and type of a tensor; takes no memory, so nobody may write into it."""
     place = device or (torch.get_default_device() if tensor.is_meta else tensor.device)
     value = float("nan") if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
     return torch.full((), value, dtype=tensor.dtype, device=place).expand(tensor.shape)
@@ -30,10 +30,11 @@ class Stub:
         alike: for each leaf of the output the place of a tensor among the arguments that had the same shape and type
             in the example, -1 for a leaf that is no tensor, None where there is none.
         example: an output.
+        is_written: the code around it may change the output in place.
     """
 
-    def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any) -> None:
-        self.module, self.alike, self.example = module, alike, _to_meta(example)
+    def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any, is_written: bool) -> None:
+        self.module, self.alike, self.example, self.is_written = module, alike, _to_meta(example), is_written
         self._known: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,7 +48,8 @@ class Stub:
         if key not in self._known:
             self._known[key] = self._output(args, kwargs)
         device = given[0].device if given else torch.get_default_device()
-        return pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), self._known[key])
+        made = pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), self._known[key])
+        return pytree.tree_map_only(Tensor, Tensor.contiguous, made) if self.is_written else made
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An output on the meta device."""

@@ -213,7 +213,7 @@ def _parts(model: Any, loss: Loss | None, example: Example | None) -> tuple[Any,
         raise ModelError(
             "a check needs random data of the model's shapes: give example=function(batch, seed) -> (input, target)"
         )
-    return model, loss or mean_cross_entropy, example
+    return model, loss or getattr(model, "loss", None) or mean_cross_entropy, example
 
 
 def layer_counts(
