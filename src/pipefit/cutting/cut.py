@@ -194,7 +194,10 @@ def _shell(
     with torch.no_grad():
         seen = observe(model, parts, args, kwargs, _seeded)
     if len(seen.entries) != len(parts.blocks):
-        raise ModelError(f"{len(seen.entries)} calls of {len(parts.blocks)} blocks in one forward")
+        raise ModelError(
+            f"{len(seen.entries)} of {len(parts.blocks)} blocks were called in a second forward: which layers run must "
+            "not depend on chance or on the data (set layerdrop to 0)"
+        )
     modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units, *parts.spine)}
     shell = Shell(
         model,
@@ -204,7 +207,7 @@ def _shell(
         arguments,
         result,
         {
-            modules[path]: Stub(modules[path], seen.alike[path], output, path in parts.units)
+            modules[path]: Stub(modules[path], seen.alike[path], output, path in parts.blocks)
             for path, output in seen.examples.items()
         },
         [[m for m in modules[path].modules() if carries(m)] for path in parts.blocks] if carries else (),

@@ -53,6 +53,16 @@ def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
     worst = _worst(pytree.tree_leaves(payload), pytree.tree_leaves(shell.result(seen.output)))
     if worst is not None:
         return Difference(last - 2, f"the output differs from the whole model's by {worst}")
+    half = shell.num_layers // 2
+    with torch.no_grad():
+        first = shell.run(0, half - 1, example, torch.manual_seed)
+        joined = shell.run(half, last, first, torch.manual_seed)
+    worst = _worst(
+        pytree.tree_leaves(joined),
+        [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(payload)],
+    )
+    if worst is not None:
+        return Difference(None, f"several layers together differ from the same ones one by one by {worst}")
     return _gradients(shell, example, payload)
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.stubs import Stub, nan_like
+from pipefit.errors import ModelError
 
 Enter = Callable[[int], None]
 """Called when the forward comes to a layer that computes, with the layer's number."""
@@ -117,6 +118,8 @@ class Shell:
                 output = self.model(*args, **kwargs)
             except _Reached as reached:
                 return Payload(begin.batch, reached.values, passage.carried)._asdict()
+        if last < self.num_layers - 1:
+            raise ModelError(f"the forward ended before block {last} was called, though it was in the example")
         return self.result(output)
 
     def holds(self, layers: range, owners: frozenset[int]) -> bool:
@@ -171,7 +174,9 @@ class _Passage:
         if number == self.first:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             for place, value in zip(self.shell.crossing[number], self.values, strict=True):
-                self.arrived[id(leaves[place])] = leaves[place], value
+                known = self.arrived.setdefault(id(leaves[place]), (leaves[place], value))
+                if known[1] is not value:
+                    raise ModelError(f"two values that enter block {number - 1} cannot be distinguished; no cut there")
                 leaves[place] = value
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         elif len(self.arrived) > 1:

@@ -13,10 +13,10 @@ from pipefit.errors import ModelError
 
 
 def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """NaN (0 where there is none) in the shape and type of a tensor; takes no memory, so nobody may write into it."""
+    """NaN (0 where there is none) in the shape and type of a tensor."""
     place = device or (torch.get_default_device() if tensor.is_meta else tensor.device)
     value = float("nan") if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
-    return torch.full((), value, dtype=tensor.dtype, device=place).expand(tensor.shape)
+    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=place)
 
 
 class Stub:
@@ -30,11 +30,11 @@ class Stub:
         alike: for each leaf of the output the place of a tensor among the arguments that had the same shape and type
             in the example, -1 for a leaf that is no tensor, None where there is none.
         example: an output.
-        is_written: the code around it may change the output in place.
+        is_block: what the block before made is handed on as it is, so that a row of stubs takes no time.
     """
 
-    def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any, is_written: bool) -> None:
-        self.module, self.alike, self.example, self.is_written = module, alike, _to_meta(example), is_written
+    def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any, is_block: bool) -> None:
+        self.module, self.alike, self.example, self.is_block = module, alike, _to_meta(example), is_block
         self._known: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -48,8 +48,16 @@ class Stub:
         if key not in self._known:
             self._known[key] = self._output(args, kwargs)
         device = given[0].device if given else torch.get_default_device()
-        made = pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), self._known[key])
-        return pytree.tree_map_only(Tensor, Tensor.contiguous, made) if self.is_written else made
+        before = [tensor for tensor in given[:1] if self.is_block and hasattr(tensor, "made_by_stub")]
+
+        def stand_in(leaf: Tensor) -> Tensor:
+            if before and (before[0].shape, before[0].dtype) == (leaf.shape, leaf.dtype):
+                return before.pop()
+            made = nan_like(leaf, device)
+            made.made_by_stub = True
+            return made
+
+        return pytree.tree_map_only(Tensor, stand_in, self._known[key])
 
     def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An output on the meta device."""
@@ -61,6 +69,9 @@ class Stub:
                     leaves[index] = given[place].to("meta")
             return pytree.tree_unflatten(leaves, structure)
         forward: Callable[..., Any] = self.module.__dict__.pop("forward")
+        modes = [(module, module.training) for module in self.module.modules()]
+        # A batch norm would count what it sees.
+        self.module.eval()
         try:
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
             moved, options = _to_meta((args, kwargs))
@@ -74,6 +85,8 @@ class Stub:
             ) from problem
         finally:
             self.module.__dict__["forward"] = forward
+            for module, mode in modes:
+                module.training = mode
 
 
 def _to_meta(tree: Any) -> Any:
