@@ -16,8 +16,8 @@ pytestmark = pytest.mark.dist
 _TOLERANCE = 0.1
 """Of the claim. What an operation takes and gives back while it runs is in neither figure."""
 
-_GPT = {"model": "gpt", "options": "layers=4,hidden=128,heads=4,context=64", "batch": 16}
-_CONVNET = {"model": "convnet", "options": "", "batch": 64}
+_GPT = {"model": "gpt", "option": "layers=4,hidden=128,heads=4,context=64", "batch": 16}
+_CONVNET = {"model": "convnet", "batch": 64}
 
 
 def trained(schedule: str, **settings: object) -> RunResult:
