@@ -11,76 +11,53 @@ from dataclasses import dataclass, field
 
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
-from pipefit.ir.spill import SLOTTED
 
 _WEIGHTS, _WGRAD = Kind.WEIGHTS.value, Kind.WGRAD.value
+_Value = tuple[str, int, int]
 
 
 @dataclass
-class _Slots:
-    """Which slot each (kind, stage) sits in, and what freed each (kind, slot) last."""
+class _Copies:
+    """What a rank's copies have done so far, by the index of the instruction that did it last.
+
+    Attributes:
+        home: the slot in which each (kind, stage) lies.
+        freed: what freed each (kind, slot).
+        fetched: what read each (kind, stage, version).
+        written: what wrote each (kind, stage, version) to the tier.
+    """
 
     home: dict[tuple[str, int], int] = field(default_factory=dict)
     freed: dict[tuple[str, int], int] = field(default_factory=dict)
+    fetched: dict[_Value, int] = field(default_factory=dict)
+    written: dict[_Value, int] = field(default_factory=dict)
 
     def leave(self, kind: str, stage: int, index: int) -> None:
         slot = self.home.pop((kind, stage), -1)
         if slot >= 0:
             self.freed[kind, slot] = index
 
-    def enter(self, kind: str, stage: int, slot: int) -> tuple[int, ...]:
-        """Takes a slot, and says what must be over first: for weights also the gradients of who was there."""
-        self.home[kind, stage] = slot
-        spaces = (_WEIGHTS, _WGRAD) if kind == _WEIGHTS else (kind,)
-        return tuple(self.freed[space, slot] for space in spaces if (space, slot) in self.freed)
+    def begin_again(self, size: int) -> None:
+        """A pass of `size` instructions is over: its indices are negative now, its last versions count as the first."""
+        self.freed = {space: index - size for space, index in self.freed.items()}
+        self.written = {(kind, stage, 0): index - size for (kind, stage, _), index in sorted(self.written.items())}
+        self.fetched = {}
 
 
-def copy_waits(program: Program, rank: int) -> dict[int, tuple[int, ...]]:
+def copy_waits(program: Program, rank: int, later: bool = False) -> dict[int, tuple[int, ...]]:
     """For the index of an instruction of a rank: the earlier ones it must wait for besides the makers of its values.
 
     fetch: the evict that wrote what it reads; the drop or evict that frees its slot (a step frees gradients); of
     gradients also the fetch of their weights, which clears the slot.
     bwd: the fetch of the gradients it adds to.
     host_step: the evict of its gradients, what wrote the weights it starts from, and the fetches that read these.
+
+    Args:
+        program: that may spill.
+        rank: whose list.
+        later: whether a pass over the program has gone before; its instructions have negative indices, −1 the last.
     """
-    waits: dict[int, tuple[int, ...]] = {}
-    if program.header.spill is None:
-        return waits
-    slots = _Slots()
-    written: dict[tuple[str, int, int, str], int] = {}
-    gradients: dict[tuple[int, int], int] = {}
-    filled: dict[int, int] = {}
-    read: dict[int, int] = {}
-    for index, i in enumerate(program.ranks[rank]):
-        if i.op is Op.FETCH:
-            before = written.get((i.kind, i.stage, i.version, i.tier))
-            free = slots.enter(i.kind, i.stage, i.slot) if i.kind in SLOTTED and i.slot >= 0 else ()
-            waits[index] = tuple(sorted({*free, *(() if before is None else (before,))}))
-            if i.kind == _WGRAD:
-                gradients[i.stage, i.version] = index
-                if i.slot in filled and filled[i.slot] not in waits[index]:
-                    waits[index] += (filled[i.slot],)
-            elif i.kind == _WEIGHTS:
-                filled[i.slot] = index
-                read[i.stage] = index
-        elif i.op is Op.EVICT:
-            written[i.kind, i.stage, i.version, i.tier] = index
-            slots.leave(i.kind, i.stage, index)
-        elif i.op is Op.DROP:
-            slots.leave(_WEIGHTS, i.stage, index)
-        elif i.op is Op.STEP:
-            slots.leave(_WGRAD, i.stage, index)
-        elif i.op is Op.HOST_STEP:
-            tier = program.header.spill.tier
-            found = [written.get((kind, i.stage, i.version, tier)) for kind in (_WEIGHTS, _WGRAD)]
-            waits[index] = tuple(sorted({n for n in (*found, read.get(i.stage)) if n is not None}))
-            written[_WEIGHTS, i.stage, i.version + 1, tier] = index
-        elif i.op in WEIGHT_GRADIENT_OPS and (_WEIGHTS, i.stage) in slots.home:
-            slots.home[_WGRAD, i.stage] = slots.home[_WEIGHTS, i.stage]
-            fetched = gradients.get((i.stage, program.header.update_of(i.stage, i.mb)))
-            if fetched is not None:
-                waits[index] = (fetched,)
-    return waits
+    return _walk(program, rank, later)[0]
 
 
 def kept_fetches(program: Program, rank: int, later: bool = False) -> frozenset[int]:
@@ -89,33 +66,52 @@ def kept_fetches(program: Program, rank: int, later: bool = False) -> frozenset[
     Only weights that were written back are theirs: what was dropped is not known to be the tier's.
 
     Args:
-        program: that spills.
+        program: that may spill.
         rank: whose list.
         later: whether a pass over the program has gone before, whose last weights are those that this one begins with.
     """
-    if program.header.spill is None:
-        return frozenset()
-    lying: dict[int, tuple[int, int]] = {}
-    found = _found_lying(program, rank, lying)
-    if later:
-        last = {stage: max(v for s, v in lying.values() if s == stage) for stage, _ in lying.values()}
-        # They are counted from 0 again.
-        lying = {slot: (stage, 0) for slot, (stage, version) in lying.items() if version == last[stage]}
-        found = _found_lying(program, rank, lying)
-    return frozenset(found)
+    return frozenset(_walk(program, rank, later)[1])
 
 
-def _found_lying(program: Program, rank: int, lying: dict[int, tuple[int, int]]) -> list[int]:
-    """Goes through a pass with the (stage, version) that lies in each slot, which it brings up to date."""
-    found: list[int] = []
-    home: dict[int, int] = {}
+def _walk(program: Program, rank: int, later: bool) -> tuple[dict[int, tuple[int, ...]], list[int]]:
+    waits: dict[int, tuple[int, ...]] = {}
+    kept: list[int] = []
+    copies = _Copies()
+    for _ in range(1 + later if program.header.spill else 0):
+        waits, kept = _pass(program, rank, copies)
+        copies.begin_again(len(program.ranks[rank]))
+    return waits, kept
+
+
+def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, tuple[int, ...]], list[int]]:
+    home, freed, fetched, written = copies.home, copies.freed, copies.fetched, copies.written
+    waits: dict[int, tuple[int, ...]] = {}
+    kept: list[int] = []
     for index, i in enumerate(program.ranks[rank]):
-        if i.kind != _WEIGHTS or i.op not in (Op.FETCH, Op.EVICT):
-            continue
-        if i.op is Op.EVICT:
-            lying[home[i.stage]] = i.stage, i.version
-            continue
-        home[i.stage] = i.slot
-        if lying.pop(i.slot, None) == (i.stage, i.version):
-            found.append(index)
-    return found
+        found: tuple[int | None, ...] = ()
+        value, weights = (i.kind, i.stage, i.version), (_WEIGHTS, i.stage, i.version)
+        if i.op is Op.FETCH:
+            found = written.get(value), freed.get((i.kind, i.slot))
+            if i.kind == _WEIGHTS:
+                kept += [index] * (found[0] is not None and found[0] == found[1])
+                found += (freed.get((_WGRAD, i.slot)),)
+            elif i.kind == _WGRAD:
+                found += (fetched.get(weights),)
+            home[i.kind, i.stage] = i.slot
+            fetched[value] = index
+        elif i.op is Op.EVICT:
+            written[value] = index
+            copies.leave(i.kind, i.stage, index)
+        elif i.op is Op.DROP:
+            copies.leave(_WEIGHTS, i.stage, index)
+        elif i.op is Op.STEP:
+            copies.leave(_WGRAD, i.stage, index)
+        elif i.op is Op.HOST_STEP:
+            found = written.get(weights), written.get((_WGRAD, i.stage, i.version)), fetched.get(weights)
+            written[_WEIGHTS, i.stage, i.version + 1] = index
+        elif i.op in WEIGHT_GRADIENT_OPS and (_WEIGHTS, i.stage) in home:
+            home[_WGRAD, i.stage] = home[_WEIGHTS, i.stage]
+            found = (fetched.get((_WGRAD, i.stage, program.header.update_of(i.stage, i.mb))),)
+        if known := {n for n in found if n is not None}:
+            waits[index] = tuple(sorted(known))
+    return waits, kept

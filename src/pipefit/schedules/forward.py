@@ -8,11 +8,7 @@ import msgspec
 
 from pipefit.ir.instruction import fwd
 from pipefit.ir.program import Header, Program, WeightRule
-from pipefit.passes.communication import with_communication
-from pipefit.passes.data import with_data
-from pipefit.passes.scatter_gather import with_scatter_gather
-from pipefit.passes.spilling import with_spilling
-from pipefit.passes.versions import with_versions
+from pipefit.passes.build import build
 
 
 @functools.lru_cache(maxsize=32)
@@ -32,6 +28,5 @@ def forward_only(header: Header, num_microbatches: int) -> Program:
         mine = [fwd(stage, mb) for stage in header.stages_of(rank) for mb in header.microbatches_of(stage, rank)]
         # Stage by stage where stages are fetched, so that each comes once; else micro-batch by micro-batch.
         size = header.total_microbatches if header.spill and header.num_ranks == 1 else header.num_ranks
-        order.append(tuple(sorted(mine, key=lambda i: (i.mb // size, i.stage, i.mb))))
-    program = with_communication(with_data(with_versions(Program(header, tuple(order)))))
-    return with_spilling(with_scatter_gather(program))
+        order.append(sorted(mine, key=lambda i: (i.mb // size, i.stage, i.mb)))
+    return build(header, order)

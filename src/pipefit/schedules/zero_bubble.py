@@ -106,48 +106,44 @@ def _v(task: Task) -> Iterator[list[Instruction]]:
 @cache
 def _found_work(depth: int, num_microbatches: int) -> list[list[tuple[Op, int, int]]]:
     """For each rank of a V: operation, stage and number of micro-batch of what it does, in order."""
-    work = _Work(depth, num_microbatches)
+    ops = (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
+    ended: _Ended = {op: [[] for _ in range(2 * depth)] for op in ops}
     orders: list[list[tuple[Op, int, int]]] = [[] for _ in range(depth)]
     for now in count():
         if all(len(order) == 6 * num_microbatches for order in orders):
             break
         for position, order in enumerate(orders):
-            if (found := work.next_of(position, now)) is not None:
+            if (found := _next(ended, depth, num_microbatches, position, now)) is not None:
                 op, stage = found
-                order.append((op, stage, len(work.ended[op][stage])))
-                work.ended[op][stage].append(now + 1)
+                order.append((op, stage, len(ended[op][stage])))
+                ended[op][stage].append(now + 1)
     return orders
 
 
-class _Work:
-    """The work done so far: when each operation of each stage ended, by micro-batch."""
+_Ended = dict[Op, list[list[int]]]
+"""When each operation of each stage ended, by micro-batch."""
 
-    def __init__(self, depth: int, num_microbatches: int) -> None:
-        self.depth, self.num_microbatches = depth, num_microbatches
-        self.ended: dict[Op, list[list[int]]] = {
-            op: [[] for _ in range(2 * depth)] for op in (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
-        }
 
-    def next_of(self, position: int, now: int) -> tuple[Op, int] | None:
-        """Returns the next operation of a rank; None: it has to wait."""
-        forwards, inputs, weights = self.ended.values()
-        last = 2 * self.depth - 1
-        stages = (position, last - position)
-        weight = next(((Op.BWD_WEIGHT, s) for s in stages if len(weights[s]) < len(inputs[s])), None)
-        for stage in reversed(stages):
-            index = len(forwards[stage])
-            if index < self.num_microbatches and (stage == 0 or _is_there(forwards[stage - 1], index, now)):
-                held = sum(len(forwards[s]) - len(weights[s]) for s in stages)
-                if held < 2 * self.depth:
-                    return Op.FWD, stage
-                if weight:
-                    return weight
-        for stage in stages:
-            before = forwards[last] if stage == last else inputs[stage + 1]
-            index = len(inputs[stage])
-            if index < len(forwards[stage]) and _is_there(before, index, now):
-                return Op.BWD_INPUT, stage
-        return weight
+def _next(ended: _Ended, depth: int, num_microbatches: int, position: int, now: int) -> tuple[Op, int] | None:
+    """Returns the next operation of a rank; None: it has to wait."""
+    forwards, inputs, weights = ended.values()
+    last = 2 * depth - 1
+    stages = (position, last - position)
+    weight = next(((Op.BWD_WEIGHT, s) for s in stages if len(weights[s]) < len(inputs[s])), None)
+    for stage in reversed(stages):
+        index = len(forwards[stage])
+        if index < num_microbatches and (stage == 0 or _is_there(forwards[stage - 1], index, now)):
+            held = sum(len(forwards[s]) - len(weights[s]) for s in stages)
+            if held < 2 * depth:
+                return Op.FWD, stage
+            if weight:
+                return weight
+    for stage in stages:
+        before = forwards[last] if stage == last else inputs[stage + 1]
+        index = len(inputs[stage])
+        if index < len(forwards[stage]) and _is_there(before, index, now):
+            return Op.BWD_INPUT, stage
+    return weight
 
 
 def _is_there(ended: list[int], index: int, now: int) -> bool:

@@ -34,8 +34,7 @@ class EventEngine:
         repeats: passes.
         contention: whether messages have links or ports one at a time.
         cores: the machine of each rank, where ranks share cores; (): each has its own.
-        at: the entry at which each rank stands.
-        blocked_on: the entry that it waits for.
+        blocked_on: the entry that each rank waits for.
     """
 
     layout: FlatProgram
@@ -46,7 +45,6 @@ class EventEngine:
     start: list[float] = field(default_factory=list)
     posted: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
-    at: list[int] = field(default_factory=list)
     blocked_on: list[int] = field(default_factory=list)
     clock: list[float] = field(default_factory=list)
     free: dict[Key, float] = field(default_factory=dict)
@@ -60,7 +58,7 @@ class EventEngine:
         num_ranks = len(graph.starts) - 1
         for times in (self.start, self.posted, self.end):
             times += [UNKNOWN] * (len(graph.instructions) * self.repeats)
-        self.clock, self.at, self.blocked_on = [0] * num_ranks, list(graph.starts[:-1]), [UNKNOWN] * num_ranks
+        self.clock, self.blocked_on = [0] * num_ranks, [UNKNOWN] * num_ranks
         ranks = [self._issue(rank) for rank in range(num_ranks)]
         if not (self.contention or self.cores):
             self.ready = list(reversed(range(num_ranks)))
@@ -91,7 +89,7 @@ class EventEngine:
             travel, arrivals = prices.travel[base > 0], prices.arrivals[base > 0]
             for q in prices.closing[rank] if base else ():
                 if end[base - size + q] < 0:
-                    clock[rank], blocked_on[rank], self.at[rank] = now, base - size + q, base + first
+                    clock[rank], blocked_on[rank] = now, base - size + q
                     yield
                 now = max(now, end[base - size + q])
             now = (yield from self._work(rank, now, prices.between)) if shares else now + prices.between
@@ -101,7 +99,7 @@ class EventEngine:
                     if code == wait:
                         for q in waits[i]:
                             if end[base + q] < 0:
-                                clock[rank], blocked_on[rank], self.at[rank] = now, base + q, n
+                                clock[rank], blocked_on[rank] = now, base + q
                                 yield
                             if end[base + q] > now:
                                 now = end[base + q]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pipefit.cost import CostModel
 from pipefit.ir.graph import Graph
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COPY_OPS, OP_SPEC, Kind, Op
-from pipefit.ir.residency import kept_fetches
+from pipefit.ir.op import COPY_OPS, OP_SPEC, Op
+from pipefit.ir.residency import copy_waits, kept_fetches
 from pipefit.simulate.flat_program import Code, FlatProgram
 
 Key = tuple[object, ...]
@@ -132,21 +133,14 @@ def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
 
 
 def _copies(graph: Graph, kept: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Each copy; for a fetch, the evictions of the pass before that it needs: of its value, and of its slot's content.
+    """Each copy; for a fetch, what it needs of the pass before: that its value is written, and its slot free.
 
-    Only evictions of the pass before are here: the rest is in the graph. What is kept in its slot needs none.
+    What is in this pass is in the graph. What is kept in its slot needs nothing.
     """
-    last: dict[Key, int] = {}
-    slots: dict[Key, Key] = {}
-    needed: dict[int, tuple[Key, ...]] = {}
-    for number, i in enumerate(graph.instructions):
-        if i.op in COPY_OPS:
-            value: Key = graph.ranks[number], i.kind or Kind.WEIGHTS.value, i.stage
-            needed[number] = ()
-            if i.op is not Op.FETCH:
-                last[value] = last[slots.get(value, ())] = number
-                continue
-            slots[value] = (graph.ranks[number], i.kind, i.slot, "slot")
-            if not graph.preds[number] and number not in kept:
-                needed[number] = (value, slots[value])
-    return {number: tuple({last[key] for key in keys if key in last}) for number, keys in needed.items()}
+    needed: dict[int, tuple[int, ...]] = {n: () for n, i in enumerate(graph.instructions) if i.op in COPY_OPS}
+    for rank, (start, end) in enumerate(pairwise(graph.starts)):
+        for index, waits in copy_waits(graph.program, rank, later=True).items():
+            number = start + index
+            if graph.instructions[number].op is Op.FETCH and not graph.preds[number] and number not in kept:
+                needed[number] = tuple(end + earlier for earlier in waits)
+    return needed

@@ -10,7 +10,8 @@ from itertools import pairwise, repeat
 
 from pipefit.cost import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
-from pipefit.ir.graph import collective_members
+from pipefit.ir.blocking import Blocking
+from pipefit.ir.graph import Graph, collective_members
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.simulate.event_engine import EventEngine
@@ -112,7 +113,7 @@ def _run(program: Program, cost: CostModel, repeats: int, contention: bool, rend
     engine = EventEngine(layout, prices, repeats, contention or cost.has_ports, cores)
     engine.run()
     if min(engine.end, default=0) < 0:
-        raise InvalidProgramError(_hang(engine))
+        raise InvalidProgramError(_hang(layout.graph))
     return engine
 
 
@@ -149,33 +150,18 @@ def _events(engine: EventEngine) -> tuple[Event, ...]:
     return tuple(events)
 
 
-def _hang(engine: EventEngine) -> str:
+def _hang(graph: Graph) -> str:
     """The instruction at which each rank waits, and what it waits for."""
-    graph = engine.layout.graph
-    size = len(graph.instructions)
-    lines = []
-    for rank, waiting in enumerate(engine.blocked_on):
-        if waiting < 0:
-            continue
-        this, awaited = engine.at[rank] % size, waiting % size
-        line = f"rank {rank} stands at instruction {graph.place(this)[1]} ({graph.instructions[this]})"
-        if awaited != this:
-            line += f" and waits for {graph.instructions[awaited]}"
-        lines.append(f"{line}, {_awaited_sides(engine, waiting)}")
-    if not lines:
-        stuck = next(n for n, end in enumerate(engine.end) if end < 0) % size
-        lines = [f"{graph.instructions[stuck]} on rank {graph.ranks[stuck]} needs its own result"]
-    return "the program hangs:\n  " + "\n  ".join(lines)
-
-
-def _awaited_sides(engine: EventEngine, n: int) -> str:
-    graph = engine.layout.graph
-    i = n % len(graph.instructions)
-    names = []
-    for side in graph.sides(i):
-        rank, index = graph.place(side)
-        if engine.posted[n - i + side] < 0:
-            names.append(f"which rank {rank} has not reached (its instruction {index}: {graph.instructions[side]})")
-        elif side != i:
-            names.append(f"which rank {rank} has issued")
-    return "; ".join(names) or "which waits for another message"
+    run = Blocking(graph)
+    lines = ["the program hangs:"]
+    for this in run.run().values():
+        rank, index = graph.place(this)
+        awaited = run.waits_for(this)
+        here = next((side for side in graph.sides(awaited) if graph.ranks[side] == rank), this)
+        peer, there = graph.place(awaited)
+        line = f"  rank {rank} stands at instruction {index} ({graph.instructions[this]})"
+        line += f" and waits for {graph.instructions[here]}" if here != this else ""
+        lines.append(
+            f"{line}, which rank {peer} has not reached (its instruction {there}: {graph.instructions[awaited]})"
+        )
+    return "\n".join(lines)

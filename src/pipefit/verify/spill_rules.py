@@ -26,8 +26,7 @@ class _Rank:
     Attributes:
         header: of the program.
         recomputed: the (stage, micro-batch) whose forward is replayed.
-        slots: (kind, slot) → (stage, version or update) of its content.
-        homes: (kind, stage) → its slot.
+        here: (kind, stage) → its slot, and the version or update that lies there.
         tier: (kind, stage) → the version or update that is written there.
         parked: the activations there, (kind, stage, micro-batch).
         saved: of each stage, the micro-batches whose activations autograd keeps, with views of the slot.
@@ -35,20 +34,15 @@ class _Rank:
 
     header: Header
     recomputed: frozenset[tuple[int, int]]
-    slots: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    homes: dict[tuple[str, int], int] = field(default_factory=dict)
+    here: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
     tier: dict[tuple[str, int], int] = field(default_factory=dict)
     parked: set[tuple[str, int, int]] = field(default_factory=set)
     saved: dict[int, set[int]] = field(default_factory=dict)
 
-    def leave(self, kind: str, stage: int) -> tuple[int, int] | None:
-        """Empties the slot of a kind of a stage; returns its content."""
-        slot = self.homes.pop((kind, stage), None)
-        return None if slot is None else self.slots.pop((kind, slot), None)
-
-    def enter(self, kind: str, stage: int, at: int, slot: int) -> None:
-        self.slots[kind, slot] = stage, at
-        self.homes[kind, stage] = slot
+    def slot(self, kind: str, stage: int) -> int | None:
+        """The slot in which a kind of a stage lies."""
+        slot, _ = self.here.get((kind, stage), (None, 0))
+        return slot
 
 
 def residency(s: Subject) -> Iterator[Finding]:
@@ -81,22 +75,20 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
     if held != i.version:
         there = f"holds {'none' if held is None else _name(i.kind, held)}"
         yield f"fetches {_name(i.kind, i.version)}, but the {i.tier} {there} of the {noun} of stage {i.stage}"
-    here = state.homes.get((i.kind, i.stage))
+    here = state.slot(i.kind, i.stage)
     if here is not None:
         yield f"the {noun} of stage {i.stage} are already on the device, in slot @{here}"
     for kind in (_WEIGHTS, _WGRAD) if i.kind == _WEIGHTS else (i.kind,):
-        occupant = state.slots.get((kind, i.slot))
-        if occupant is not None:
-            yield f"slot @{i.slot} still holds the {_NOUN[kind]} of stage {occupant[0]}: evict or drop them first"
-    weights = state.homes.get((_WEIGHTS, i.stage))
+        for stage in [stage for (what, stage), (slot, _) in state.here.items() if (what, slot) == (kind, i.slot)]:
+            yield f"slot @{i.slot} still holds the {_NOUN[kind]} of stage {stage}: evict or drop them first"
+    weights = state.slot(_WEIGHTS, i.stage)
     if i.kind == _WGRAD:
         if weights != i.slot:
             place = "nowhere" if weights is None else f"in slot @{weights}"
             yield f"gradients lie in the twin of their weights' slot, but the weights of stage {i.stage} are {place}"
         # The sum goes on here: what the tier has is no longer the newest.
         state.tier.pop((i.kind, i.stage), None)
-    state.leave(i.kind, i.stage)
-    state.enter(i.kind, i.stage, i.version, i.slot)
+    state.here[i.kind, i.stage] = i.slot, i.version
 
 
 def _evict(state: _Rank, i: Instruction) -> Iterator[str]:
@@ -106,7 +98,7 @@ def _evict(state: _Rank, i: Instruction) -> Iterator[str]:
     if i.kind == _WEIGHTS:
         yield from _kept_views(state, i)
     # That it is here, in that version, is a rule of values.
-    state.leave(i.kind, i.stage)
+    state.here.pop((i.kind, i.stage), None)
     state.tier[i.kind, i.stage] = i.version
 
 
@@ -115,7 +107,7 @@ def _drop(state: _Rank, i: Instruction) -> Iterator[str]:
         return
     yield from _kept_views(state, i)
     held = state.tier.get((_WEIGHTS, i.stage))
-    if state.leave(_WEIGHTS, i.stage) is not None and held != i.version:
+    if state.here.pop((_WEIGHTS, i.stage), None) is not None and held != i.version:
         yield f"w{i.version} would be lost: stage {i.stage} has stepped since the tier's w{held}; evict it"
 
 
@@ -145,20 +137,20 @@ def _backward(state: _Rank, i: Instruction) -> Iterator[str]:
     evicted = state.tier.get((_WGRAD, i.stage))
     if evicted is not None:
         yield f"half of the sum is on the tier: fetch the gradients of stage {i.stage}, update {evicted}, first"
-    slot = state.homes.get((_WEIGHTS, i.stage))
+    slot = state.slot(_WEIGHTS, i.stage)
     if slot is not None:
-        state.enter(_WGRAD, i.stage, update, slot)
+        state.here[_WGRAD, i.stage] = slot, update
 
 
 def _step(state: _Rank, i: Instruction) -> Iterator[str]:
     if not state.header.is_spilled(i.stage):
         return
-    state.leave(_WGRAD, i.stage)
+    state.here.pop((_WGRAD, i.stage), None)
     yield from _kept_views(state, i)
     for kind in (_WEIGHTS, _OPTIM):
-        slot = state.homes.get((kind, i.stage))
+        slot = state.slot(kind, i.stage)
         if slot is not None:
-            state.enter(kind, i.stage, i.version + 1, slot)
+            state.here[kind, i.stage] = slot, i.version + 1
 
 
 def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
@@ -168,19 +160,19 @@ def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
     if summed != i.version:
         there = "none" if summed is None else f"those of update {summed}"
         yield f"needs the gradients of update {i.version} on the host, which holds {there}: evict them first"
-    if (_WEIGHTS, i.stage) in state.homes:
+    if (_WEIGHTS, i.stage) in state.here:
         yield f"w{i.version} of stage {i.stage} is still on the device, and stale after this: drop it first"
     state.tier[_WEIGHTS, i.stage] = i.version + 1
     state.tier.pop((_WGRAD, i.stage), None)
 
 
 def _at_home(state: _Rank, rank: int) -> Iterator[Finding]:
-    for (kind, _), (stage, at) in sorted(state.slots.items()):
+    for (kind, stage), (_, at) in sorted(state.here.items()):
         message = f"the {_NOUN[kind]} of stage {stage} ({_name(kind, at)}) are still on the device at the end: "
         yield Finding("residency", rank, -1, message + "evict them, or drop them if they are unchanged")
     for (kind, stage), at in sorted(state.tier.items()):
         last = state.header.num_updates(stage)
-        if kind != _WGRAD and at != last and (kind, stage) not in state.homes:
+        if kind != _WGRAD and at != last and (kind, stage) not in state.here:
             message = f"the {_NOUN[kind]} of stage {stage} end as w{at} on the tier, expected w{last}"
             yield Finding("residency", rank, -1, message)
 
