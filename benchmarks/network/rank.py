@@ -39,7 +39,6 @@ from pipefit.profiling import profile_sizes
 from pipefit.runtime.session import Session, current, leave
 from pipefit.runtime.signals import die_with_parent
 from pipefit.spec import Level, Profile, Topology
-from pipefit.stage.split import named_layers
 
 _WIRE_SPEED = 5e9
 _PROFILED, _TIMED = 3, 4
@@ -80,7 +79,7 @@ def _subject(name: str, task: Task, session: Session, say: Say) -> Subject:
     place = Path(task.folder) / f"{name}.profile.json"
     if session.rank < len(set(task.cores)):
         profile = profile_sizes(
-            [(layer.prefix, layer.module) for layer in named_layers(bundle.layers)],
+            bundle.layers,
             x, bundle.loss, y,
             microbatch_sizes=[scaled.microbatch], repeats=_PROFILED,
             warmup=1, limit_s=8.0, optimizer=sgd,

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from benchmarks import offload as bench
 from pipefit.errors import ModelError, PipefitError
 from pipefit.pipeline import memory_cap
-from pipefit.profiling.layers import as_chain
 from pipefit.profiling.survey import survey
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.session import current
@@ -58,7 +57,7 @@ def test_a_plan_for_autocast_knows_what_it_keeps_and_how_fast_the_device_is_in_i
         work = Workload(layers, bundle.loss, bench._adam, cpu, (x, y), half=half)
         found = memory_cap.plan_under_cap(Request(microbatches=1, spill=Spilled("1 GiB")), work, current())
         with torch.autocast("cpu", half, enabled=half is not None):
-            kept = [one.layer for one in survey(as_chain(bundle.layers), x)]
+            kept = [one.layer for one in survey(layers, x)]
         # Some KiB more, by the allocator's leave: what autograd notes beside the tensors. Halving is at least 120 KiB.
         pairs = zip(found[1].layers, kept, strict=True)
         assert all(one.saved_bytes <= layer.saved_bytes <= one.saved_bytes + _NOTES_BYTES for layer, one in pairs)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 from pipefit.models import BUILT_IN, build, gpt, parse_options
+from pipefit.stage.split import named_layers
 
 SMALL = {
     "convnet": {"layers": 5, "channels": 8},
@@ -262,10 +263,11 @@ from torch import nn
 class Odd(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner = nn.Linear(4, 3)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.inner(x)
+        return self.head(self.second(self.first(x).relu()))
 
 
 def sequence(width: int = 5, **rest):
@@ -282,6 +284,10 @@ def plain():
 
 def module():
     return Odd()
+
+
+def cuttable():
+    return Odd(), None, lambda batch, seed: (torch.ones(batch, 4), torch.zeros(batch, 3))
 
 
 def with_loss():
@@ -335,14 +341,24 @@ def factories(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("factory", "names"),
-    [("sequence", ["0", "1"]), ("named", ["first", "second"]), ("plain", ["0", "1"]), ("module", ["model"])],
+    [("sequence", ["0", "1"]), ("named", ["first", "second"]), ("plain", ["0", "1"])],
 )
 @pytest.mark.parametrize("place", ["own_models", "own_models.py"])
-def test_a_users_factory_may_return_a_sequence_a_list_or_a_module(factories, place, factory, names):
+def test_a_users_factory_may_return_a_sequence_or_a_list(factories, place, factory, names):
     bundle = build(f"{place}:{factory}")
     assert [name for name, _ in bundle.layers.named_children()] == names
     assert bundle.layers(torch.ones(2, 4)).shape == (2, 3)
     assert bundle.loss(torch.zeros(2, 3), torch.tensor([0, 1])).item() == pytest.approx(1.0986, abs=1e-4)
+
+
+def test_a_users_module_that_is_no_sequence_is_cut_by_its_example(factories):
+    bundle = build("own_models:cuttable")
+    layers, payload = named_layers(bundle.layers), bundle.example(2, 0)[0]
+    assert len(bundle.layers) == len(layers) > 2 and bundle.num_parameters == 2 * (16 + 4) + 12 + 3
+    whole = bundle.layers.shell.model(payload)
+    for layer in layers:
+        payload = layer.module(payload)
+    assert torch.equal(payload, whole)
 
 
 def test_a_users_factory_may_bring_its_loss_and_example(factories):
@@ -369,9 +385,10 @@ def test_options_of_a_users_factory_are_read_by_its_signature(factories):
         ("own_models:refused_by_torch", r"the factory raised RuntimeError: .*own_models\.py, line \d+, in refused_by"),
         ("own_models:leaving", "the factory raised SystemExit: 3"),
         ("own_models:sequense", "holds no 'sequense'; did you mean sequence"),
-        ("own_models:number", "return an nn.Module or a list, got int"),
+        ("own_models:number", "expected an nn.Sequential or a list of modules, got int"),
+        ("own_models:module", r"give example=.*a factory returns \(model, loss, example\)"),
         ("own_models:empty", "the model has no layers"),
-        ("own_models:no_modules", "layer 1 of the list is no nn.Module but str"),
+        ("own_models:no_modules", "layer 1: expected an nn.Module or .*'relu'"),
         ("own_models:constant", "is no function but int"),
         ("no_such_package.models:make", "there is no module 'no_such_package'"),
         ("broken_models:make", "raised ModuleNotFoundError: No module named 'nothing_of_that_name'"),

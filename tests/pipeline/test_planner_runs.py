@@ -24,7 +24,7 @@ def test_a_planned_pipeline_trains_like_one_process(wish):
     made = layers()
     x, y = torch.randn(16, 16), torch.randn(16, 16)
     loss = nn.functional.mse_loss
-    profile = profile_layers([(str(i), layer) for i, layer in enumerate(made)], x[:2], loss, y[:2], repeats=3)
+    profile = profile_layers([*made], x[:2], loss, y[:2], repeats=3)
     found = plan(profile, Topology.local(4), global_batch=16, num_microbatches=8, **wish)
     assert found.placement.num_ranks == 4 and found.num_microbatches == 8
 

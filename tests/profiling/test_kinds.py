@@ -33,7 +33,7 @@ def profiled(model, x=None, y=None, **more):
 def test_one_layer_of_each_kind_is_measured_and_speaks_for_the_others(monkeypatch):
     run = []
     real = kinds._seconds
-    monkeypatch.setattr(kinds, "_seconds", lambda one, *rest: run.append(one.name) or real(one, *rest))
+    monkeypatch.setattr(kinds, "_seconds", lambda one, *rest: run.append(one.layer.name) or real(one, *rest))
     computed, measured = profiled(layers_of())
     # The first block takes what needs a gradient, as all blocks do.
     assert run == ["0", "1", "5"]
@@ -114,7 +114,7 @@ def test_there_is_never_more_than_one_layer_in_memory(monkeypatch):
     def spy(run, *rest):
         gc.collect()
         assert not any(other() is not None for other in alive)
-        alive.append(weakref.ref(run.layer))
+        alive.append(weakref.ref(run.layer.module))
         return real(run, *rest)
 
     monkeypatch.setattr(kinds, "_seconds", spy)

@@ -20,7 +20,6 @@ from pipefit.models import build
 from pipefit.profiling import (
     LinkSample,
     analytic_profile,
-    as_chain,
     fit_link,
     links,
     measure_device,
@@ -38,6 +37,7 @@ from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device, Topology
+from pipefit.stage.split import named_layers
 
 QUICK = {"repeats": 2, "warmup": 1}
 DEVICE = Device(flops=1e12, memory_bandwidth_bytes_per_s=1e11, efficiency=0.5)
@@ -59,24 +59,35 @@ def by_name(profile: Profile) -> dict:
 
 def test_a_chain_has_the_names_of_a_sequential_or_numbers():
     named = [("a", nn.ReLU()), ("b", nn.ReLU())]
-    assert [name for name, _ in as_chain(nn.Sequential(nn.ReLU(), nn.ReLU()))] == ["0", "1"]
-    assert as_chain(named) == tuple(named)
-    assert [name for name, _ in as_chain(nn.ModuleList([nn.ReLU()]))] == ["0"]
-    assert [name for name, _ in as_chain(nn.Linear(2, 2))] == ["model"]
+    assert [layer.name for layer in named_layers(nn.Sequential(nn.ReLU(), nn.ReLU()))] == ["0", "1"]
+    layers = named_layers(named)
+    assert [(layer.name, layer.module) for layer in layers] == named
+    assert named_layers(layers) == layers
+    assert [layer.name for layer in named_layers(nn.ModuleList([nn.ReLU()]))] == ["0"]
 
 
 def test_a_module_used_twice_is_two_layers():
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.ReLU(), shared)
-    assert [layer for _, layer in as_chain(model)] == list(model)
+    assert [layer.module for layer in named_layers(model)] == list(model)
     profile = profile_layers(model, torch.randn(2, 4), **QUICK)
     assert [layer.weight_bytes for layer in profile.layers] == [80, 0, 80]
 
 
-@pytest.mark.parametrize("model", [[], 3, nn.Sequential(), [3], [("a", nn.ReLU()), ("a", nn.ReLU())]])
-def test_what_is_no_chain_is_refused(model):
-    with pytest.raises(ModelError):
-        as_chain(model)
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ([], "no layers"),
+        (3, "expected an nn.Sequential or a list of modules, got int"),
+        (nn.Linear(2, 2), "got Linear; write the model as a sequence"),
+        (nn.Sequential(), "no layers"),
+        ([3], "layer 0: expected an nn.Module or"),
+        ([("a", nn.ReLU()), ("a", nn.ReLU())], "layers 0 and 1 are both named 'a'"),
+    ],
+)
+def test_what_is_no_chain_is_refused(model, message):
+    with pytest.raises(ModelError, match=message):
+        named_layers(model)
 
 
 # ------------------------------------------------------------------------------------------------ measured facts
@@ -249,7 +260,7 @@ class Slow(nn.Linear):
 
 def test_time_is_booked_on_the_layer_that_takes_it_and_layers_and_loss_add_up_to_the_step():
     clock = Hands()
-    chain = as_chain([Slow(clock, 2, 5), Slow(clock, 30, 70), Slow(clock, 1, 3)])
+    chain = named_layers([Slow(clock, 2, 5), Slow(clock, 30, 70), Slow(clock, 1, 3)])
     step = passes.Step(chain, torch.randn(2, 4), lambda y, _: Takes.apply(y, clock, 11, 13).sum(), None, clock)
     marked = step.marked()
     assert (marked.forward_s, marked.backward_s, marked.loss_s) == ([2, 30, 1], [5, 70, 3], 24)
@@ -414,7 +425,7 @@ def flops_of(layer, x, input_gradient=True):
     """FLOP of forward, input gradient and weight gradient; something trainable precedes it."""
     before = nn.Linear(x.shape[-1], x.shape[-1], bias=input_gradient).requires_grad_(input_gradient)
     # A device of one FLOP per second, whose memory takes no time.
-    found = layer_costs(as_chain([before, layer]), x, Device(flops=1.0, efficiency=1.0), len(x))[1].layer
+    found = layer_costs(named_layers([before, layer]), x, Device(flops=1.0, efficiency=1.0), len(x))[1].layer
     return found.forward_s, found.backward_input_s, found.backward_weight_s
 
 
@@ -435,7 +446,8 @@ def test_flops_of_a_transformer_block_are_those_of_its_products():
 
 
 def test_the_time_of_a_large_product_is_its_flops_over_what_the_device_reaches():
-    layer = analytic_profile(nn.Linear(4096, 4096, bias=False), torch.empty(512, 4096, device="meta"), DEVICE).layers[0]
+    linear, x = nn.Linear(4096, 4096, bias=False), torch.empty(512, 4096, device="meta")
+    layer = analytic_profile([linear], x, DEVICE).layers[0]
     assert layer.forward_s == pytest.approx(2 * 512 * 4096**2 / 0.5e12)
 
 
@@ -622,7 +634,7 @@ def test_the_halves_of_a_layer_are_timed_on_its_own_graph(monkeypatch):
 
     monkeypatch.setattr(passes, "input_half", noted)
     layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
-    step = passes.Step([*layers.named_children()], torch.randn(2, 6), None, None, Clock(torch.device("cpu")))
+    step = passes.Step(named_layers(layers), torch.randn(2, 6), None, None, Clock(torch.device("cpu")))
     assert len(step.halved()) == 5
     assert len(set(sizes[:-1])) == 1
 

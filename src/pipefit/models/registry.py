@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from pipefit.cutting import Cut
+from pipefit.cutting import Cut, cut
 from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
@@ -78,8 +78,9 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     `save_pretrained` wrote.
 
     The user's factory returns an `nn.Sequential`, a list of modules or of (name, module), or any `nn.Module`; or a
-    tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`. The loss is
-    cross entropy when none is given. Weights come from torch's global random state, so seed it first.
+    tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`; a module that is no sequence
+    is cut into layers by such an example. The loss is the model's own or cross entropy when none is given. Weights come
+    from torch's global random state, so seed it first.
 
     Args:
         name_or_path: which model.
@@ -134,8 +135,9 @@ def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:
     for part, what in ((loss, "loss"), (example, "example")):
         if part is not None and not callable(part):
             raise ModelError(f"{path}: the {what} must be callable, got {type(part).__name__}")
-    layers = _as_layers(model, path)
-    return ModelBundle(path, layers, loss or mean_cross_entropy, example or _no_example(path), None, given)
+    layers = _as_layers(model, example, path)
+    loss = loss or getattr(layers, "loss", None) or mean_cross_entropy
+    return ModelBundle(path, layers, loss, example or _no_example(path), None, given)
 
 
 def _no_example(path: str) -> Example:
@@ -148,22 +150,12 @@ def _no_example(path: str) -> Example:
     return example
 
 
-def _as_layers(model: object, path: str) -> nn.Sequential:
-    if isinstance(model, nn.Sequential):
-        layers = model
-    elif isinstance(model, nn.ModuleList | list):
-        layers = chain(_named(index, item, path) for index, item in enumerate(model))
-    elif isinstance(model, nn.Module):
-        layers = chain([("model", model)])
-    else:
-        raise ModelError(f"{path}: expected the factory to return an nn.Module or a list, got {type(model).__name__}")
-    if len(layers) == 0:
-        raise ModelError(f"{path}: the model has no layers")
-    return layers
-
-
-def _named(index: int, item: object, path: str) -> tuple[str, nn.Module]:
-    name, module = item if isinstance(item, tuple) and len(item) == 2 else (str(index), item)
-    if not isinstance(name, str) or not isinstance(module, nn.Module):
-        raise ModelError(f"{path}: layer {index} of the list is no nn.Module but {type(module).__name__}")
-    return name, module
+def _as_layers(model: object, example: Example | None, path: str) -> nn.Sequential | Cut:
+    """The model as a sequence of layers; any other is cut into them by a batch of the example."""
+    try:
+        if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+            return cut(model, None if example is None else example(3, 0)[0])
+        layers = named_layers(model)
+    except ModelError as problem:
+        raise ModelError(f"{path}: {problem}; a factory returns (model, loss, example)") from problem
+    return model if isinstance(model, nn.Sequential) else chain((layer.name, layer.module) for layer in layers)

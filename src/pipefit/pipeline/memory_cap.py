@@ -5,7 +5,6 @@ For a cap devices, tiers and layers are measured on all ranks at the same time, 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -94,15 +93,14 @@ def _measured_profile(
 ) -> Profile:
     """The layers as this rank measures them; of layers built alike one is run."""
     assert request.spill is not None
-    chain = nn.Sequential(OrderedDict((layer.name, layer.module) for layer in work.layers))
     x, y = example
     size = largest_part(x, request.microbatches)
     # Tensors without data are the CPU's: under autocast it counts what is kept in half, and weights that are cast.
     with torch.autocast("cpu", work.half, enabled=work.half is not None):
-        computed = analytic_profile(chain, x, device, work.loss, y, microbatch_size=size, model="the model")
+        computed = analytic_profile(work.layers, x, device, work.loss, y, microbatch_size=size, model="the model")
     return with_measured_kinds(
         computed,
-        chain,
+        work.layers,
         x,
         work.device,
         loss=work.loss,

@@ -88,11 +88,11 @@ def plan(
     sizes = [batch // count for count in sorted(num_microbatches, reverse=True) if not batch % count]
     if not sizes:
         raise PlanError(f"num_microbatches: none of {list(num_microbatches)} divides the batch of {batch} samples")
-    layers = [(layer.name, layer.module) for layer in named_layers(model)]
+    layers = named_layers(model)
     name = type(model).__name__
     profile = profile_sizes(layers, x, loss, y, microbatch_sizes=sizes, limit_s=5.0, model=name)
     machine = topology if isinstance(topology, Topology) else Topology.load(topology)
     if method in ("auto", "ptdp"):
-        options.setdefault("tensors", widths_of([layer for _, layer in layers], machine.num_devices))
+        options.setdefault("tensors", widths_of([layer.module for layer in layers], machine.num_devices))
     found = search(profile, machine, method=method, global_batch=batch, microbatch_sizes=sizes, **options)
     return Planned(found, profile, machine)

@@ -80,7 +80,7 @@ def count_flop(work: Workload, num_ranks: int) -> ModelFlop | None:
     # On a device of one FLOP per second, seconds are FLOP.
     one = Device(flops=1.0, efficiency=1.0)
     try:
-        count = analytic_profile([(layer.name, layer.module) for layer in work.layers], x, one, work.loss, y)
+        count = analytic_profile(work.layers, x, one, work.loss, y)
     except (PipefitError, RuntimeError, NotImplementedError, TypeError):
         return None
     total = sum(layer.total_s for layer in count.layers) + count.loss_s

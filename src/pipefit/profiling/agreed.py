@@ -39,7 +39,7 @@ def agreed_profile(work: Workload, microbatch_sizes: Sequence[int], session: Ses
         dist.barrier()
     with _as_trained(work.layers):
         profile = profile_sizes(
-            [(layer.name, layer.module) for layer in work.layers],
+            work.layers,
             x,
             work.loss,
             y,

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.errors import ModelError, ProfileError
-from pipefit.profiling.layers import Chain, as_chain, call_layer
 from pipefit.profiling.roofline import Roofline, pretended
 from pipefit.profiling.survey import saved_storages, storage_key, weighed
-from pipefit.profiling.tensors import batch_of, describe, map_tensors, tensors_of
+from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, tensors_of
 from pipefit.profiling.untouched import in_train_mode, random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
+from pipefit.stage.split import NamedLayer, named_layers
 
 Loss = Callable[[Any, Any], Tensor]
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
@@ -74,19 +74,19 @@ def analytic_profile(
     if callable(layers) and not isinstance(layers, nn.Module):
         with torch.device("meta"):
             layers = layers()
-    chain = as_chain(layers)
+    chain = named_layers(layers)
     batch = batch_of(example_input)
     size = batch if microbatch_size is None else microbatch_size
     costs = layer_costs(chain, example_input, device, size, dtype)
     with random_state_kept(torch.device("cpu")):
         loss_s = _loss_s(loss, costs[-1].output, _form(target, dtype, batch, size), device) if loss else 0.0
     bandwidth = device.memory_bandwidth_bytes_per_s
-    trained = sum(p.numel() for p in nn.ModuleList([layer for _, layer in chain]).parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in nn.ModuleList([layer.module for layer in chain]).parameters() if p.requires_grad)
     return Profile(
         model=model,
         microbatch_size=size,
         layers=tuple(
-            msgspec.structs.replace(cost.layer, name=name) for (name, _), cost in zip(chain, costs, strict=True)
+            msgspec.structs.replace(cost.layer, name=layer.name) for layer, cost in zip(chain, costs, strict=True)
         ),
         device=f"computed: {device.flops:.4g} FLOP/s at {device.efficiency:.0%}, {bandwidth:.4g} bytes/s",
         source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
@@ -96,17 +96,21 @@ def analytic_profile(
 
 
 def layer_costs(
-    chain: Chain, example_input: Any, device: Device, microbatch_size: int, dtype: torch.dtype | None = None
+    chain: Sequence[NamedLayer],
+    example_input: Any,
+    device: Device,
+    microbatch_size: int,
+    dtype: torch.dtype | None = None,
 ) -> list[LayerCost]:
     """The cost of each layer; layers that are built alike and have inputs of one form share one object."""
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
     known: dict[Any, LayerCost] = {}
     costs = []
     with random_state_kept(torch.device("cpu")):
-        for name, layer in chain:
-            key = (_configuration(layer), repr(form))
+        for layer in chain:
+            key = (_configuration(layer.module), repr(form))
             if key not in known:
-                known[key] = _cost(name, layer, form, device, dtype)
+                known[key] = _cost(layer.name, layer.module, form, device, dtype)
             costs.append(known[key])
             form = costs[-1].output
     return costs
@@ -166,7 +170,7 @@ def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.d
         persistent = {storage_key(tensor) for tensor in state.values()}
         seen: dict[int, Any] = {}
         with saved_storages(seen, persistent), Roofline(device) as counted:
-            output = call_layer(name, lambda x: functional_call(layer, state, (x,)), payload, describe(payload))
+            output = call_layer(name, lambda x: functional_call(layer, state, (x,)), payload)
         parameters = [t for t in {id(t): t for t in state.values()}.values() if t.requires_grad]
         inputs = [leaf for leaf in tensors_of(given) if leaf.requires_grad]
         backward_input_s = _backward_s(output, inputs, device)

@@ -22,17 +22,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipefit.errors import ModelError
 from pipefit.profiling.analytic import LayerCost, layer_costs
 from pipefit.profiling.clock import Clock, median_of
-from pipefit.profiling.layers import as_chain, call_layer
 from pipefit.profiling.optimizer import Optimizer, step_seconds
 from pipefit.profiling.passes import Loss, Step
 from pipefit.profiling.survey import saved_storages, storage_key
-from pipefit.profiling.tensors import batch_of, describe, map_tensors, num_bytes, placed, take, tensors_of
+from pipefit.profiling.tensors import batch_of, call_layer, map_tensors, num_bytes, placed, take, tensors_of
 from pipefit.profiling.untouched import random_state_kept, untouched
 from pipefit.runtime.malloc import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.materialise import is_meta, materialise
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, named_layers
 
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
 T = TypeVar("T")
@@ -95,26 +94,26 @@ def with_measured_kinds(
         The profile with other seconds, and with the memory in use besides tensors in `saved_bytes`. The layers are as
         before.
     """
-    chain, size = as_chain(layers), profile.microbatch_size
+    chain, size = named_layers(layers), profile.microbatch_size
     costs = layer_costs(chain, example_input, Device(flops=1.0), size)
     first = placed(take(example_input, size, batch_of(example_input)), device, None)
     found: dict[int, _Found] = {}
-    for index, ((name, layer), cost) in enumerate(zip(chain, costs, strict=True)):
+    for layer, cost in zip(chain, costs, strict=True):
         # A small one is looked at in any case, so that the least room that is enough can be reported.
         if id(cost) in found or _needs_bytes(cost, trained=False) > max(room_bytes, _SMALL_BYTES):
             continue
         trained = _needs_bytes(cost) <= room_bytes
         # A layer that cannot run in isolation, on random data of the right form, keeps its computed seconds.
         with random_state_kept(device), suppress(ModelError, RuntimeError):
-            payload = map_tensors(torch.clone, first) if not index else _payload(cost.input, device)
-            module = _present(name, layer, device)
-            with untouched(((name, module),), device, None):
-                run = _Forward(name, module, payload, device, half)
+            payload = _payload(cost.input, device) if layer.index else map_tensors(torch.clone, first)
+            present = _present(layer, device)
+            with untouched([present], device, None):
+                run = _Forward(present, payload, device, half)
                 run()
                 noted_bytes = _noted_bytes(run)
                 seconds = _seconds(run, optimizer, room_bytes, state_per_weight) if trained else None
             found[id(cost)] = _Found(seconds, noted_bytes)
-            del module, run
+            del present, run
     loss_s = profile.loss_s
     if loss is not None and 2 * costs[-1].layer.output_bytes <= room_bytes:
         goal = placed(take(target, size, batch_of(target)), device, None)
@@ -145,8 +144,7 @@ def _payload(form: Any, device: torch.device) -> Any:
 class _Forward:
     """Runs one layer in isolation."""
 
-    name: str
-    layer: nn.Module
+    layer: NamedLayer
     payload: Any
     device: torch.device
     half: torch.dtype | None
@@ -155,26 +153,25 @@ class _Forward:
         # A tensor that a layer changes in place must be no leaf.
         given = map_tensors(_of_a_graph, self.payload if payload is None else payload)
         with torch.enable_grad(), torch.autocast(self.device.type, self.half, enabled=self.half is not None):
-            return call_layer(self.name, self.layer, given, describe(self.payload))
+            return call_layer(self.layer.name, self.layer.module, given)
 
 
-def _present(name: str, layer: nn.Module, device: torch.device) -> nn.Module:
+def _present(layer: NamedLayer, device: torch.device) -> NamedLayer:
     """The layer; in place of one of the meta device a copy that has weights."""
-    if not is_meta([NamedLayer(0, name, layer)]):
-        return layer
-    module = copy.deepcopy(layer)
-    materialise([NamedLayer(0, name, module)], 0, device)
-    return module
+    if is_meta([layer]):
+        layer = copy.deepcopy(layer)
+        materialise([layer], 0, device)
+    return layer
 
 
 def _seconds(
     run: _Forward, optimizer: Optimizer | None, room_bytes: float, state_per_weight: float
 ) -> tuple[float, float, float]:
     clock = Clock(run.device)
-    weights = [parameter for parameter in run.layer.parameters() if parameter.requires_grad]
+    weights = [parameter for parameter in run.layer.module.parameters() if parameter.requires_grad]
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
-    passes = _repeated(Step(((run.name, run),), run.payload, None, None, clock).marked)
+    passes = _repeated(Step([run.layer._replace(module=run)], run.payload, None, None, clock).marked)
     for leaf in tensors_of(run.payload):
         leaf.grad = None
     step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
@@ -186,7 +183,7 @@ def _noted_bytes(run: _Forward) -> float:
     tell = in_use(run.device)
     if tell is None:
         return 0.0
-    layer = run.layer
+    layer = run.layer.module
     known = {storage_key(t) for t in (*layer.parameters(), *layer.buffers(), *tensors_of(run.payload))}
     seen: dict[int, Any] = {}
     with saved_storages(seen, known):

@@ -15,13 +15,13 @@ from torch import nn
 
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
-from pipefit.profiling.layers import Chain, as_chain
 from pipefit.profiling.optimizer import Optimizer, step_seconds
 from pipefit.profiling.passes import Loss, Marked, Step
 from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
+from pipefit.stage.split import NamedLayer, named_layers
 
 # Repetitions below which a median says little.
 _FEWEST = 3
@@ -55,7 +55,7 @@ def profile_layers(
     weights, gradients, buffers, modes and random numbers are afterwards as before.
 
     Args:
-        layers: an `nn.Sequential`, a list of modules or of (name, module); see `as_chain`.
+        layers: an `nn.Sequential`, a list of modules or of (name, module); see `named_layers`.
         example_input: what the first layer takes: a tensor or a pytree of tensors, of at least `microbatch_size`
             samples along the first dimension.
         loss: (output, target) -> scalar; None: the backward pass starts from gradients of one, and `loss_s` is 0.
@@ -81,7 +81,7 @@ def profile_layers(
     """
     if repeats < 1 or warmup < 0:
         raise ProfileError(f"expected at least 1 repeat and 0 warm-up turns, got repeats={repeats}, warmup={warmup}")
-    chain = as_chain(layers)
+    chain = named_layers(layers)
     batch = batch_of(example_input)
     size = batch if microbatch_size is None else microbatch_size
     if not 1 <= size <= batch:
@@ -97,7 +97,7 @@ def profile_layers(
         turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
         step_s = 0.0
         if optimizer:
-            weights_of = {id(p): p for _, layer in chain for p in layer.parameters() if p.requires_grad}
+            weights_of = {id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}
             step_s = step_seconds([*weights_of.values()], optimizer, clock, repeats, clips=clips, before=step.plain)
         where = _description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
@@ -195,9 +195,9 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
     )
 
 
-def _device_of(chain: Chain, device: str | torch.device | None) -> torch.device:
+def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -> torch.device:
     if device is None:
-        tensors = (t for _, layer in chain for t in (*layer.parameters(), *layer.buffers()))
+        tensors = (t for layer in chain for t in (*layer.module.parameters(), *layer.module.buffers()))
         device = next((tensor.device for tensor in tensors), "cpu")
     place = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place

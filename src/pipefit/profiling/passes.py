@@ -8,7 +8,7 @@ made, so no node of layer k runs before every node of the layers after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
-from pipefit.profiling.layers import Chain
 from pipefit.profiling.tensors import cut_off, describe, map_tensors, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
+from pipefit.stage.split import NamedLayer
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -38,7 +38,7 @@ class Marked:
 class Step:
     """One micro-batch through the whole model; gradients add up in `.grad`, as from the second micro-batch on."""
 
-    chain: Chain
+    chain: Sequence[NamedLayer]
     payload: Any
     loss: Loss | None
     target: Any
@@ -50,8 +50,8 @@ class Step:
 
     def _once(self) -> None:
         payload = self.payload
-        for _, layer in self.chain:
-            payload = layer(payload)
+        for layer in self.chain:
+            payload = layer.module(payload)
         roots, seeds = self._roots(payload)
         if roots:
             torch.autograd.backward(roots, seeds)
@@ -71,11 +71,11 @@ class Step:
         """
         clock, payload = self.clock, self.payload
         borders: list[tuple[Saved, list[Tensor]]] = []
-        for _, layer in self.chain:
+        for layer in self.chain:
             payload = map_tensors(cut_off, payload)
             # Edges of the graph as it is now: the layer may change its input in place.
             inputs = [get_gradient_edge(leaf) for leaf in tensors_of(payload) if leaf.requires_grad]
-            payload = layer(payload)
+            payload = layer.module(payload)
             outputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
             given = Saved(inputs, [get_gradient_edge(leaf) for leaf in outputs])
             borders.append((given, [torch.ones_like(leaf) for leaf in outputs]))
@@ -116,9 +116,9 @@ class Step:
         # Edges of the graph, not tensors: an output is let go as early as in the plain pass.
         edges: list[GradientEdge] = []
         nodes: set[Any] = set()
-        for index, (_, layer) in enumerate(self.chain):
+        for index, layer in enumerate(self.chain):
             begin = clock.mark()
-            payload = layer(payload)
+            payload = layer.module(payload)
             calls.append((begin, clock.mark()))
             for leaf in tensors_of(payload):
                 # A tensor that a layer hands on unchanged is marked where it was made.

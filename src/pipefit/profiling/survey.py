@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
-from pipefit.profiling.layers import Chain, call_layer
-from pipefit.profiling.tensors import describe, num_bytes, tensors_of
+from pipefit.profiling.tensors import call_layer, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.profile import Layer
+from pipefit.stage.split import NamedLayer
 
 
 class Weighed(NamedTuple):
@@ -31,7 +31,7 @@ class Weighed(NamedTuple):
     learns: bool
 
 
-def survey(chain: Chain, payload: Any) -> list[Weighed]:
+def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
     """Runs the layers once and weighs each one.
 
     A storage that two layers save (the output of a ReLU is the input of the linear layer after it) counts once, for
@@ -40,17 +40,20 @@ def survey(chain: Chain, payload: Any) -> list[Weighed]:
     Raises:
         ModelError: a layer raises; it is named with the shapes it was given.
     """
-    persistent = {storage_key(tensor) for _, layer in chain for tensor in (*layer.parameters(), *layer.buffers())}
+    persistent = {
+        storage_key(tensor) for layer in chain for tensor in (*layer.module.parameters(), *layer.module.buffers())
+    }
     seen: dict[int, Any] = {}
     found = []
-    for name, layer in chain:
+    for layer in chain:
+        weights = list(layer.module.parameters())
         before = len(seen)
         inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
         with saved_storages(seen, persistent):
-            payload = call_layer(name, layer, payload, describe(payload))
+            payload = call_layer(layer.name, layer.module, payload)
         saved = list(seen.values())[before:]
-        learns = any(parameter.requires_grad for parameter in layer.parameters())
-        found.append(Weighed(weighed(name, inputs, payload, saved, list(layer.parameters())), bool(inputs), learns))
+        learns = any(parameter.requires_grad for parameter in weights)
+        found.append(Weighed(weighed(layer.name, inputs, payload, saved, weights), bool(inputs), learns))
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipefit.errors import DataError
+from pipefit.errors import DataError, ModelError
 
 
 def tensors_of(payload: Any) -> list[Tensor]:
@@ -59,6 +59,14 @@ def placed(payload: Any, device: torch.device, dtype: torch.dtype | None) -> Any
         return tensor.detach().to(device=device, dtype=kind)
 
     return map_tensors(place, payload)
+
+
+def call_layer(name: str, layer: Callable[[Any], Any], payload: Any) -> Any:
+    """Calls a layer; what it raises becomes a `ModelError` with the layer's name and what it was given."""
+    try:
+        return layer(payload)
+    except Exception as error:
+        raise ModelError(f"layer {name!r} raised {type(error).__name__} on {describe(payload)}: {error}") from error
 
 
 def describe(payload: Any) -> str:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.profiling.layers import Chain
 from pipefit.profiling.tensors import placed
+from pipefit.stage.split import NamedLayer
 
 
 @contextmanager
-def untouched(chain: Chain, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
     """The layers on `device` in `dtype`, in train mode and without gradients; afterwards all is as before.
 
     Parameters keep their identity (ties hold) and get other data for the while; buffers are replaced by copies, so
     running statistics that a forward pass updates are the copies'.
     """
-    roots = nn.ModuleList([layer for _, layer in chain])
+    roots = nn.ModuleList([layer.module for layer in chain])
     parameters = [(p, p.data, p.grad) for p in roots.parameters()]
     buffers = [(module, dict(module._buffers)) for module in roots.modules()]
     copies: dict[int, Tensor] = {}

@@ -39,26 +39,36 @@ class NamedLayer(NamedTuple):
 
 
 def named_layers(model: Any) -> list[NamedLayer]:
-    """The layers of an `nn.Sequential` (its children), of a list of modules, or of a model that was cut (its own).
+    """The layers of a model that is a sequence of them, in order.
+
+    Args:
+        model: an `nn.Sequential` (its children), a list of modules (named "0", "1", …) or of (name, module), or a model
+            that was cut (its own layers); layers that have names already stay as they are.
 
     Raises:
-        ModelError: the model is neither, or has no layers.
+        ModelError: the model is none of these, or has no layers; an item is no module; two layers have one name.
     """
-    if isinstance(found := getattr(model, "layers", None), tuple):
+    found = getattr(model, "layers", model)
+    if isinstance(found, list | tuple) and found and all(isinstance(layer, NamedLayer) for layer in found):
         return list(found)
+    named: list[Any]
     if isinstance(model, nn.Sequential | nn.ModuleList):
-        named = list(model.named_children())
-        if len(named) != len(model):  # a module given twice is one child of several names
-            named = [(str(key), module) for key, module in model._modules.items() if module is not None]
-    elif isinstance(model, list | tuple) and all(isinstance(module, nn.Module) for module in model):
-        named = [(str(index), module) for index, module in enumerate(model)]
+        named = list(model._modules.items())  # named_children() would leave out the second use of one module
+    elif isinstance(model, list | tuple):
+        named = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(model)]
     else:
         raise ModelError(
             f"expected an nn.Sequential or a list of modules, got {type(model).__name__}; "
             "write the model as a sequence of layers, each taking what the one before gives"
         )
     if not named:
-        raise ModelError("the model has no layers")
+        raise ModelError("the model has no layers: expected at least one")
+    places: dict[str, int] = {}
+    for index, item in enumerate(named):
+        if len(item) != 2 or not isinstance(item[0], str) or not isinstance(item[1], nn.Module):
+            raise ModelError(f"layer {index}: expected an nn.Module or (name, nn.Module), got {item!r}")
+        if places.setdefault(item[0], index) != index:
+            raise ModelError(f"layers {places[item[0]]} and {index} are both named {item[0]!r}: give each its own name")
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
 
 

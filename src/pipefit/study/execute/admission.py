@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -185,13 +184,11 @@ def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
     """Bytes of the layers; boundary tensors count for each micro-batch of a step: a shard has all of them at once."""
     x, y = batch
     size = largest_part(x, trial.microbatches)
-    layers = [(layer.name, layer.module) for layer in recipe.layers]
     if recipe.is_empty:
-        model = nn.Sequential(OrderedDict(layers))
-        profile = analytic_profile(model, x, Device(flops=1e12), recipe.training.loss, y, microbatch_size=size)
+        profile = analytic_profile(recipe.layers, x, Device(flops=1e12), recipe.training.loss, y, microbatch_size=size)
     else:
         profile = profile_sizes(
-            layers,
+            recipe.layers,
             x,
             recipe.training.loss,
             y,
