@@ -138,6 +138,28 @@ def test_a_trained_model_is_saved_as_transformers_reads_it(tmp_path):
     assert torch.equal(trained.layers.shell.model.lm_head.weight, state["lm_head.weight"])
 
 
+def test_adapters_train_as_in_one_process_and_are_saved_as_peft_reads_them(tmp_path):
+    peft = pytest.importorskip("peft")
+    made = bundle("LlamaForCausalLM")
+    base = made.layers.shell.model
+    frozen = {name: value.clone() for name, value in base.state_dict().items()}
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.1)
+    model = peft.get_peft_model(base, config).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros, which would hide an error
+            nn.init.normal_(parameter, std=0.02)
+    assert check(pf.cut(model), schedule="zb-h1", example=made.example, steps=2).equal
+    pipe = pf.Pipeline(model, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), stages=2)
+    pipe.fit([made.example(8, 0)[0]])
+    state = pipe.state_dict()
+    pipe.save_pretrained(tmp_path)
+    again = bundle("LlamaForCausalLM").layers.shell.model
+    again.load_state_dict(frozen)
+    loaded = peft.PeftModel.from_pretrained(again, tmp_path).state_dict()
+    assert (tmp_path / "adapter_config.json").is_file()
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+
+
 def test_a_sequence_of_layers_has_no_folder_of_transformers(tmp_path):
     pipe = pf.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), loss=nn.functional.mse_loss,
                        optimizer=torch.optim.SGD, stages=2)  # fmt: skip

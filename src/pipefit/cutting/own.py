@@ -23,6 +23,11 @@ def is_transformers(model: object) -> bool:
     return any(kind.__name__ in ("PreTrainedModel", "PeftModel") for kind in type(model).__mro__)
 
 
+def _base(model: nn.Module) -> Any:
+    """The model itself, without what peft has wrapped around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 @dataclass(frozen=True)
 class Call:
     """The arguments of a model for a batch: the batch's entries by name, and what makes a forward of training."""
@@ -32,7 +37,7 @@ class Call:
     @classmethod
     def of(cls, model: nn.Module) -> Call:
         """For a model of transformers: nothing is kept for generation."""
-        names = inspect.signature(model.forward).parameters
+        names = inspect.signature(_base(model).forward).parameters
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
         config: Any = getattr(model, "config", None)
         caches = "use_cache" in names or (open_ended and getattr(config, "use_cache", None) is not None)
@@ -69,6 +74,7 @@ class Labels:
     @classmethod
     def of(cls, model: nn.Module) -> Labels:
         """By the loss that the model has."""
+        model = _base(model)
         config: Any = getattr(model, "config", None)
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
         decodes = not getattr(config, "is_encoder_decoder", False)
@@ -143,7 +149,8 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
     Raises:
         ModelError: the model takes something else.
     """
-    config: Any = model.config
+    model = _base(model)
+    config = model.config
     generator = torch.Generator().manual_seed(seed)
     name = getattr(model, "main_input_name", "input_ids")
     kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -181,6 +188,8 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
 def save_folder(model: nn.Module, state: Mapping[str, Tensor], folder: str | Path) -> Path:
     """Writes a folder that `from_pretrained` reads: configuration, and weights in the names of the Hub.
 
+    Of a model with adapters (peft) it is these alone, for `PeftModel.from_pretrained`.
+
     Args:
         model: of transformers; its own weights do not matter.
         state: weights by the model's names.
@@ -191,6 +200,9 @@ def save_folder(model: nn.Module, state: Mapping[str, Tensor], folder: str | Pat
     """
     if not is_transformers(model) or not hasattr(model, "config"):
         raise ModelError(f"{type(model).__name__} is no model of transformers; save(path) writes its checkpoints")
+    if _base(model) is not model:
+        model.save_pretrained(folder, state_dict=dict(state))
+        return Path(folder)
     whole: Any = type(model)(model.config).to(next(iter(state.values())).dtype)
     missing = set(dict(whole.named_parameters())) - set(state)
     if missing:
