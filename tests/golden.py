@@ -41,7 +41,7 @@ SHAPES = {
     "spilled-tied-clipped": ("spilled", Shape(depth=3, num_microbatches=1, num_steps=2, ties=((0, 2),), clip=True)),
     "breadth-first-spilled": (
         "breadth-first",
-        Shape(depth=2, num_microbatches=2, num_chunks=2, spill=Spill("disk", 1, 0, False, (0, 1, 2, 3), True)),
+        Shape(depth=2, num_microbatches=2, num_chunks=2, spill=Spill("disk", 1, 0, (0, 1, 2, 3), True)),
     ),
 }
 

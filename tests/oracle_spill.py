@@ -58,7 +58,7 @@ class SpillingMachine(Machine):
                     self.tier[rank]["optim", stage] = 0, self.optim[rank].pop(stage)
 
     def moves_states(self, stage):
-        return self.spill.optim and stage not in self.spill.on_host
+        return self.spill.optim_slots > 0 and stage not in self.spill.on_host
 
     def spilled(self, rank):
         return [s for s, ranks in enumerate(self.header.placement) if rank in ranks and s in self.spill.stages]

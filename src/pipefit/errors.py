@@ -7,7 +7,12 @@ and leaves with exit code 2; it never shows a traceback for one.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
+from typing import Final
+
+ABOVE_0: Final = math.ulp(0.0)
+"""The least number that is more than 0."""
 
 
 class PipefitError(ValueError):
@@ -64,6 +69,22 @@ class DamageError(TierError):
 
 class CommunicationError(RuntimeError):
     """A peer died, hung or sent what was not expected: not the user's mistake, but never silent."""
+
+
+def check_figures(of: object, error: type[PipefitError], place: str = "", **least: float) -> None:
+    """Refuses figures that are too small; None is no figure.
+
+    Args:
+        of: the object whose attributes they are.
+        error: the kind of error.
+        place: of the object in what the user wrote, such as "levels[0].".
+        least: the smallest number that each may be, by name; `ABOVE_0`: any number above 0.
+    """
+    for name, bound in least.items():
+        value = getattr(of, name)
+        if value is not None and not value >= bound:
+            expected = "more than 0" if bound == ABOVE_0 else f"at least {bound}"
+            raise error(f"{place}{name}: expected {expected}, got {value}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

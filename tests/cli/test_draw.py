@@ -114,7 +114,7 @@ def test_what_is_spilled_is_drawn_with_its_lanes_of_copies(tmp_path, capsys, mon
     assert waiting > drawn(capsys, "spilled", "-p", "4", "-m", "4")["makespan"] == 16.5
     path = tmp_path / "a.pipe"
     assert main(["draw", "spilled", "-p", "3", "-m", "2", "--tier", "disk", "--optim-slots", "0", "-o", str(path)]) == 0
-    assert text.load(path).header.spill == Spill("disk", 2, 0, False, (0, 1, 2))
+    assert text.load(path).header.spill == Spill("disk", 2, 0, (0, 1, 2))
     assert main(["verify", str(path)]) == main(["simulate", str(path), "--copy", "4"]) == 0
     assert main(["draw", "pipedream", "-p", "2", "-m", "2", "--slots", "1"]) == 2
     assert "spilling needs a schedule that flushes" in capsys.readouterr().err

@@ -451,7 +451,7 @@ def test_the_page_of_one_device_offers_slots_stages_and_microbatches(stages, mic
 
 
 def test_the_page_of_a_program_whose_stages_step_in_different_places_shows_it_alone():
-    spill = Spill("host", 2, 1, True, (0, 1, 2, 3), on_host=(1,))
+    spill = Spill("host", 2, 1, (0, 1, 2, 3), on_host=(1,))
     page = drawing_of(generate("spilled", Shape(4, 4, spill=spill))).html()
     assert choices_of(page) == [(TITLES["spilled"], 1, 4, 4, 2)]
 

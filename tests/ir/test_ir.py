@@ -34,7 +34,7 @@ def instructions(draw):
 
 
 def _spill(tier, weights_slots, optim_slots, activations):
-    return Spill(tier, weights_slots, optim_slots, optim_slots > 0, (0,), activations)
+    return Spill(tier, weights_slots, optim_slots, (0,), activations)
 
 
 @st.composite

@@ -108,14 +108,14 @@ def test_the_next_pass_begins_with_the_weights_that_lie_in_their_slots():
 
 
 def test_weights_that_stepped_on_the_host_are_waited_for_and_read_again():
-    program = generate("spilled", Shape(2, 1, spill=Spill("host", 1, 0, False, (0, 1), on_host=(0, 1))))
+    program = generate("spilled", Shape(2, 1, spill=Spill("host", 1, 0, (0, 1), on_host=(0, 1))))
     once, twice = (simulate(program, unit(program.header, 2, 4, copy=2), repeats=n) for n in (1, 2))
     assert twice.makespan_s == 2 * once.makespan_s and not kept_fetches(program, 0, later=True)
 
 
 def test_a_pass_begins_when_the_steps_on_the_host_of_the_one_before_have_ended():
     """Between two passes the optimizers may be read, also those of stages that the next pass needs late."""
-    program = generate("spilled", Shape(3, 1, spill=Spill("host", 2, 1, True, (0, 1, 2), on_host=(2,))))
+    program = generate("spilled", Shape(3, 1, spill=Spill("host", 2, 1, (0, 1, 2), on_host=(2,))))
     cost = replace(unit(program.header, 2, 4), host_step_s=(100, 100, 100))
     timeline = simulate(program, cost, repeats=2)
     (ended,) = (e.end_s for e in timeline.events if timeline.instruction(e).op is Op.HOST_STEP and not e.repeat)
@@ -204,7 +204,7 @@ def test_what_is_needed_first_is_written_back_first():
 
 @pytest.mark.parametrize(("on_host", "more"), [((), set()), ((0, 2), {"host_step"})])
 def test_a_trace_has_a_lane_for_each_direction_and_one_for_steps_on_the_host(on_host, more):
-    program = generate("spilled", Shape(3, 1, spill=Spill("host", 2, 1, True, (0, 1, 2), on_host=on_host)))
+    program = generate("spilled", Shape(3, 1, spill=Spill("host", 2, 1, (0, 1, 2), on_host=on_host)))
     trace = to_chrome_trace(simulate(program, unit(program.header)))
     names = {item["args"]["name"] for item in trace["traceEvents"] if item["name"] == "thread_name"}
     assert names == {"compute", "fetch", "evict"} | more
@@ -248,7 +248,7 @@ def test_capacities_of_device_and_tier_are_held():
 
 
 def test_simulated_memory_is_what_the_law_says():
-    program = generate("interleaved", Shape(2, 2, num_chunks=3, spill=Spill("disk", 1, 1, True, (0, 1, 2, 3, 4))))
+    program = generate("interleaved", Shape(2, 2, num_chunks=3, spill=Spill("disk", 1, 1, (0, 1, 2, 3, 4))))
     cost = replace(unit(program.header), weight_bytes=(8.0,) * 6, optim_bytes=(16.0,) * 6, act_bytes=(1.0,) * 6)
     timeline = simulate(program, cost)
     for rank, resident in enumerate((0, 16)):
@@ -262,13 +262,17 @@ def test_simulated_memory_is_what_the_law_says():
     [
         ("pipedream-2bw", Shape(2, 2, spill=Spill.of(2)), "needs a schedule that flushes"),
         ("spilled", Shape(3, 1, ties=((0, 2),), spill=Spill.of(3, slots=1)), "takes 2 slots, got 1"),
-        ("spilled", Shape(3, 1, prefetch=-1), "prefetch: expected at least 0, got -1"),
         ("spilled", Shape(3, 1, spill=Spill.of(4)), "no such stage"),
     ],
 )
 def test_what_cannot_be_spilled_is_refused(name, shape, says):
     with pytest.raises(ScheduleError, match=says):
         generate(name, shape)
+
+
+def test_a_negative_prefetch_is_refused():
+    with pytest.raises(ScheduleError, match="prefetch: expected at least 0, got -1"):
+        Shape(3, 1, prefetch=-1)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -163,7 +163,7 @@ def test_what_is_moved_is_counted_by_hand():
     assert lanes["host → device"] == pytest.approx(0.12) and lanes["device → host"] == pytest.approx(0.12)
     turns = limit_of(moved, replace_(HOST, one_channel=True))
     assert turns.lanes["host ⇄ device"] == pytest.approx(0.24) and set(turns.lanes) == {"compute", "host ⇄ device"}
-    there = generate("spilled", replace_(shape, spill=Spill("host", 2, 0, False, (0, 1, 2, 3), False, (0, 1, 2, 3))))
+    there = generate("spilled", replace_(shape, spill=Spill("host", 2, 0, (0, 1, 2, 3), False, (0, 1, 2, 3))))
     lanes = limit_of(traffic(there, 0, replace(cost, host_step_s=(0.03,) * 4)), HOST).lanes
     assert lanes["host → device"] == pytest.approx(0.06) and lanes["device → host"] == pytest.approx(0.04)
     assert lanes["step on the host"] == pytest.approx(0.12)

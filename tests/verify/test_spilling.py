@@ -47,7 +47,7 @@ def spilling(draw):
         ties=ties,
         clip=draw(st.booleans()),
         recompute=draw(st.sampled_from([(), None])),
-        spill=Spill(tier, slots, optim, optim > 0, tuple(sorted(stages)), draw(st.booleans()), *some),
+        spill=Spill(tier, slots, optim, tuple(sorted(stages)), draw(st.booleans()), *some),
         prefetch=draw(st.sampled_from([None, 0, 1, 2])),
     )
     return name, shape
@@ -140,20 +140,20 @@ def test_a_header_that_spills_nothing_has_no_copies():
 SHUFFLED = Shape(1, 2, num_chunks=4, spill=replace(Spill.of(4), keeps=(0, 1, 2, 3)))
 CASES = [
     ("spilled", Shape(3, 2)),
-    ("spilled", Shape(3, 1, num_steps=2, spill=Spill("disk", 1, 1, True, (0, 1, 2)))),
+    ("spilled", Shape(3, 1, num_steps=2, spill=Spill("disk", 1, 1, (0, 1, 2)))),
     ("spilled", Shape(3, 1, clip=True, ties=((0, 2),))),
-    ("gpipe", Shape(2, 2, spill=Spill("host", 1, 0, False, (0, 1)))),
-    ("spilled", Shape(3, 2, spill=Spill("host", 1, 0, False, (0, 1, 2), True))),
-    ("breadth-first", Shape(2, 2, num_chunks=2, spill=Spill("host", 1, 1, True, (0, 1, 2, 3), True))),
-    ("interleaved", Shape(2, 2, num_chunks=2, clip=True, spill=Spill("host", 1, 1, True, (0, 2, 3)))),
-    ("spilled", Shape(3, 1, num_steps=2, spill=Spill("host", 2, 0, False, (0, 1, 2), False, (0, 1, 2)))),
-    ("spilled", Shape(3, 1, clip=True, ties=((0, 2),), spill=Spill("host", 2, 1, True, (0, 1, 2), False, (0, 2)))),
+    ("gpipe", Shape(2, 2, spill=Spill("host", 1, 0, (0, 1)))),
+    ("spilled", Shape(3, 2, spill=Spill("host", 1, 0, (0, 1, 2), True))),
+    ("breadth-first", Shape(2, 2, num_chunks=2, spill=Spill("host", 1, 1, (0, 1, 2, 3), True))),
+    ("interleaved", Shape(2, 2, num_chunks=2, clip=True, spill=Spill("host", 1, 1, (0, 2, 3)))),
+    ("spilled", Shape(3, 1, num_steps=2, spill=Spill("host", 2, 0, (0, 1, 2), False, (0, 1, 2)))),
+    ("spilled", Shape(3, 1, clip=True, ties=((0, 2),), spill=Spill("host", 2, 1, (0, 1, 2), False, (0, 2)))),
     ("spilled", Shape(3, 2, num_steps=2, spill=replace(Spill.of(3, slots=1), keeps=(0, 1)))),
     ("breadth-first", Shape(2, 2, num_chunks=2, spill=replace(Spill.of(4, slots=1), keeps=(0, 1, 2, 3)))),
     ("interleaved", SHUFFLED),
     ("spilled", Shape(2, 2, replicas=(2,))),
     ("spilled", Shape(3, 2, replicas=(2,), clip=True, spill=Spill.of(3, slots=1))),
-    ("spilled", Shape(2, 2, num_steps=2, replicas=(2,), spill=Spill("host", 1, 0, False, (0, 1), on_host=(0, 1)))),
+    ("spilled", Shape(2, 2, num_steps=2, replicas=(2,), spill=Spill("host", 1, 0, (0, 1), on_host=(0, 1)))),
     ("interleaved", Shape(1, 4, num_chunks=2, replicas=(2,), spill=Spill.of(2, slots=1))),
     ("breadth-first", Shape(2, 2, num_chunks=2, replicas=(2, 1), spill=Spill.of(4, slots=1))),
 ]
@@ -171,7 +171,7 @@ def test_every_mutant_of_a_spilling_program_is_refused_or_trains_the_same_model(
     assert count > 300
 
 
-HALF = Shape(3, 1, num_steps=2, spill=Spill("host", 2, 1, True, (0, 1, 2), False, (1, 2)))
+HALF = Shape(3, 1, num_steps=2, spill=Spill("host", 2, 1, (0, 1, 2), False, (1, 2)))
 
 
 @pytest.mark.parametrize(

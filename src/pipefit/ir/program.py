@@ -9,7 +9,7 @@ from functools import cached_property
 
 import msgspec
 
-from pipefit.errors import ScheduleError
+from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
@@ -64,10 +64,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def __post_init__(self) -> None:
         if not self.placement or any(not ranks or len(set(ranks)) != len(ranks) for ranks in self.placement):
             raise ScheduleError(f"placement: every stage needs distinct ranks, got {self.placement}")
-        if self.num_microbatches < 1 or self.num_steps < 1:
-            raise ScheduleError(
-                f"expected at least one micro-batch and one step, got {self.num_microbatches} and {self.num_steps}"
-            )
+        check_figures(self, ScheduleError, num_microbatches=1, num_steps=1)
         if self.tensor < 1 or (self.pieces and self.tensor == 1):
             raise ScheduleError(
                 f"tensor: expected at least 1, and at least 2 where values travel in pieces; got {self.tensor}"
@@ -114,7 +111,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def is_optim_spilled(self, stage: int) -> bool:
         """Whether the optimizer's states of a stage come and go too."""
         spill = self.spill
-        return spill is not None and spill.optim and stage in spill.stages and stage not in spill.on_host
+        return spill is not None and spill.optim_slots > 0 and stage in spill.stages and stage not in spill.on_host
 
     def steps_on_host(self, stage: int) -> bool:
         """Whether a stage steps on the host, where its weights and its optimizer's states are."""

@@ -33,7 +33,6 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tier: "host" or "disk".
         weights_slots: of each rank that has spilled stages.
         optim_slots: as many again for the states of the optimizer; 0 when they are not moved.
-        optim: whether the optimizer's states are moved too.
         stages: the spilled stages, in increasing order; all others stay on their device.
         activations: whether what enters a spilled stage waits on the tier too, from its forward to its replay.
         on_host: those of them that step on the host, in increasing order: their gradients are written back, and the
@@ -45,7 +44,6 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier: str
     weights_slots: int
     optim_slots: int
-    optim: bool
     stages: tuple[int, ...]
     activations: bool = False
     on_host: tuple[int, ...] = ()
@@ -58,11 +56,6 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ScheduleError(f"spill: expected at least one slot for weights, got {self.weights_slots}")
         if self.optim_slots < 0:
             raise ScheduleError(f"spill: expected 0 slots for the optimizer's states or more, got {self.optim_slots}")
-        if self.optim != (self.optim_slots > 0):
-            raise ScheduleError(
-                f"spill: expected {'at least one slot' if self.optim else 'no slot'} for the optimizer's states, "
-                f"got {self.optim_slots}"
-            )
         if not self.stages or any(a >= b for a, b in zip(self.stages, self.stages[1:], strict=False)):
             raise ScheduleError(f"spill: expected distinct stages in increasing order, got {self.stages}")
         if self.on_host and self.tier != "host":
@@ -82,7 +75,7 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cls, num_stages: int, slots: int = 2, optim_slots: int = 1, tier: str = "host", activations: bool = False
     ) -> Spill:
         """All stages of a model on a tier, with as many slots for weights and for the optimizer's states."""
-        return cls(tier, slots, optim_slots, optim_slots > 0, tuple(range(num_stages)), activations)
+        return cls(tier, slots, optim_slots, tuple(range(num_stages)), activations)
 
     def slots(self, kind: str) -> int:
         """How many slots a rank has for a kind; 0 for what lies in none."""

@@ -84,7 +84,6 @@ def _spill_words(spill: Spill) -> str:
 def _spill(words: list[str]) -> Spill:
     if words[1:6:2] != ["weights", "optim", "stages"]:
         raise ValueError(f"expected 'spill TIER weights N optim N stages S …', got {' '.join(words)!r}")
-    optim = int(words[4])
     some: dict[str, tuple[int, ...]] = {}
     for word in ("keeps", "on-host"):
         if word in words:
@@ -93,7 +92,7 @@ def _spill(words: list[str]) -> Spill:
     activations = words[-1] == "activations"
     stages = tuple(map(int, words[6:-1] if activations else words[6:]))
     on_host, keeps = some.get("on-host", ()), some.get("keeps", ())
-    return Spill(words[0], int(words[2]), optim, optim > 0, stages, activations, on_host, keeps)
+    return Spill(words[0], int(words[2]), int(words[4]), stages, activations, on_host, keeps)
 
 
 _REQUIRED = ("schedule", "microbatches", "steps", "weights", "placement", "updates")

@@ -11,7 +11,7 @@ from pipefit.ir.graph import dependency_graph
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Header, Program
-from pipefit.passes.places import computes_back, inserted
+from pipefit.passes.places import computes_back, entering, inserted
 
 
 def with_communication(program: Program, ahead: int = 1) -> Program:
@@ -28,7 +28,7 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
     for rank, after in enumerate(sends):
         for send in after.values():
             links[rank, send.peer].append(send)
-    needed = [_first_needs(instructions) for instructions in program.ranks]
+    needed = [{entering(i): index for index, i in reversed([*enumerate(own)])} for own in program.ranks]
     posts: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in program.ranks]
     for (source, target), messages in links.items():
         limit = len(program.ranks[target])
@@ -86,14 +86,3 @@ def _sends(header: Header, rank: int, instructions: Sequence[Instruction]) -> di
         if (peer := header.rank_of(user, i.mb)) != rank:
             result[index] = Instruction(Op.SEND, stage, i.mb, kind=kind.value, peer=peer)
     return result
-
-
-def _first_needs(instructions: tuple[Instruction, ...]) -> dict[tuple[str, int, int], int]:
-    """The index of the first instruction that needs each activation or gradient."""
-    first: dict[tuple[str, int, int], int] = {}
-    for index, i in enumerate(instructions):
-        if i.op is Op.FWD:
-            first.setdefault((Kind.ACT.value, i.stage - 1, i.mb), index)
-        elif i.op in GRADIENT_OPS:
-            first.setdefault((Kind.GRAD.value, i.stage, i.mb), index)
-    return first

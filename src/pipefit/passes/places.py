@@ -1,17 +1,25 @@
-"""Places in a rank's list: where its gradients are complete, and how a pass adds to it."""
+"""Places in a rank's list: where values enter and gradients are complete, and how a pass adds to it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, WEIGHT_GRADIENT_OPS
+from pipefit.ir.op import COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Header
 
 
 def inserted(listed: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
     """The list with instructions inserted before some indices."""
     return [i for index in range(len(listed) + 1) for i in (*before.get(index, ()), *listed[index : index + 1])]
+
+
+def entering(i: Instruction) -> tuple[str, int, int]:
+    """The value, by kind, stage and micro-batch, that a compute instruction may need from another rank."""
+    if i.op not in COMPUTE_OPS:
+        return "", -1, -1
+    forward = i.op is Op.FWD or i.op is Op.RECOMPUTE
+    return (Kind.ACT.value, i.stage - 1, i.mb) if forward else (Kind.GRAD.value, i.stage, i.mb)
 
 
 def last_backwards(header: Header, listed: Sequence[Instruction]) -> dict[tuple[int, int], int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, MESSAGE_OPS, PIECE_OF, Kind, Op
+from pipefit.ir.op import MESSAGE_OPS, PIECE_OF, Op
 from pipefit.ir.program import Program
+from pipefit.passes.places import entering
 
 
 def with_scatter_gather(program: Program) -> Program:
@@ -31,26 +32,18 @@ def with_scatter_gather(program: Program) -> Program:
     ranks: list[list[Instruction]] = []
     for instructions in program.ranks:
         listed: list[Instruction] = []
-        arriving: set[tuple[int, int, str]] = set()
+        arriving: set[tuple[str, int, int]] = set()
         for i in instructions:
             if i.op in MESSAGE_OPS and i.kind in PIECE_OF:
                 if i.op is Op.RECV:
-                    arriving.add((i.stage, i.mb, i.kind))
+                    arriving.add((i.kind, i.stage, i.mb))
                 listed.append(msgspec.structs.replace(i, kind=PIECE_OF[i.kind]))
                 continue
-            needed = _entering(i)
+            needed = entering(i)
             if needed in arriving:
                 arriving.discard(needed)
-                stage, mb, kind = needed
+                kind, stage, mb = needed
                 listed.append(Instruction(Op.GATHER, stage, mb, kind=kind))
             listed.append(i)
         ranks.append(listed)
     return program.with_ranks(ranks)
-
-
-def _entering(i: Instruction) -> tuple[int, int, str]:
-    """The value from another rank that a compute instruction may need."""
-    if i.op not in COMPUTE_OPS:
-        return (-1, -1, "")
-    forward = i.op is Op.FWD or i.op is Op.RECOMPUTE
-    return (i.stage - 1, i.mb, Kind.ACT.value) if forward else (i.stage, i.mb, Kind.GRAD.value)

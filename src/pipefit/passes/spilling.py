@@ -57,8 +57,6 @@ def with_spilling(program: Program, prefetch: int | None = None) -> Program:
             f"{program.header.schedule}: a spilled stage steps as a whole: spilling and a sharded optimizer do not go "
             "together"
         )
-    if prefetch is not None and prefetch < 0:
-        raise ScheduleError(f"prefetch: expected at least 0, got {prefetch}")
     ranks = []
     for rank, instructions in enumerate(program.ranks):
         listed = _finished_at_once(program.header, rank, instructions)
@@ -149,7 +147,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
     weights = _weight_stays(header, rank, listed)
     _carry(header, listed, weights)
     moved = [(weights, Kind.WEIGHTS.value)]
-    if header.spill.optim:
+    if header.spill.optim_slots:
         steps = [(n, (i.stage,)) for n, i in enumerate(listed) if i.op is Op.STEP and header.is_spilled(i.stage)]
         states = stays(steps, header.spill.optim_slots)
         for stay in states:

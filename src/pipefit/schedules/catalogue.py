@@ -75,10 +75,8 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...
 def _spill(plan: Plan) -> Spill | None:
     if plan.spill is None:
         return None
-    stages = plan.spill.stages or tuple(range(len(plan.partition.stages)))
-    optim = plan.spill.optim_slots > 0
-    some = plan.spill.activations, plan.spill.on_host, plan.spill.keeps
-    return Spill(plan.spill.tier, plan.spill.weights_slots, plan.spill.optim_slots, optim, stages, *some)
+    same = {name: getattr(plan.spill, name) for name in Spill.__struct_fields__}
+    return Spill(**same | {"stages": plan.spill.stages or tuple(range(len(plan.partition.stages)))})
 
 
 def program_of(plan: Plan, *, num_steps: int = 1) -> Program:

@@ -31,11 +31,6 @@ class Task:
         return self.header.num_ranks
 
     @property
-    def num_microbatches(self) -> int:
-        """How many micro-batches the order must cover."""
-        return len(self.span)
-
-    @property
     def num_stages(self) -> int:
         """How many stages there are."""
         return self.header.num_stages

@@ -6,7 +6,7 @@ from itertools import count as count_from
 
 import msgspec
 
-from pipefit.errors import ScheduleError
+from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.program import Header, WeightRule
 from pipefit.ir.spill import Spill
 
@@ -52,10 +52,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     options: dict[str, int] = {}
 
     def __post_init__(self) -> None:
-        for name in ("depth", "num_microbatches", "num_chunks", "num_steps", "ahead"):
-            least = 0 if name == "ahead" else 1
-            if getattr(self, name) < least:
-                raise ScheduleError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        check_figures(self, ScheduleError, depth=1, num_microbatches=1, num_chunks=1, num_steps=1, ahead=0, prefetch=0)
 
     def header(self, schedule: str, layout: str, weights: WeightRule, spills: bool = False) -> Header:
         """The header of this shape's program under a schedule; one that `spills` spills all stages by default."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipefit.errors import PlanError
+from pipefit.errors import ABOVE_0, PlanError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
 
 
@@ -39,8 +39,7 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for index, stage in enumerate(self.stages):
             if not stage.layers:
                 raise PlanError(f"stages[{index}].layers: expected at least one layer, got none")
-            if stage.replicas < 1 or stage.tensor < 1:
-                raise PlanError(f"stages[{index}]: replicas and tensor must be at least 1")
+            check_figures(stage, PlanError, f"stages[{index}].", replicas=1, tensor=1)
             for layer in stage.layers:
                 if layer in owner:
                     raise PlanError(f"layer {layer} is given twice: to stage {owner[layer]} and to stage {index}")
@@ -161,13 +160,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.tier not in ("host", "disk"):
             raise PlanError(f"spill.tier: expected host or disk, got {self.tier!r}")
-        if not self.device_bytes > 0:
-            raise PlanError(f"spill.device_bytes: expected more than 0, got {self.device_bytes}")
-        if self.weights_slots < 1 or self.optim_slots < 0:
-            raise PlanError(
-                "spill: expected at least one slot for weights and none or more for the optimizer's states, got "
-                f"{self.weights_slots} and {self.optim_slots}"
-            )
+        check_figures(self, PlanError, "spill.", device_bytes=ABOVE_0, weights_slots=1, optim_slots=0)
 
 
 class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -218,8 +211,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_microbatches < 1:
-            raise PlanError(f"num_microbatches: expected at least 1, got {self.num_microbatches}")
+        check_figures(self, PlanError, num_microbatches=1)
         if len(self.placement.ranks) != len(self.partition.stages):
             raise PlanError(
                 f"placement has ranks for {len(self.placement.ranks)} stages, "

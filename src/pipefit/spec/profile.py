@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from pipefit.errors import ProfileError
+from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
 
 ARITHMETIC = "GPT arithmetic"
@@ -104,8 +104,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     def __post_init__(self) -> None:
         if not self.layers:
             raise ProfileError("layers: expected at least one layer, got none")
-        if self.microbatch_size < 1:
-            raise ProfileError(f"microbatch_size: expected at least 1, got {self.microbatch_size}")
+        check_figures(self, ProfileError, microbatch_size=1)
         seen: dict[str, int] = {}
         for index, layer in enumerate(self.layers):
             if layer.name in seen:
@@ -113,8 +112,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                     f"layers[{index}].name: {layer.name!r} is also the name of layers[{seen[layer.name]}]"
                 )
             seen[layer.name] = index
-            _check_figures(layer, (*_SCALED, *_FIXED), f"layers[{index}].")
-        _check_figures(self, ("loss_s", "optimizer_s"), "")
+            check_finite(layer, (*_SCALED, *_FIXED), f"layers[{index}].")
+        check_finite(self, ("loss_s", "optimizer_s"), "")
         for index, (tail, head) in enumerate(self.edges or ()):
             if not (0 <= tail < len(self.layers) and 0 <= head < len(self.layers)):
                 raise ProfileError(f"edges[{index}]: layers {tail} → {head}, but there are {len(self.layers)} layers")
@@ -216,7 +215,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         return decode("profile", read_json(path, ProfileError), cls, ProfileError, str(path))
 
 
-def _check_figures(of: Layer | Profile, names: Iterable[str], place: str) -> None:
+def check_finite(of: object, names: Iterable[str], place: str) -> None:
+    """Refuses figures that are negative or no finite number; `place` is that of the object in the file."""
     for name in names:
         value = getattr(of, name)
         if not (math.isfinite(value) and value >= 0):

@@ -7,7 +7,6 @@ A published graph is JSON with `nodes` (id, desc, forward_ms, backward_ms, activ
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -17,7 +16,7 @@ import msgspec
 
 from pipefit.errors import ProfileError, nearest
 from pipefit.spec.files import decode, read_json, said
-from pipefit.spec.profile import Layer, Profile
+from pipefit.spec.profile import Layer, Profile, check_finite
 
 _FOLDER = Path(__file__).resolve().parent.parent / "profiles_published"
 
@@ -114,12 +113,7 @@ def _check(graph: _Graph, where: str) -> dict[str, int]:
         if node.id in index_of:
             raise ProfileError(f"{where}: nodes[{index}].id: {node.id!r} is also the id of nodes[{index_of[node.id]}]")
         index_of[node.id] = index
-        for field in ("forward_ms", "backward_ms", "activation_bytes", "parameter_bytes"):
-            value = getattr(node, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise ProfileError(
-                    f"{where}: nodes[{index}].{field}: expected a finite number ≥ 0, got {value} (node {node.id})"
-                )
+        check_finite(node, _Node.__struct_fields__[2:], f"{where}: nodes[{index}].")
     for index, edge in enumerate(graph.edges):
         for end, name in enumerate(edge):
             if name not in index_of:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipefit.errors import PipefitError, TopologyError
+from pipefit.errors import ABOVE_0, PipefitError, TopologyError, check_figures
 from pipefit.spec.files import check_format, parse_toml, read_text, said, write_atomically
 from pipefit.units import parse_quantity
 
@@ -111,25 +111,17 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not self.levels:
             raise TopologyError("levels: expected at least one level with its width, got none: there is no device")
         for index, level in enumerate(self.levels):
-            if level.width < 1:
-                raise TopologyError(f"levels[{index}].width: expected at least 1, got {level.width}")
-            if not level.bandwidth_bytes_per_s > 0:
-                raise TopologyError(
-                    f"levels[{index}].bandwidth_bytes_per_s: expected more than 0, got {level.bandwidth_bytes_per_s}"
-                )
-            if not level.latency_s >= 0:
-                raise TopologyError(f"levels[{index}].latency_s: expected 0 or more, got {level.latency_s}")
-            if level.cores is not None and not level.cores > 0:
-                raise TopologyError(f"levels[{index}].cores: expected more than 0, got {level.cores}")
+            least = {"width": 1, "bandwidth_bytes_per_s": ABOVE_0, "latency_s": 0, "cores": ABOVE_0}
+            check_figures(level, TopologyError, f"levels[{index}].", **least)
         if self.devices and len(self.devices) != self.num_devices:
             raise TopologyError(
                 f"devices: expected {self.num_devices} (the product of the widths), got {len(self.devices)}"
             )
         for place, device in [("device", self.device), *((f"devices[{i}]", d) for i, d in enumerate(self.devices))]:
-            if not device.memory_bytes > 0:
-                raise TopologyError(f"{place}.memory_bytes: expected more than 0, got {device.memory_bytes}")
-            if device.flops < 0 or device.memory_bandwidth_bytes_per_s < 0 or not 0 < device.efficiency <= 1:
-                raise TopologyError(f"{place}: flops and bandwidth must be 0 or more, efficiency in (0, 1]")
+            least = {"memory_bytes": ABOVE_0, "flops": 0, "memory_bandwidth_bytes_per_s": 0, "efficiency": ABOVE_0}
+            check_figures(device, TopologyError, f"{place}.", **least)
+            if device.efficiency > 1:
+                raise TopologyError(f"{place}.efficiency: expected at most 1, got {device.efficiency}")
 
     @property
     def num_devices(self) -> int:

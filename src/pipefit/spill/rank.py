@@ -113,7 +113,7 @@ class Spilling:
                     "them (for gpt: tied=False), or build it in memory"
                 )
             stand_in(layers[stage], partial(make_stand_in, device=device))
-        rules = state_rules(training.optimizer, device) if spill.optim else StateRules()
+        rules = state_rules(training.optimizer, device) if spill.optim_slots else StateRules()
         stores = {s: SpilledStore(s, own, stages.shared, training, header, rules, device) for s, own in layers.items()}
         arena = make_arena(stores.values(), spill, device)
         folder = where.folder if spill.tier == "disk" else None
