@@ -34,6 +34,8 @@ from pipefit.spec import Partition, Profile
 from pipefit.stage.split import named_layers
 
 _LEAST_BATCHES, _MOST_BATCHES = 32, 64
+_SEGMENT = 32
+"""Least micro-batches in a repetition of a schedule without a flush, which fills and drains once."""
 
 
 @dataclass
@@ -160,7 +162,7 @@ def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], lis
 def _steps(trainer: Trainer, num: int, config: CompareConfig) -> int:
     """Updates of a repetition: a schedule that fills and drains only once needs enough to reach its steady state."""
     if isinstance(trainer, ScheduledPipeline) and not trainer.pipe.schedule.is_synchronous:
-        return max(config.steps, -(-config.segment // num))
+        return max(config.steps, -(-_SEGMENT // num))
     return config.steps
 
 

@@ -49,7 +49,6 @@ class CompareConfig:
         limit: minutes after which no further repetition begins, once one is done; 0: no limit.
         stages: layers of each stage, like 3,3; default: balanced by a profile.
         chunks: stages per rank of the looped schedules.
-        segment: least micro-batches in a repetition of a schedule without a flush, which fills and drains once.
         optimizer: of every strategy.
         lr: learning rate.
         seed: of weights, the order of the data, and dropout.
@@ -66,7 +65,6 @@ class CompareConfig:
     limit: float = 10.0
     stages: Sequence[int] = setting((), typed="numbers")
     chunks: int = setting(2, "--chunks", "-v", least=1)
-    segment: int = setting(32, least=1, hidden=True)
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: float = 1e-3
     seed: int = 0

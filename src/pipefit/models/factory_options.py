@@ -82,11 +82,17 @@ def _read(value: object, parameter: inspect.Parameter | None, where: str) -> obj
     kinds = set(typing.get_args(kind)) if isinstance(kind, types.UnionType) else {kind}
     word = value if str in kinds else _WORDS.get(value.lower(), value)
     if not kinds <= _PLAIN or kinds == {types.NoneType}:
-        try:
-            return ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            return {"true": True, "false": False, "null": None}.get(word.lower(), value)
+        return literal(word)
     try:
         return msgspec.convert(word, kind, strict=False)
     except msgspec.ValidationError as problem:
         raise ModelError(f"{where}: {said(problem).partition(', got')[0]}, got {value!r}") from None
+
+
+def literal(word: str) -> object:
+    """A word as a literal of Python or of JSON; itself where it is none."""
+    constants = {"true": True, "false": False, "none": None, "null": None}
+    try:
+        return constants[word.lower()] if word.lower() in constants else ast.literal_eval(word)
+    except (ValueError, SyntaxError):
+        return word

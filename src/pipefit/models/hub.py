@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import random_batch
 from pipefit.errors import ModelError, nearest
 from pipefit.models.examples import Example
+from pipefit.models.factory_options import literal
 
 PREFIX = "transformers:"
 _NEEDED = "models of transformers need that library: pip install 'pipefit[hf]'"
@@ -50,7 +50,7 @@ def hub_model(name: str, options: Mapping[str, object]) -> nn.Module:
         if not hasattr(usual, field):
             hint = nearest(field, usual.to_dict())
             raise ModelError(f"{name}: {type(usual).__name__} has no field {field!r}; {hint}")
-    given = {field: _value(value) for field, value in options.items()}
+    given = {field: literal(value) if isinstance(value, str) else value for field, value in options.items()}
     try:
         config = found.config_class(**given)
         # The fused kernels of experts are for GPUs, and know no float64.
@@ -81,18 +81,6 @@ def _from_folder(folder: Path, options: Mapping[str, object]) -> nn.Module:
         return kind.from_pretrained(folder, config=config, local_files_only=True).train()
     except Exception as problem:
         raise ModelError(f"{folder}: transformers cannot load it: {problem}") from problem
-
-
-def _value(given: object) -> object:
-    if not isinstance(given, str):
-        return given
-    words = {"true": True, "false": False, "none": None}
-    if given.lower() in words:
-        return words[given.lower()]
-    try:
-        return ast.literal_eval(given)
-    except (ValueError, SyntaxError):
-        return given
 
 
 def hub_parts(name: str, options: Mapping[str, object]) -> tuple[Cut, Example]:

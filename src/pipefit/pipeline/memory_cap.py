@@ -5,7 +5,7 @@ For a cap devices, tiers and layers are measured on all ranks at the same time, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,12 @@ from pipefit.ir.spill import Spill
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.planner import NOT_FROM_DISK, Cap, plan
 from pipefit.profiling import analytic_profile, measure_device, measure_tier, with_measured_kinds
-from pipefit.profiling.agreed import merged
+from pipefit.profiling.agreed import agreed
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import links_of
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.workload import Workload
-from pipefit.runtime.collectives import agree, attempt, exchange, from_first
+from pipefit.runtime.collectives import exchange, from_first
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.schedules.shape import Shape
@@ -60,7 +60,7 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     topology = msgspec.structs.replace(links, tiers=(tier,), device=device)
     state = state_per_weight(work.layers, work.optimizer)
     measure = partial(_measured_profile, request, work, example, device, state)
-    profile = _agreed(session, measure)
+    profile = agreed(session, measure)
     cap = Cap(
         spill.cap_bytes,
         tier=tier.name,
@@ -103,22 +103,11 @@ def _measured_profile(
         work.layers,
         x,
         work.device,
-        loss=work.loss,
-        target=y,
         optimizer=work.optimizer,
         state_per_weight=state,
         room_bytes=request.spill.cap_bytes or 0.0,
         half=work.half,
     )
-
-
-def _agreed(session: Session, measure: Callable[[], Profile]) -> Profile:
-    """The mean over all ranks; they measure at the same time, to slow each other down as they will in the run."""
-    if not session.is_distributed:
-        return measure()
-    dist.barrier()
-    found = agree(session, attempt(lambda: msgspec.to_builtins(measure())))
-    return merged([msgspec.convert(data, Profile) for data in found])
 
 
 def _equal_copies(request: Request) -> int:

@@ -39,7 +39,7 @@ class LayerCost:
 
 
 def analytic_profile(
-    layers: nn.Module | Sequence[Any] | Callable[[], Any],
+    layers: nn.Module | Sequence[Any],
     example_input: Any,
     device: Device,
     loss: Loss | None = None,
@@ -55,8 +55,7 @@ def analytic_profile(
     counts for both: layers built alike are worked through once, without their neighbours.
 
     Args:
-        layers: as in `profile_layers`, on any device (the meta device for what does not fit), or a function that
-            builds them, which is then called for the meta device.
+        layers: as in `profile_layers`, on any device (the meta device for what does not fit).
         example_input: payload of the first layer, on any device; only shapes and types matter.
         device: its `flops`, `efficiency` and `memory_bandwidth_bytes_per_s` (0: products alone count).
         loss: (output, target) -> scalar; None: `loss_s` is 0.
@@ -71,9 +70,6 @@ def analytic_profile(
     """
     if device.flops <= 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
-    if callable(layers) and not isinstance(layers, nn.Module):
-        with torch.device("meta"):
-            layers = layers()
     chain = named_layers(layers)
     batch = batch_of(example_input)
     size = batch if microbatch_size is None else microbatch_size

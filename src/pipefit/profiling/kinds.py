@@ -23,7 +23,7 @@ from pipefit.errors import ModelError
 from pipefit.profiling.analytic import LayerCost, layer_costs
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.optimizer import Optimizer, step_seconds
-from pipefit.profiling.passes import Loss, Step
+from pipefit.profiling.passes import Step
 from pipefit.profiling.survey import saved_storages, storage_key
 from pipefit.profiling.tensors import batch_of, call_layer, map_tensors, num_bytes, placed, take, tensors_of
 from pipefit.profiling.untouched import random_state_kept, untouched
@@ -64,8 +64,6 @@ def with_measured_kinds(
     example_input: Any,
     device: torch.device,
     *,
-    loss: Loss | None = None,
-    target: Any = None,
     optimizer: Optimizer | None = None,
     state_per_weight: float = 2.0,
     room_bytes: float = float("inf"),
@@ -76,15 +74,13 @@ def with_measured_kinds(
     Layers that are alike in their modules, the forms of their tensors and of their input are of one kind. One of each
     is run forward and backward, its gradients added to some that are there, as in training; then the optimizer steps on
     its weights. A layer on the meta device is copied and drawn for the while. There is never more than one in memory.
-    A kind that would not fit keeps its computed seconds, scaled as the others' turned out to be.
+    A kind that would not fit, and the loss, keep their computed seconds, scaled as the others' turned out to be.
 
     Args:
         profile: of `analytic_profile` for these layers.
         layers: as there.
         example_input: payload of the first layer, real: of at least the profile's micro-batch.
         device: where to measure.
-        loss: (output, target) -> scalar, measured too where it is given.
-        target: for the loss.
         optimizer: parameters -> optimizer; None: its seconds stay computed.
         state_per_weight: bytes of its states for each byte of weights, to know what fits.
         room_bytes: the most that a measurement may take on the device.
@@ -114,15 +110,7 @@ def with_measured_kinds(
                 seconds = _seconds(run, optimizer, room_bytes, state_per_weight) if trained else None
             found[id(cost)] = _Found(seconds, noted_bytes)
             del present, run
-    loss_s = profile.loss_s
-    if loss is not None and 2 * costs[-1].layer.output_bytes <= room_bytes:
-        goal = placed(take(target, size, batch_of(target)), device, None)
-        # The user's own function, on an output that is random: whatever it raises, its seconds stay computed.
-        with random_state_kept(device), suppress(Exception):
-            step = Step((), _payload(costs[-1].output, device), loss, goal, Clock(device))
-            with torch.enable_grad():
-                loss_s = median_of(_repeated(step.plain))
-    return _corrected(profile, [found.get(id(cost)) for cost in costs], loss_s)
+    return _corrected(profile, [found.get(id(cost)) for cost in costs])
 
 
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
@@ -218,7 +206,7 @@ def _repeated(measure: Callable[[], T]) -> list[T]:
     return results
 
 
-def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) -> Profile:
+def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
     layers = [
         msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes) if one else layer
         for layer, one in zip(profile.layers, found, strict=True)
@@ -245,7 +233,7 @@ def _corrected(profile: Profile, found: Sequence[_Found | None], loss_s: float) 
     return msgspec.structs.replace(
         profile,
         layers=tuple(layers),
-        loss_s=loss_s,
+        loss_s=profile.loss_s * ratio,
         optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
         source=f"{profile.source}; {len(pairs)} of {len(layers)} layers by one of their kind, measured",
     )

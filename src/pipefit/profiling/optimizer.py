@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.stage.weights import WeightStore
@@ -55,7 +55,7 @@ def step_seconds(
         start = clock.mark()
         store.begin_step(0, in_place=True)
         if clips:
-            _clip(grads)
+            nn.utils.clip_grad_norm_(store.masters, 1.0)
         stepper.step()
         store.end_step()
         end = clock.mark()
@@ -64,8 +64,3 @@ def step_seconds(
         # The first step makes the optimizer's states.
         samples += [clock.between(start, end)] if turn >= _WARMUP else []
     return median_of(samples)
-
-
-def _clip(grads: list[Tensor]) -> None:
-    norm = torch.stack([one.double() for one in torch._foreach_norm(grads)]).square().sum().sqrt()
-    torch._foreach_mul_(grads, (1.0 / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
