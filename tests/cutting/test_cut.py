@@ -125,6 +125,20 @@ def test_a_pipeline_takes_a_model_of_transformers_and_its_dict_batches():
     pipe.close()
 
 
+def test_nothing_is_dropped_in_an_evaluation():
+    made = bundle("GPT2LMHeadModel")
+    batch = made.example(8, 0)[0]
+    model = made.layers.shell.model
+    with torch.no_grad():
+        wanted = float(model.eval()(**batch).loss)
+    model.train()
+    pipe = pf.Pipeline(made.layers, optimizer=lambda p: torch.optim.SGD(p, lr=0.0), stages=2)
+    pipe.fit([batch])
+    assert pipe.evaluate([batch]) == pytest.approx(wanted, rel=1e-5)
+    pipe.fit([batch])
+    assert all(module.training for module in model.modules())
+
+
 def test_a_trained_model_is_saved_as_transformers_reads_it(tmp_path):
     transformers = pytest.importorskip("transformers")
     model = build("transformers:GPT2LMHeadModel", n_embd=32, n_layer=2, n_head=4, vocab_size=100)

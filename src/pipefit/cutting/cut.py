@@ -148,13 +148,7 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
     )
 
 
-def _best(
-    model: nn.Module,
-    parts: Anatomy,
-    example: Any,
-    ways: _Ways,
-    problems: list[str],
-) -> Cut | None:
+def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems: list[str]) -> Cut | None:
     """The cut before as many of these blocks as can be proved."""
     merged: list[tuple[str, str]] = []
     while len(parts.blocks) > 1:
@@ -166,19 +160,14 @@ def _best(
             return None
         if difference is None:
             return Cut(_layers(model, parts, shell, seen), shell, parts, _crossing(shell, seen), tuple(merged))
-        if difference.block is None or len(merged) > len(parts.blocks):
+        if difference.block is None:
             problems.append(difference.why)
             return None
         merged.append((parts.blocks[difference.block], difference.why))
-        blocks = [path for index, path in enumerate(parts.blocks) if index != difference.block]
-        parts = _without(model, parts, blocks)
+        gone = parts.blocks[difference.block]
+        parts = parts._replace(blocks=tuple(path for path in parts.blocks if path != gone), units=(*parts.units, gone))
     problems += [f"{path}: {why}" for path, why in merged[:3]]
     return None
-
-
-def _without(model: nn.Module, parts: Anatomy, blocks: Sequence[str]) -> Anatomy:
-    gone = [path for path in parts.blocks if path not in blocks]
-    return Anatomy(tuple(blocks), parts.spine, (*parts.units, *gone))
 
 
 def _shell(
@@ -192,18 +181,20 @@ def _shell(
     """The shell of a model, with what crosses each border, and the run of the whole model that it is proved by."""
     args, kwargs = arguments(example)
     with torch.no_grad():
-        seen = observe(model, parts, args, kwargs, _seeded)
+        seen = observe(model, parts, args, kwargs, torch.manual_seed)
     if len(seen.entries) != len(parts.blocks):
         raise ModelError(
             f"{len(seen.entries)} of {len(parts.blocks)} blocks were called in a second forward: which layers run must "
             "not depend on chance or on the data (set layerdrop to 0)"
         )
     modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units, *parts.spine)}
+    named = set(modules.values())
     shell = Shell(
         model,
         [modules[path] for path in parts.blocks],
         [(modules[path], frozenset(seen.owners[path] or {0})) for path in parts.units],
         [modules[path] for path in parts.spine],
+        [child for path in parts.spine for child in modules[path].children() if child not in named],
         arguments,
         result,
         {
@@ -216,18 +207,13 @@ def _shell(
     return shell, seen
 
 
-def _seeded(layer: int) -> None:
-    torch.manual_seed(layer)
-
-
 def _crossings(shell: Shell, seen: Seen, example: Any) -> dict[int, list[int]]:
     """Of each border, the leaves that stubs cannot make: they differ from those of the whole model."""
     entered: list[list[Any]] = []
     with torch.no_grad():
         for number in range(1, len(shell.blocks) + 1):
             # Reached without anything computed: all leaves of the block's arguments.
-            everything = dict(shell.crossing) | {number: range(len(seen.entries[number - 1]))}
-            shell.crossing = everything
+            shell.crossing = {number: range(len(seen.entries[number - 1]))}
             entered.append(shell.run(number, number - 1, Payload(example, [], [])._asdict())["values"])
     crossing: dict[int, list[int]] = {}
     for number, (mine, whole) in enumerate(zip(entered, seen.entries, strict=True), 1):

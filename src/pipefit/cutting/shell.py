@@ -73,6 +73,7 @@ class Shell:
         blocks: modules that are called once and in this order; block i is layer i + 1.
         units: other modules with weights, and the layers that call them.
         spine: modules that hold blocks; their forwards are the code between the layers.
+        shared: modules without weights that this code calls, such as rotary tables; every stage has them.
         arguments: from a batch to the positional and keyword arguments of the model.
         result: from the output of the model to what the loss gets.
         carried: of each block, the modules in it whose outputs the model gathers from hooks for its end, such as the
@@ -85,6 +86,7 @@ class Shell:
     blocks: Sequence[nn.Module]
     units: Sequence[tuple[nn.Module, frozenset[int]]]
     spine: Sequence[nn.Module]
+    shared: Sequence[nn.Module]
     arguments: Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
     result: Callable[[Any], Any]
     stubs: Mapping[nn.Module, Stub]
@@ -239,14 +241,21 @@ class CutLayer(nn.Module):
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = holder.__dict__[name]
-        self.__dict__["holder"] = holder
         self.shell, self.number = shell, number
 
     def train(self, mode: bool = True) -> CutLayer:
-        """Training or evaluation mode of the layer, and of the code between the layers."""
+        """Training or evaluation mode of the layer, and of all that runs between the layers."""
         super().train(mode)
-        for module in (self.__dict__["holder"], *self.shell.spine):
-            module.training = mode
+        self.shell.model.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> CutLayer:
+        """Moves or converts the layer, and what every stage has."""
+        super()._apply(fn, recurse)
+        for module in self.shell.shared:
+            module._apply(fn)
+        for module in self.shell.spine:
+            module._buffers.update({name: fn(value) for name, value in module._buffers.items() if value is not None})
         return self
 
     def forward(self, payload: Any) -> Any:
