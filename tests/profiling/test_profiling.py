@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from pipefit.errors import DataError, ModelError, ProfileError, TopologyError
 from pipefit.models import build
 from pipefit.profiling import (
-    LinkSample,
     analytic_profile,
     fit_link,
     links,
@@ -534,11 +533,12 @@ def test_times_that_say_nothing_about_a_link_are_refused(sizes, seconds):
 
 
 def test_samples_inside_and_between_hosts_make_two_levels():
-    def sample(a, b, latency_s, bandwidth):
-        return [LinkSample(a, b, n, latency_s + n / bandwidth) for n in (1000, 1_000_000)]
-
-    samples = sample(0, 1, 1e-5, 1e10) + sample(2, 3, 1e-5, 1e10) + sample(0, 2, 1e-3, 1e8)
-    topology = topology_of(samples, world=4, per_host=2, each=Device(), name="two hosts", cores=1)
+    sizes = (1000, 1_000_000)
+    inside, between = (
+        [latency_s + n / bandwidth for n in sizes] for latency_s, bandwidth in ((1e-5, 1e10), (1e-3, 1e8))
+    )
+    times = {(0, 1): inside, (2, 3): inside, (0, 2): between}
+    topology = topology_of(times, sizes, world=4, per_host=2, each=Device(), name="two hosts", cores=1)
     assert topology.machine == (2, 1)
     assert [(level.name, level.width) for level in topology.levels] == [("host", 2), ("network", 2)]
     assert [level.latency_s for level in topology.levels] == pytest.approx([1e-5, 1e-3])

@@ -2,7 +2,7 @@
 
 from pipefit.profiling.analytic import analytic_profile
 from pipefit.profiling.kinds import with_measured_kinds
-from pipefit.profiling.links import LinkSample, fit_link, measure_links
+from pipefit.profiling.links import fit_link, measure_links
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_layers, profile_sizes
 from pipefit.profiling.tier_rates import measure_tier

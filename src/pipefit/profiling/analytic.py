@@ -6,7 +6,7 @@ worked through. So a model of a trillion parameters takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.errors import ModelError, ProfileError
+from pipefit.profiling.passes import Loss
 from pipefit.profiling.roofline import Roofline, pretended
 from pipefit.profiling.survey import saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, tensors_of
@@ -24,7 +25,6 @@ from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.split import NamedLayer, named_layers
 
-Loss = Callable[[Any, Any], Tensor]
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
 _ADAM_BYTES = 28
 

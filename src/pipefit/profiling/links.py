@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
@@ -24,16 +23,6 @@ from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-
-
-@dataclass(frozen=True)
-class LinkSample:
-    """The time of one message one way."""
-
-    source: int
-    target: int
-    num_bytes: int
-    seconds: float
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -89,28 +78,31 @@ def measure_links(
     if world < 2:
         raise TopologyError("links are between ranks: expected at least 2, got 1; start with more ranks")
     per_host = _ranks_per_host()
-    samples = []
+    times = {}
     for a, b in _pairs(world, per_host):
         mine = _time_pair(rank, a, b, sizes, repeats) if rank in (a, b) else []
         # Every rank learns what rank a measured, and nobody disturbs the next pair.
-        seconds = exchange_in_group(mine)[a]
-        samples += [LinkSample(a, b, size, time_s) for size, time_s in zip(sizes, seconds, strict=True)]
-    return topology_of(samples, world, per_host, each or Device(), name, _cores(per_host))
+        times[a, b] = exchange_in_group(mine)[a]
+    return topology_of(times, sizes, world, per_host, each or Device(), name, _cores(per_host))
 
 
 def topology_of(
-    samples: Sequence[LinkSample], world: int, per_host: int, each: Device, name: str, cores: int | None = None
+    times: Mapping[tuple[int, int], Sequence[float]],
+    sizes: Sequence[int],
+    world: int,
+    per_host: int,
+    each: Device,
+    name: str,
+    cores: int | None = None,
 ) -> Topology:
-    """Levels fitted to samples: links inside a host, with its cores, and where there are several, between them."""
-    inner = [sample for sample in samples if sample.source // per_host == sample.target // per_host]
-    outer = [sample for sample in samples if sample.source // per_host != sample.target // per_host]
+    """Levels fitted to the seconds between pairs of ranks, per size: links inside a host, and those between hosts."""
     levels = []
-    for label, width, chosen in (("host", per_host, inner), ("network", world // per_host, outer)):
+    for label, width in (("host", per_host), ("network", world // per_host)):
+        is_inner = label == "host"
+        chosen = [seconds for (a, b), seconds in times.items() if (a // per_host == b // per_host) == is_inner]
         if chosen:
-            sizes = sorted({sample.num_bytes for sample in chosen})
-            by_size = {size: median_low(s.seconds for s in chosen if s.num_bytes == size) for size in sizes}
-            latency_s, bandwidth = fit_link(list(by_size), list(by_size.values()))
-            levels.append(Level(label, width, bandwidth, latency_s, cores if chosen is inner else None))
+            latency_s, bandwidth = fit_link(sizes, [median_low(same) for same in zip(*chosen, strict=True)])
+            levels.append(Level(label, width, bandwidth, latency_s, cores if is_inner else None))
     return Topology(tuple(levels), device=each, name=name)
 
 

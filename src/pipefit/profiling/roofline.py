@@ -6,7 +6,7 @@ eager PyTorch runs it: nothing is fused, and every operation reads its inputs fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from pipefit.spec.topology import Device
 
@@ -56,27 +56,14 @@ def _bytes(values: Any) -> float:
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    count = _OWN.get(func.overloadpacket)
-    if count is not None:
-        return count(args)
-    known = flop_registry.get(func.overloadpacket)
-    return known(*args, **kwargs, out_val=result) if known else 0.0
-
-
-def _attention(args: tuple[Any, ...]) -> float:
-    query, key, value = (tensor.shape for tensor in args[:3])
-    return sdpa_flop_count(query, key, value)
-
-
-def _attention_backward(args: tuple[Any, ...]) -> float:
-    grad, query, key, value = (tensor.shape for tensor in args[:4])
-    return sdpa_backward_flop_count(grad, query, key, value)
+    count = flop_registry.get(_ALIKE.get(func.overloadpacket, func.overloadpacket))
+    return count(*args, **kwargs, out_val=result) if count else 0.0
 
 
 # Operations that torch's registry does not know: attention as a CPU runs it, which is how it runs on pretended tensors.
-_OWN: dict[Any, Callable[[tuple[Any, ...]], float]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+_ALIKE = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
 _FREE = frozenset({_ATEN.detach, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.reshape,
                    _ATEN._unsafe_view, _ATEN.sym_size, _ATEN.new_empty_strided})  # fmt: skip
