@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from cyclopts.config import Dict
 
+from pipefit.cli import train
 from pipefit.errors import PipefitError, nearest
 from pipefit.spec.files import parse_toml, read_text
 
-_WITH_CONFIG = ("train",)
 _FORMAT = "pipefit.run/1"
 
 
@@ -25,13 +25,13 @@ def configuration(tokens: list[str]) -> Dict | None:
         PipefitError: the file is missing or is not TOML, or a key is no option; the nearest is suggested.
     """
     path = _path(tokens)
-    if path is None or tokens[0] not in _WITH_CONFIG:
+    if path is None or tokens[0] != "train":
         return None
     data = parse_toml(read_text(path), PipefitError, str(path))
     found = data.pop("format", _FORMAT)
     if found != _FORMAT:
         raise PipefitError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')
-    known = _options(tokens[0])
+    known = set(inspect.signature(train.command).parameters) - {"config", "json"}
     for key in data:
         if key.replace("-", "_") not in known:
             raise PipefitError(f"{path}: unknown option {key!r}; {nearest(key.replace('-', '_'), known)}")
@@ -40,11 +40,6 @@ def configuration(tokens: list[str]) -> Dict | None:
         use_commands_as_keys=False,
         source=str(path),
     )
-
-
-def _options(verb: str) -> set[str]:
-    """The long names of a verb's options, as they may stand in a file."""
-    return set(inspect.signature(import_module(f"pipefit.cli.{verb}").command).parameters) - {"config", "json"}
 
 
 def _value(item: Any, where: str) -> Any:
@@ -59,8 +54,7 @@ def _value(item: Any, where: str) -> Any:
 
 
 def _path(tokens: list[str]) -> Path | None:
-    own = tokens[: tokens.index("--")] if "--" in tokens else tokens
-    for token, following in zip(own, [*own[1:], ""], strict=True):
+    for token, following in pairwise([*tokens, ""]):
         name, _, value = token.partition("=")
         if name == "--config" and (value or following):
             return Path(value or following)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from pipefit.compare.settings import STRATEGIES, WHOLE
 from pipefit.draw.chart import can_plot, chart
 from pipefit.draw.save import save_bitmap
 from pipefit.schedules import find
-from pipefit.spec.files import write_atomically
+from pipefit.spec.files import write_atomically, write_json
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,7 @@ class Comparison:
         """
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(self.as_dict(), indent=1, default=float, allow_nan=False)
-        paths = {"json": write_atomically(place / "compare.json", text + "\n")}
+        paths = {"json": write_json(place / "compare.json", self.as_dict())}
         if self.rows and can_plot():
             picture = self.chart()
             paths["chart"] = write_atomically(place / "compare.svg", picture)

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipefit.errors import ModelError
 from pipefit.profiling.analytic import LayerCost, layer_costs
 from pipefit.profiling.clock import Clock, median_of
-from pipefit.profiling.optimizer import Optimizer, step_seconds
+from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.passes import Step
 from pipefit.profiling.survey import saved_storages, storage_key
 from pipefit.profiling.tensors import batch_of, call_layer, map_tensors, num_bytes, placed, take, tensors_of
@@ -32,6 +32,7 @@ from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.materialise import is_meta, materialise
 from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.training import MakeOptimizer
 
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
 T = TypeVar("T")
@@ -64,7 +65,7 @@ def with_measured_kinds(
     example_input: Any,
     device: torch.device,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: MakeOptimizer | None = None,
     state_per_weight: float = 2.0,
     room_bytes: float = float("inf"),
     half: torch.dtype | None = None,
@@ -153,7 +154,7 @@ def _present(layer: NamedLayer, device: torch.device) -> NamedLayer:
 
 
 def _seconds(
-    run: _Forward, optimizer: Optimizer | None, room_bytes: float, state_per_weight: float
+    run: _Forward, optimizer: MakeOptimizer | None, room_bytes: float, state_per_weight: float
 ) -> tuple[float, float, float]:
     clock = Clock(run.device)
     weights = [parameter for parameter in run.layer.module.parameters() if parameter.requires_grad]

@@ -15,13 +15,14 @@ from torch import nn
 
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
-from pipefit.profiling.optimizer import Optimizer, step_seconds
+from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.passes import Loss, Marked, Step
 from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.training import MakeOptimizer
 
 # Repetitions below which a median says little.
 _FEWEST = 3
@@ -40,7 +41,7 @@ def profile_layers(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     threads: int | None = 1,
-    optimizer: Optimizer | None = None,
+    optimizer: MakeOptimizer | None = None,
     clips: bool = False,
     model: str = "",
 ) -> Profile:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from pipefit.profiling.clock import Clock, median_of
+from pipefit.stage.training import MakeOptimizer
 from pipefit.stage.weights import WeightStore
 
-Optimizer = Callable[[list[Any]], torch.optim.Optimizer]
 _WARMUP = 2
 
 
 def step_seconds(
     weights: Sequence[nn.Parameter],
-    optimizer: Optimizer,
+    optimizer: MakeOptimizer,
     clock: Clock,
     repeats: int,
     *,
