@@ -15,7 +15,7 @@ from pipefit.ir.liveness import device_peak_bytes
 from pipefit.planner import Cap, gpt_profile, plan
 from pipefit.planner.estimate import estimate
 from pipefit.planner.explain import explain, spill_lines
-from pipefit.planner.lane_limits import limit_of, traffic
+from pipefit.planner.lane_limits import limit_of
 from pipefit.planner.machines import load_topology
 from pipefit.planner.simulated import simulated
 from pipefit.planner.spilled_candidates import spilled_configs
@@ -155,16 +155,16 @@ def test_what_is_moved_is_counted_by_hand():
     stages, spill = Partition.from_counts([1] * 4), SpillSpec("host", 1e9)
     plan = Plan(stages, Placement(((0,),) * 4), "spilled", 2, num_chunks=4, spill=spill)
     cost = of_plan(small, plan, MACHINE, runtime=FREE)
-    moved = traffic(program, 0, cost)
+    moved = limit_of(program, 0, cost, HOST)
     assert moved.read_bytes == {"weights": (6 - 2) * 100e6, "optim": 4 * 200e6}  # two lie in their slots
     assert moved.written_bytes == {"weights": 4 * 100e6, "optim": 4 * 200e6}
     assert moved.compute_s == pytest.approx(2 * (4 * 60e-3 + 3 * 20e-3))
-    lanes = limit_of(moved, HOST).lanes
+    lanes = moved.lanes
     assert lanes["host → device"] == pytest.approx(0.12) and lanes["device → host"] == pytest.approx(0.12)
-    turns = limit_of(moved, replace_(HOST, one_channel=True))
+    turns = limit_of(program, 0, cost, replace_(HOST, one_channel=True))
     assert turns.lanes["host ⇄ device"] == pytest.approx(0.24) and set(turns.lanes) == {"compute", "host ⇄ device"}
     there = generate("spilled", replace_(shape, spill=Spill("host", 2, 0, (0, 1, 2, 3), False, (0, 1, 2, 3))))
-    lanes = limit_of(traffic(there, 0, replace(cost, host_step_s=(0.03,) * 4)), HOST).lanes
+    lanes = limit_of(there, 0, replace(cost, host_step_s=(0.03,) * 4), HOST).lanes
     assert lanes["host → device"] == pytest.approx(0.06) and lanes["device → host"] == pytest.approx(0.04)
     assert lanes["step on the host"] == pytest.approx(0.12)
 
@@ -199,7 +199,7 @@ def test_a_plan_for_several_ranks_keeps_the_cap_on_each_and_visits_a_stage_for_a
     # However many micro-batches there are, as much is moved.
     more = program_of(replace_(plan, num_microbatches=12))
     for rank in range(num_ranks):
-        few, many = (traffic(each, rank, cost) for each in (program, more))
+        few, many = (limit_of(each, rank, cost, HOST) for each in (program, more))
         assert (few.read_bytes, few.written_bytes) == (many.read_bytes, many.written_bytes)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from pipefit.cost import FREE, CostModel, of_plan
 from pipefit.ir.program import Program
 from pipefit.planner.lane_limits import Limit
@@ -70,16 +72,8 @@ def plan_of(
     if slots.weights:
         assert cap is not None and cap.tier is not None and cap.host_bytes is not None
         host_bytes = None if math.isinf(cap.host_bytes) else cap.host_bytes
-        spill = SpillSpec(
-            cap.tier,
-            cap.device_bytes,
-            host_bytes,
-            slots.weights,
-            slots.optim,
-            activations=slots.activations,
-            on_host=slots.on_host,
-            keeps=keeps,
-        )
+        room = SpillSpec(cap.tier, cap.device_bytes, host_bytes, slots.weights, slots.optim)
+        spill = structs.replace(room, activations=slots.activations, on_host=slots.on_host, keeps=keeps)
     # The schedule for one rank replays in any case.
     replays = spill is not None and config.schedule != "spilled"
     stages = tuple(

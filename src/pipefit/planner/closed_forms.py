@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from pipefit.cost import CostModel
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
-from pipefit.ir.values import Value
 from pipefit.planner.holdings import replayed
 from pipefit.planner.space import Config, Problem, placement_for, positions
 from pipefit.spec import Partition
@@ -79,7 +77,8 @@ def estimate_s(problem: Problem, config: Config, partition: Partition, cost: Cos
     """Seconds per update of a candidate that has been cut."""
     placement = placement_for(config).ranks
     stages = _stage_seconds(problem, config, partition, cost)
-    hops = [_message_s(cost, stage, a[0], b[0]) for stage, (a, b) in enumerate(pairwise(placement))]
+    sends = [Instruction(Op.SEND, stage, 0, kind="act", peer=ranks[0]) for stage, ranks in enumerate(placement[1:])]
+    hops = [cost.message_s(send, ranks[0]) for send, ranks in zip(sends, placement, strict=False)]
     tails = [reduce_s(cost, stage, ranks) + cost.step_s[stage] for stage, ranks in enumerate(placement)]
     update_s = closed_form_s(config, _times(config, stages, hops))
     if config.schedule == "1f1b" and not config.replicas and config.depth > 1:
@@ -90,11 +89,6 @@ def estimate_s(problem: Problem, config: Config, partition: Partition, cost: Cos
 def reduce_s(cost: CostModel, stage: int, ranks: tuple[int, ...]) -> float:
     """Seconds of the reduction of a stage's gradients over its copies."""
     return cost.reduce_s(Instruction(Op.REDUCE, stage, version=0, kind="wgrad"), list(ranks))
-
-
-def _message_s(cost: CostModel, stage: int, sender: int, receiver: int) -> float:
-    bandwidth, latency = cost.link(sender, receiver)
-    return latency + cost.size_bytes(Value("act", stage, 0)) / bandwidth
 
 
 class _Stage(NamedTuple):

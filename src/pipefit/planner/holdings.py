@@ -8,7 +8,6 @@ recompute) and multiplied with the sizes of every cut that is tried.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,14 +18,14 @@ from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 from pipefit.partition.balance import Array
-from pipefit.planner.space import Config, positions
+from pipefit.planner.space import Config
 from pipefit.schedules import Shape, find, generate
 from pipefit.simulate.simulate import collector_paused
 
-Key = tuple[str, int]
-
 # Forwards of a program that is counted whole.
 _SMALL = 600
+# Micro-batches of a program on four ranks that shows how many are in flight.
+_SHOWN = 12
 
 
 class Holding(NamedTuple):
@@ -40,7 +39,7 @@ class Holding(NamedTuple):
             micro-batches another moment becomes the highest.)
     """
 
-    keys: tuple[Key, ...]
+    keys: tuple[tuple[str, int], ...]
     rows: Array
 
 
@@ -57,21 +56,19 @@ def holdings_of(config: Config) -> Both:
 def _held_in(config: Config, recompute: bool) -> tuple[Holding, ...]:
     """Live values of each rank of a pipeline.
 
-    A small program is counted whole. With many micro-batches only so many are counted as fill the pipeline. Whether
-    what is held still grows with them is seen on a pipeline of at most four ranks.
+    A small program is counted whole. With many micro-batches only so many are counted as fill the pipeline, and one
+    more where every one of them is held.
     """
     name, depth, chunks, replicas = config.schedule, config.depth, config.chunks, config.replicas
     if replicas:
         return _held(name, depth, min(config.num_microbatches, 4 * sum(replicas)), 1, recompute, replicas)
     counted = _counted(config)
     found = _held(name, depth, counted, chunks, recompute)
-    if counted == config.per_pipeline:
+    more = config.per_pipeline - counted
+    if not more or not holds_all(name, chunks):
         return found
-    growth, more = _growing(name, depth, counted, chunks, recompute, positions(config)), config.per_pipeline - counted
-    return tuple(
-        Holding(keys, rows + more * grows if grows.any() else rows)
-        for (keys, rows), grows in zip(found, growth, strict=True)
-    )
+    growth = _growth(name, depth, counted, chunks, recompute)
+    return tuple(Holding(keys, rows + more * grows) for (keys, rows), grows in zip(found, growth, strict=True))
 
 
 def replayed(config: Config) -> tuple[float, ...]:
@@ -115,13 +112,13 @@ def _generated(
 
 def filling(schedule: str, depth: int, chunks: int) -> int:
     """Micro-batches that fill a pipeline: p, or 2p with chunks, and where more are in flight than there are ranks."""
-    return (2 if chunks > 1 or _runs_ahead(schedule) else 1) * depth
+    return (2 if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN else 1) * depth
 
 
 @lru_cache(maxsize=64)
-def _runs_ahead(schedule: str) -> bool:
-    """Whether more micro-batches than ranks are in flight, but not all of them, as four ranks show."""
-    return 4 < peak_inflight(small_program(schedule, 4, 12, 1, False), 0) < 12
+def _in_flight(schedule: str, chunks: int) -> float:
+    """The most micro-batches that the first of four ranks holds at once."""
+    return peak_inflight(small_program(schedule, 4, _SHOWN, chunks, False), 0)
 
 
 def _counted(config: Config) -> int:
@@ -150,47 +147,16 @@ def _held(
         return tuple(_rows(lifetimes(program, rank)) for rank in ranks)
 
 
-Role = tuple[str, str, str]
-
-
-def _role(owner: Sequence[int], depth: int, rank: int, key: Key) -> Role:
-    """The role of a value on its rank at any depth: its kind, the place of the rank, and whose it is."""
-    place = "first" if rank == 0 else "last" if rank == depth - 1 else "middle"
-    kind, stage = key
-    entering = owner[stage + 1 : stage + 2] == (rank,)
-    return kind, place, "own" if stage >= 0 and owner[stage] == rank else "entering" if entering else "other"
-
-
 @lru_cache(maxsize=512)
-def _growing(
-    schedule: str, depth: int, counted: int, chunks: int, recompute: bool, owner: tuple[int, ...]
-) -> tuple[Array, ...]:
-    """For each rank the growth of each of its keys."""
-    growth = _growth(schedule, min(depth, 4), chunks, recompute)
-    held = _held(schedule, depth, counted, chunks, recompute)
-    return tuple(
-        np.array([growth.get(_role(owner, depth, rank, key), 0.0) for key in each.keys])
-        for rank, each in enumerate(held)
-    )
-
-
-@lru_cache(maxsize=512)
-def _growth(schedule: str, depth: int, chunks: int, recompute: bool) -> dict[Role, float]:
-    """How many more values of each role a rank holds per further micro-batch, once the pipeline is full."""
-    growth: dict[Role, float] = {}
-    few, many = (_held(schedule, depth, count * depth, chunks, recompute) for count in (3, 4))
-    owner = tuple(ranks[0] for ranks in small_program(schedule, depth, 4 * depth, chunks, recompute).header.placement)
-    for rank, holdings in enumerate(zip(few, many, strict=True)):
-        before, after = (dict(zip(keys, rows.max(axis=0), strict=True)) for keys, rows in holdings)
-        for key, high in after.items():
-            role = _role(owner, depth, rank, key)
-            growth[role] = max(growth.get(role, 0.0), (high - before.get(key, 0.0)) / depth)
-    return growth
+def _growth(schedule: str, depth: int, counted: int, chunks: int, recompute: bool) -> tuple[Array, ...]:
+    """For each rank how many more of each of its keys it holds with one micro-batch more than are counted."""
+    few, many = (_held(schedule, depth, count, chunks, recompute) for count in (counted, counted + 1))
+    return tuple(after.rows.max(axis=0) - before.rows.max(axis=0) for before, after in zip(few, many, strict=True))
 
 
 def holds_all(schedule: str, chunks: int) -> bool:
-    """Whether a rank holds every micro-batch of an update at once, as GPipe does: two ranks are enough to see it."""
-    return _growth(schedule, 2, min(chunks, 2), False).get(("saved", "first", "own"), 0.0) >= 1
+    """Whether a rank holds every micro-batch of an update at once, as GPipe does."""
+    return _in_flight(schedule, min(chunks, 2)) == _SHOWN
 
 
 def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]]) -> tuple[float, ...]:

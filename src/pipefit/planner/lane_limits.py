@@ -22,37 +22,21 @@ from pipefit.ir.values import Value
 from pipefit.spec.topology import Tier
 
 
-class Traffic(NamedTuple):
-    """Work and copies of one rank in a pass over its program.
-
-    Attributes:
-        compute_s: seconds of forwards, replays, backwards and losses.
-        step_s: seconds of optimizer steps on the device.
-        check_s: seconds of checksums, taken by whoever computes.
-        read_bytes: fetched, by kind.
-        written_bytes: evicted, by kind.
-        host_s: seconds of optimizer steps on the host.
-        fill_s: seconds until the first stage is there; 0 where it still is.
-    """
-
-    compute_s: float
-    step_s: float
-    check_s: float
-    read_bytes: Mapping[str, float]
-    written_bytes: Mapping[str, float]
-    host_s: float
-    fill_s: float
-
-
 class Limit(NamedTuple):
-    """The limit of a program.
+    """Work and copies of one rank in a pass over its program, and the limit that they set.
 
     Attributes:
         lanes: seconds that each lane is busy.
-        fill_s: seconds before anything can start.
+        compute_s: seconds of forwards, replays, backwards and losses.
+        read_bytes: fetched, by kind.
+        written_bytes: evicted, by kind.
+        fill_s: seconds until the first stage is there, before anything can start; 0 where it still is.
     """
 
     lanes: dict[str, float]
+    compute_s: float
+    read_bytes: Mapping[str, float]
+    written_bytes: Mapping[str, float]
     fill_s: float
 
     @property
@@ -66,13 +50,14 @@ class Limit(NamedTuple):
         return max(self.lanes, key=self.lanes.__getitem__)
 
 
-def traffic(program: Program, rank: int, cost: CostModel, times: float = 1) -> Traffic:
-    """Work and copies of a rank in a pass that follows another.
+def limit_of(program: Program, rank: int, cost: CostModel, tier: Tier, times: float = 1) -> Limit:
+    """The limit of a rank in a pass that follows another.
 
     Args:
         program: with what is moved in a pass.
         rank: whose.
         cost: of its stages.
+        tier: that it spills to, at the rates that the rank has of it.
         times: as many micro-batches are computed as it has.
     """
     kept = kept_fetches(program, rank, later=True)
@@ -95,20 +80,15 @@ def traffic(program: Program, rank: int, cost: CostModel, times: float = 1) -> T
             step += cost.duration_s(i, rank)
         elif i.op in COMPUTE_OPS or i.op is Op.LOSS:
             compute += cost.duration_s(i, rank)
-    return Traffic(compute * times, step, check, read, written, host, fill or 0.0)
-
-
-def limit_of(moved: Traffic, tier: Tier) -> Limit:
-    """The limit of a program that spills to a tier."""
-    read_s = sum(moved.read_bytes.values()) / tier.read_bytes_per_s
-    write_s = sum(moved.written_bytes.values()) / tier.write_bytes_per_s
-    lanes = {"compute": moved.compute_s + moved.step_s + moved.check_s}
+    compute *= times
+    read_s, write_s = sum(read.values()) / tier.read_bytes_per_s, sum(written.values()) / tier.write_bytes_per_s
+    lanes = {"compute": compute + step + check}
     if tier.one_channel:
         lanes["host ⇄ device" if tier.name == "host" else "disk"] = read_s + write_s
     elif tier.name == "host":
         lanes |= {"host → device": read_s, "device → host": write_s}
     else:
         lanes |= {"disk read": read_s, "disk write": write_s}
-    if moved.host_s:
-        lanes["step on the host"] = moved.host_s
-    return Limit(lanes, moved.fill_s)
+    if host:
+        lanes["step on the host"] = host
+    return Limit(lanes, compute, read, written, fill or 0.0)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipefit.draw.chart import chart, hue, plotted
 from pipefit.errors import PipefitError
-from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.candidate import Estimate
 from pipefit.planner.estimate import estimate
 from pipefit.planner.methods import problem_of, space_of
@@ -73,20 +72,17 @@ def explore(
         recompute=recompute,
         tensors=tensors,
     )
-    points = []
-    for config in configs(problem, space):
-        if config.recompute == "some" or config.partitioner == "links":
-            continue
-        estimated = estimate(problem, config)
-        if estimated.partition is not None:
-            points.append(_point(problem, estimated))
-    return tuple(points)
+    estimates = [
+        estimate(problem, config)
+        for config in configs(problem, space)
+        if config.recompute != "some" and config.partitioner != "links"
+    ]
+    return tuple(_point(problem, each) for each in estimates if each.partition is not None)
 
 
 def _point(problem: Problem, estimated: Estimate) -> Point:
-    config = estimated.config
-    peak = max(estimated.peak_bytes, default=quick_bytes(problem, config))
-    rate = problem.global_batch / estimated.step_s
+    config, rate = estimated.config, problem.global_batch / estimated.step_s
+    peak = max(estimated.peak_bytes)
     return Point(config.summary, config.depth, config.microbatch_size, rate, peak, estimated.fits)
 
 

@@ -15,7 +15,7 @@ from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import UNDER_WAY
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.cuts import cut
-from pipefit.planner.lane_limits import limit_of, traffic
+from pipefit.planner.lane_limits import limit_of
 from pipefit.planner.space import Config, Problem, Slots
 from pipefit.planner.spilled_cuts import layers_of, spilled_cuts
 from pipefit.simulate import FEW_SENDS
@@ -106,10 +106,10 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
     keeps = _keeping(problem, config, program, cost, peaks)
     if keeps:
         program = program_with(keeps)
-    moved = [traffic(program, rank, cost, config.num_microbatches / counted) for rank in range(cap.num_ranks)]
-    lanes = [limit_of(each, problem.tier) for each in moved]
+    times = config.num_microbatches / counted
+    lanes = [limit_of(program, rank, cost, problem.tier, times) for rank in range(cap.num_ranks)]
     limit = max(lanes, key=lambda found: found.limit_s)
-    work_s = sum(each.compute_s for each in moved)
+    work_s = sum(each.compute_s for each in lanes)
     bubble_s = (config.depth - 1) / (config.num_stages * config.num_microbatches) * work_s
     step_s = max(limit.limit_s, max(each.lanes["compute"] for each in lanes) + bubble_s)
     overflow = max(peaks) / cap.device_bytes

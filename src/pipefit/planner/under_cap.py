@@ -10,14 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipefit.cost import CostModel, usual_state
+from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
-from pipefit.ir.program import Program
 from pipefit.partition import minmax
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.cuts import cut
 from pipefit.planner.estimate import estimate
-from pipefit.planner.lane_limits import limit_of, traffic
 from pipefit.planner.search import SearchResult
 from pipefit.planner.simulated import simulate_best, simulated
 from pipefit.planner.space import NOT_FROM_DISK, Cap, Config, Problem
@@ -138,12 +136,11 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     if winner is None:
         winner = _smallest(problem, config, on_tier)
         ranked = [winner]
-        if max(winner.peak_bytes) > cap.device_bytes or not has_room(problem, *_program_and_costs(problem, winner)):
+        assert winner.partition is not None
+        program = program_for(problem, plan_of(problem, winner.config, winner.partition, keeps=winner.keeps))
+        costs, _ = costs_of(problem, winner.config, winner.partition)
+        if max(winner.peak_bytes) > cap.device_bytes or not has_room(problem, program, costs):
             raise InfeasibleError(_nothing_fits(problem, winner))
-    # The limit of the rank that has the highest, by the whole program.
-    program, cost = _program_and_costs(problem, winner)
-    limits = [limit_of(traffic(program, rank, cost), problem.tier) for rank in range(cap.num_ranks)]
-    winner = replace(winner, limit=max(limits, key=lambda found: found.limit_s))
     best = {each.config.family: each for each in reversed(ranked)} | {winner.config.family: winner}
     others = [best[place] for place in _PLACES if place in best and place != winner.config.family]
     return SearchResult((winner,), tuple(_candidate(problem, each, winner) for each in others), whole[0].step_s)
@@ -190,12 +187,6 @@ def _smallest(problem: Problem, config: Config, on_tier: bool) -> Estimate:
     ranked = sorted((estimate(free, each) for each in configs), key=lambda each: max(each.peak_bytes))
     found = (times for each in ranked[:_NUM_SIMULATED] if (times := simulated(free, each)))
     return min(found, key=lambda each: (max(each.peak_bytes), each.config.num_stages))
-
-
-def _program_and_costs(problem: Problem, estimated: Estimate) -> tuple[Program, CostModel]:
-    assert estimated.partition is not None
-    plan = plan_of(problem, estimated.config, estimated.partition, keeps=estimated.keeps)
-    return program_for(problem, plan), costs_of(problem, estimated.config, estimated.partition)[0]
 
 
 def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
