@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from pipefit.errors import PlanError
@@ -124,7 +123,7 @@ class CostModel:
     def duration_s(self, instruction: Instruction, rank: int) -> float:
         """Seconds an instruction holds its rank: its work for the compute lane, its issuing for all others."""
         if OP_SPEC[instruction.op].lane is Lane.COMPUTE:
-            work = _WORK_S[instruction.op](self, instruction)
+            work = self._work_s(instruction)
             if self.speed and instruction.op is not Op.LOAD:
                 work = work / self.speed[rank]
             own = 0 if instruction.op is Op.DROP else self.overhead_s
@@ -258,6 +257,12 @@ class CostModel:
         stay = self.resident_bytes([stage for stage in own if header.keeps_states(stage)])
         return stay + sum(self.fixed_bytes[stage] for stage in own)
 
+    def _work_s(self, instruction: Instruction) -> float:
+        """The sum of the operation's figures: of the instruction's stage, where there is one for each stage."""
+        figures = [getattr(self, name) for name in OP_SPEC[instruction.op].seconds]
+        work: float = sum(figure[instruction.stage] if isinstance(figure, tuple) else figure for figure in figures)
+        return work
+
     def _message_bytes(self, message: Instruction) -> float:
         return self.size_bytes(Value(message.kind, message.stage, message.mb))
 
@@ -277,22 +282,6 @@ _PER_STAGE: Final = [
     item.name for item in fields(CostModel) if item.type == "tuple[float, ...]" and item.name != "speed"
 ]
 _HALVES = (Reduction.SCATTER.value, Reduction.SHARDS.value)
-
-_Work = Callable[[CostModel, Instruction], float]
-
-
-def _work_s(names: tuple[str, ...]) -> _Work:
-    """The sum of some figures: of the instruction's stage, where there is one for each stage."""
-    if len(names) == 1 and names[0] in _PER_STAGE:
-        get = attrgetter(*names)
-        return lambda cost, i: get(cost)[i.stage]
-    if len(names) == 1:
-        get = attrgetter(*names)
-        return lambda cost, i: get(cost)
-    return lambda cost, i: sum(getattr(cost, name)[i.stage] for name in names)
-
-
-_WORK_S: Final = {op: _work_s(spec.seconds) for op, spec in OP_SPEC.items()}
 
 _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {
     Kind.INPUT.value: lambda cost, s: cost.target_bytes if s > 0 else cost.input_bytes,

@@ -141,18 +141,18 @@ def pipedream(
     best = min(range(len(times)), key=lambda index: times[index])
     problem, time_s = problems[best], times[best]
     single_s = _total(profile, "total_s") + profile.loss_s
+    found_s = dict(zip(searches, times, strict=True))
+    weight_bytes = _total(profile, "weight_bytes")
     result = PipeDreamResult(
         searches[best],
         rule.name,
         time_s,
         search_s=time_s,
-        flat_s=dict(zip(searches, times, strict=True)).get("flat"),
-        hierarchical_s=dict(zip(searches, times, strict=True)).get("hierarchical"),
+        flat_s=found_s.get("flat"),
+        hierarchical_s=found_s.get("hierarchical"),
         # By levels a straight pipeline has the faster links inside, so the flat one need not be looked at.
         straight_s=time_s if straight else _fastest(replace(problems[-1], straight=True, bases={})),
-        data_parallel_s=min(
-            data_parallel_s(rule, single_s, _total(profile, "weight_bytes"), one.levels) for one in problems
-        ),
+        data_parallel_s=min(data_parallel_s(rule, single_s, weight_bytes, one.levels) for one in problems),
         data_parallel_fits=_data_parallel_bytes(problem) <= memory.limit_bytes,
         exact=states.complete,
     )

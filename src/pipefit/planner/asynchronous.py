@@ -41,6 +41,7 @@ def plan_pipedream(
     per_update = num_workers if is_single else 1
     update_s, rate = found.time_s * per_update, profile.microbatch_size / found.time_s
     peaks = {rank: size for ranks, size in zip(placement, found.memory_bytes, strict=True) for rank in ranks}
+    peak_bytes, ahead = tuple(peaks[rank] for rank in sorted(peaks)), found.speedup_over_data_parallel
     return Plan(
         Partition(specs),
         Placement(placement),
@@ -50,31 +51,23 @@ def plan_pipedream(
         data=num_workers if is_single else 1,
         model=profile.model,
         method="pipedream",
-        prediction=Prediction(
-            update_s,
-            update_s,
-            found.time_s,
-            rate,
-            tuple(peaks[rank] for rank in sorted(peaks)),
-            found.speedup_over_data_parallel,
-        ),
+        prediction=Prediction(update_s, update_s, found.time_s, rate, peak_bytes, ahead),
         candidates=_candidates(profile, found),
     )
 
 
 def _candidates(profile: Profile, found: PipeDreamResult) -> tuple[Candidate, ...]:
-    def line(summary: str, family: str, seconds: float, why: str = "") -> Candidate:
-        known = seconds if math.isfinite(seconds) else None
-        return Candidate(summary, family, known, known and profile.microbatch_size / known, None, why)
-
     def lost(summary: str, family: str, seconds: float, unfit: str = "nothing fits", fits: bool = True) -> Candidate:
+        if not math.isfinite(seconds):
+            return Candidate(summary, family, None, None, None, unfit)
         why = f"{seconds / found.time_s:.2f} times the time per mini-batch"
         if seconds <= found.time_s:
             ahead = 1 - seconds / found.time_s
             why = f"{ahead:.1%} faster, within the margin that data parallelism is preferred by"
-        return line(summary, family, seconds, why if fits and math.isfinite(seconds) else unfit)
+        return Candidate(summary, family, seconds, profile.microbatch_size / seconds, None, why if fits else unfit)
 
-    lines = [line(f"{found.configuration} ({found.shape}, {found.convention})", found.shape, found.time_s)]
+    winner = f"{found.configuration} ({found.shape}, {found.convention})"
+    lines = [Candidate(winner, found.shape, found.time_s, profile.microbatch_size / found.time_s, None)]
     for shape, seconds in (("flat", found.flat_s), ("hierarchical", found.hierarchical_s)):
         if seconds is not None and found.shape != shape:
             lines.append(lost(f"best of the {shape} search", shape, seconds))

@@ -84,19 +84,8 @@ def _at(sizes: dict[str, int], b: int, device: Device, element_bytes: int, overh
         for i in range(num)
     ]
     # The projection to the vocabulary shares the embedding's weights; a copy of them is counted where it runs.
-    made.append(
-        Layer(
-            "head",
-            head_s,
-            head_s,
-            head_s,
-            logits,
-            stream + logits,
-            element_bytes * vocab * h,
-            stream,
-            half_bytes=logits,
-        )
-    )
+    head_weights = element_bytes * vocab * h
+    made.append(Layer("head", head_s, head_s, head_s, logits, stream + logits, head_weights, stream, half_bytes=logits))
     weights = sum(layer.weight_bytes for layer in made)
     # Adam in mixed precision reads and writes 7 passes of 4 bytes and writes the working copy.
     memory_rate = device.memory_bandwidth_bytes_per_s

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pipefit.planner.computed_profile import gpt_settings
-from pipefit.planner.holdings import small_program
+from pipefit.planner.holdings import replayed
 from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
+from pipefit.planner.space import Config
 from pipefit.spec import Plan, Profile, SpillSpec, Topology
 from pipefit.units import columns, counted, format_bytes, format_seconds
 
@@ -55,9 +56,9 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
             "mfu": used,
             "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
         }
-        replayed = _replayed(plan)
-        if replayed:
-            found["hfu"] = used + replayed * (every - used)
+        again = _replayed(plan)
+        if again:
+            found["hfu"] = used + again * (every - used)
     if tokens is not None:
         found |= {"tokens": tokens, "training_days": tokens / (rate * gpt.sequence) / 86400}
         if peak:
@@ -67,14 +68,9 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
 
 def _replayed(plan: Plan) -> float:
     """The share of forwards that the program replays: none where the backward follows at once."""
-    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.recompute)
-    if not recompute:
-        return 0.0
-    num_stages = len(plan.partition.stages)
-    depth = num_stages // plan.num_chunks
-    count = min(-(-plan.num_microbatches // plan.data), depth + 2)
-    program = small_program(plan.schedule, depth, count, plan.num_chunks, recompute)
-    return len(program.recomputed) / (num_stages * program.header.total_microbatches)
+    stages, chunks, size = plan.partition.stages, plan.num_chunks, plan.microbatch_size
+    config = Config(plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches)
+    return sum(share for share, stage in zip(replayed(config), stages, strict=True) if stage.recompute) / len(stages)
 
 
 def _counts(plan: Plan) -> str:

@@ -86,23 +86,16 @@ def mixed(both: Both, recomputed: set[int]) -> tuple[Holding, ...]:
     return tuple(both[rank in recomputed][rank] for rank in range(len(both[0])))
 
 
+@lru_cache(maxsize=8)
 def small_program(
     schedule: str,
     depth: int,
-    num_microbatches: int,
+    count: int,
     chunks: int,
-    recompute: bool | tuple[int, ...],
+    recompute: tuple[int, ...] | None,
     replicas: tuple[int, ...] = (),
 ) -> Program:
-    """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one."""
-    replayed = recompute if isinstance(recompute, tuple) else None if recompute else ()
-    return _generated(schedule, depth, num_microbatches, chunks, replayed, replicas)
-
-
-@lru_cache(maxsize=8)
-def _generated(
-    schedule: str, depth: int, count: int, chunks: int, recompute: tuple[int, ...] | None, replicas: tuple[int, ...]
-) -> Program:
+    """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one; `recompute` None: all."""
     # Two weight versions only meet where one update follows another.
     several = 4 * sum(replicas) if replicas else 3 if count > 1 else 3 * depth + 2
     steps = 1 if find(schedule).is_synchronous else several
@@ -118,7 +111,7 @@ def filling(schedule: str, depth: int, chunks: int) -> int:
 @lru_cache(maxsize=64)
 def _in_flight(schedule: str, chunks: int) -> float:
     """The most micro-batches that the first of four ranks holds at once."""
-    return peak_inflight(small_program(schedule, 4, _SHOWN, chunks, False), 0)
+    return peak_inflight(small_program(schedule, 4, _SHOWN, chunks, ()), 0)
 
 
 def _counted(config: Config) -> int:
@@ -131,7 +124,7 @@ def _counted(config: Config) -> int:
 
 @lru_cache(maxsize=512)
 def _replays(schedule: str, depth: int, counted: int, chunks: int) -> tuple[float, ...]:
-    program = small_program(schedule, depth, counted, chunks, True)
+    program = small_program(schedule, depth, counted, chunks, None)
     count = Counter(stage for stage, _ in program.recomputed)
     return tuple(count[stage] / program.header.total_microbatches for stage in range(depth * chunks))
 
@@ -141,7 +134,7 @@ def _held(
     schedule: str, depth: int, counted: int, chunks: int, recompute: bool, replicas: tuple[int, ...] = ()
 ) -> tuple[Holding, ...]:
     """Live values of the first rank of each position."""
-    program = small_program(schedule, depth, counted, chunks, recompute, replicas)
+    program = small_program(schedule, depth, counted, chunks, None if recompute else (), replicas)
     with collector_paused():
         ranks = [ranks[0] for ranks in program.header.placement[:depth]]
         return tuple(_rows(lifetimes(program, rank)) for rank in ranks)

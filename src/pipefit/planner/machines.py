@@ -1,8 +1,7 @@
-"""Machines that come with the package, by name; other packages add theirs by the entry points `pipefit.topologies`."""
+"""Machines that come with the package, by name."""
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from pipefit.errors import TopologyError, nearest
@@ -17,8 +16,7 @@ def topology_names() -> tuple[str, ...]:
     >>> "dgx-a100-1024" in topology_names()
     True
     """
-    own = (path.stem for path in _FOLDER.glob("*.toml"))
-    return tuple(sorted({*own, *(point.name for point in entry_points(group="pipefit.topologies"))}))
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
 def load_topology(name: str | Path) -> Topology:
@@ -33,11 +31,4 @@ def load_topology(name: str | Path) -> Topology:
     shipped = _FOLDER / f"{text}.toml"
     if shipped.is_file():
         return Topology.load(shipped)
-    for point in entry_points(group="pipefit.topologies"):
-        if point.name == text:
-            made = point.load()
-            found = made() if callable(made) else made
-            if not isinstance(found, Topology):
-                raise TopologyError(f"entry point {text} of pipefit.topologies: expected a Topology, got {type(found)}")
-            return found
     raise TopologyError(f"{text}: no such topology: a TOML file, local:N, or a name; {nearest(text, topology_names())}")

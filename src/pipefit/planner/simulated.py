@@ -94,9 +94,8 @@ def _size_of(config: Config) -> int:
 
 
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
-    assert problem.cap is not None
-    program = program_for(problem, plan)
-    several = problem.cap.num_ranks > 1
+    cap, program = problem.capped, program_for(problem, plan)
+    several = cap.num_ranks > 1
     once = simulate(program, cost, memory=several)
     peaks, step_s = tuple(peaks_of(program, cost)), once.makespan_s
     if several:
@@ -105,7 +104,7 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
     found = replace(estimated, peak_bytes=peaks, step_s=step_s, period_s=step_s, size=sum(map(len, program.ranks)))
     if plan.spill is None:
         return found
-    if max(peaks) > problem.cap.device_bytes:
+    if max(peaks) > cap.device_bytes:
         return None
     # Copies of one pass overlap with the next.
     thrice = simulate(program, cost, repeats=3, memory=False)

@@ -228,10 +228,15 @@ class Problem:
         return self.once(key, lambda: tensor_shard(self.profile.at(microbatch_size), tensor, self.topology))
 
     @property
+    def capped(self) -> Cap:
+        """The cap, where there is one."""
+        assert self.cap is not None
+        return self.cap
+
+    @property
     def tier(self) -> Tier:
         """The tier that stages are spilled to, at the rates that each rank has of it."""
-        assert self.cap is not None
-        name, tiers = self.cap.tier, self.topology.tiers_among(self.cap.num_ranks)
+        name, tiers = self.capped.tier, self.topology.tiers_among(self.capped.num_ranks)
         return self.once("tier", lambda: next(tier for tier in tiers if tier.name == name))
 
     def ranks(self, tensor: int) -> Topology:

@@ -36,8 +36,7 @@ def spilled_configs(problem: Problem, resident: Config, activations: bool, fines
         activations: whether what enters a stage waits on the tier.
         finest: also the cut with the smallest stages.
     """
-    cap = problem.cap
-    assert cap is not None
+    cap = problem.capped
     for partition in spilled_cuts(problem, resident.microbatch_size, finest):
         cutted = replace(resident, chunks=len(partition.stages) // cap.depth, layers=layers_of(partition))
         for weights, optim in _slots(cutted.chunks, problem.state):
@@ -59,8 +58,7 @@ def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterat
 
     Their steps have the longest until their weights are needed again.
     """
-    cap, tier, num_stages = problem.cap, problem.tier, len(partition.stages)
-    assert cap is not None
+    cap, tier, num_stages = problem.capped, problem.tier, len(partition.stages)
     tied = {stage for tie in cap.ties_of(partition) for stage in tie}
     free = tuple(stage for stage in range(num_stages) if stage not in tied)
     if cap.step_on != "host" or not free:
@@ -77,8 +75,8 @@ def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterat
 
 def _largest_tie(problem: Problem, partition: Partition) -> int:
     """The most stages of a rank that share one weight: their gradients meet on its device."""
-    assert problem.cap is not None
-    ties = [Counter(stage % problem.cap.depth for stage in tie) for tie in problem.cap.ties_of(partition)]
+    cap = problem.capped
+    ties = [Counter(stage % cap.depth for stage in tie) for tie in cap.ties_of(partition)]
     return max((1, *(count for tie in ties for count in tie.values())))
 
 
@@ -87,9 +85,9 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
 
     Its time is the limit of its lanes, or the computation with the bubble of its pipeline: a lower bound.
     """
-    cap, slots = problem.cap, config.slots
+    cap, slots = problem.capped, config.slots
     partition = cut(problem, config, set())
-    assert cap is not None and partition is not None
+    assert partition is not None
     _, cost = costs_of(problem, config, partition)
     # Where what is moved does not depend on the number of micro-batches, one of each copy says all.
     moves_once = not slots.activations and config.schedule in ("spilled", "breadth-first")
@@ -123,15 +121,15 @@ def _keeping(
 
     First come those whose replay takes the longest for the room that it saves.
     """
-    assert problem.cap is not None
+    cap = problem.capped
     replayed = {i.stage for instructions in program.ranks for i in instructions if i.op is Op.RECOMPUTE}
-    if not problem.cap.keep or not replayed:
+    if not cap.keep or not replayed:
         return ()
     kept = set()
     for stage in sorted(replayed, key=lambda stage: (-cost.forward_s[stage] / max(cost.saved_bytes[stage], 1), stage)):
         rank = stage % config.depth
         saved = config.per_pipeline * cost.saved_bytes[stage]
-        if peaks[rank] + saved <= problem.cap.device_bytes:
+        if peaks[rank] + saved <= cap.device_bytes:
             peaks[rank] += saved
             kept.add(stage)
     return tuple(range(config.num_stages)) if kept == replayed else tuple(sorted(kept))
@@ -173,8 +171,8 @@ def peaks_of(program: Program, cost: CostModel, others: Sequence[float] | None =
 
 def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:
     """Whether the tier of every machine holds what the ranks there keep on it."""
-    cap = problem.cap
-    assert cap is not None and cap.host_bytes is not None
+    cap = problem.capped
+    assert cap.host_bytes is not None
     held = [tier_peak_bytes(program, rank, cost.size_bytes)[0] for rank in range(cap.num_ranks)]
     share = problem.topology.tier_shares(cap.num_ranks)
     return all(sum(held[first : first + share]) <= cap.host_bytes for first in range(0, cap.num_ranks, share))

@@ -23,8 +23,7 @@ def spilled_cuts(problem: Problem, microbatch_size: int, finest: bool = False) -
         microbatch_size: that the times are for.
         finest: at the end also the one with the smallest stages.
     """
-    cap, profile = problem.cap, problem.at(microbatch_size, 1)
-    assert cap is not None
+    cap, profile = problem.capped, problem.at(microbatch_size, 1)
     weights = [layer.weight_bytes for layer in profile.layers]
     num_layers = len(weights)
     counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}

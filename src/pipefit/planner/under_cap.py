@@ -117,8 +117,7 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     Raises:
         InfeasibleError: nothing fits; the message says the smallest cap that works.
     """
-    cap = problem.cap
-    assert cap is not None
+    cap = problem.capped
     name = "1f1b" if schedule is None or find(schedule).spills else schedule
     whole = sorted(_residents(problem, replace(config, schedule=name)), key=lambda each: each.period_s)
     fitting = [each for each in whole if max(each.peak_bytes) <= cap.device_bytes]
@@ -148,8 +147,7 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
 
 def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
     """Candidates that spill nothing, simulated."""
-    cap, profile = problem.cap, problem.at(config.microbatch_size, 1)
-    assert cap is not None
+    cap, profile = problem.capped, problem.at(config.microbatch_size, 1)
     chunks = max(cap.num_chunks, 1) if find(config.schedule).chunks else 1
     weights = [layer.weight_bytes for layer in profile.layers]
     count = config.depth * chunks
@@ -181,8 +179,7 @@ def _fastest(problem: Problem, ranked: list[Estimate]) -> Estimate | None:
 
 def _smallest(problem: Problem, config: Config, on_tier: bool) -> Estimate:
     """The candidate that takes least of a device: the same whatever the cap, so that the least that is named works."""
-    assert problem.cap is not None
-    free = replace(problem, cap=replace(problem.cap, device_bytes=math.inf, host_bytes=math.inf, keep=False))
+    free = replace(problem, cap=replace(problem.capped, device_bytes=math.inf, host_bytes=math.inf, keep=False))
     configs = spilled_configs(free, config, on_tier, finest=True)
     ranked = sorted((estimate(free, each) for each in configs), key=lambda each: max(each.peak_bytes))
     found = (times for each in ranked[:_NUM_SIMULATED] if (times := simulated(free, each)))
@@ -191,8 +188,8 @@ def _smallest(problem: Problem, config: Config, on_tier: bool) -> Estimate:
 
 def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
     """The smallest device that works, and the layer that needs it."""
-    cap, profile, config = problem.cap, problem.profile, smallest.config
-    assert cap is not None and cap.host_bytes is not None
+    cap, profile, config = problem.capped, problem.profile, smallest.config
+    assert cap.host_bytes is not None
     least, count = max(smallest.peak_bytes), config.num_stages
     if least <= cap.device_bytes:
         return (
