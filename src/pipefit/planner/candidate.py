@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from msgspec import structs
-
 from pipefit.cost import FREE, CostModel, of_plan
 from pipefit.ir.program import Program
 from pipefit.planner.lane_limits import Limit
 from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.schedules import generate
 from pipefit.schedules.catalogue import shape_of
-from pipefit.spec import Partition, Plan, SpillSpec, StageSpec
+from pipefit.spec import Partition, Plan, StageSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Estimate:
         period_s: seconds from weight update to weight update.
         step_s: seconds of one in isolation.
         why: it does not fit, in words.
-        keeps: spilled stages that keep what a forward saved for its backward.
         limit: of a candidate that spills, the lane that binds; then no simulated time is below the estimate.
         size: forwards that were simulated (under a cap instructions); 0: its times are estimated.
     """
@@ -40,7 +37,6 @@ class Estimate:
     period_s: float = math.inf
     step_s: float = math.inf
     why: str = ""
-    keeps: tuple[int, ...] = ()
     limit: Limit | None = None
     size: int = 0
 
@@ -55,8 +51,6 @@ def plan_of(
     config: Config,
     partition: Partition,
     method: str = "auto",
-    *,
-    keeps: tuple[int, ...] = (),
 ) -> Plan:
     """The plan of a candidate, still without a prediction.
 
@@ -65,17 +59,11 @@ def plan_of(
         config: the candidate.
         partition: its stages.
         method: by which it was found.
-        keeps: spilled stages that keep what a forward saved for its backward; the others replay it.
     """
-    slots, cap = config.slots, problem.cap
-    spill = None
-    if slots.weights:
-        assert cap is not None and cap.tier is not None and cap.host_bytes is not None
-        host_bytes = None if math.isinf(cap.host_bytes) else cap.host_bytes
-        room = SpillSpec(cap.tier, cap.device_bytes, host_bytes, slots.weights, slots.optim)
-        spill = structs.replace(room, activations=slots.activations, on_host=slots.on_host, keeps=keeps)
+    spill = config.spill
     # The schedule for one rank replays in any case.
     replays = spill is not None and config.schedule != "spilled"
+    keeps = spill.keeps if spill else ()
     stages = tuple(
         StageSpec(stage.layers, stage.replicas, config.tensor, stage.recompute or (replays and index not in keeps))
         for index, stage in enumerate(partition.stages)
@@ -111,7 +99,7 @@ def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[Co
         cost = _costs(problem, config, partition)
     else:
         # Slots, and where stages step, change nothing.
-        key = ("costs", config.layers, config.slots.activations)
+        key = ("costs", config.layers, config.spill is not None and config.spill.activations)
         cost = problem.once(key, lambda: _costs(problem, config, partition))
     if config.tensor == 1:
         return cost, cost

@@ -15,7 +15,7 @@ from pipefit.units import format_bytes
 
 def estimate(problem: Problem, config: Config) -> Estimate:
     """Cuts the model for a candidate and counts time and memory."""
-    if config.slots.weights:
+    if config.spill is not None:
         return estimate_spilled(problem, config)
     return problem.once(("estimate", config), lambda: _estimate(problem, config))
 

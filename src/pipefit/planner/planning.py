@@ -109,7 +109,7 @@ def plan(
 def _finish(problem: Problem, method: str, found: SearchResult, over_data_parallel: float | None = None) -> Plan:
     winner, peaks = found.winner, found.winner.peak_bytes
     assert winner.partition is not None
-    made = plan_of(problem, winner.config, winner.partition, method, keeps=winner.keeps)
+    made = plan_of(problem, winner.config, winner.partition, method)
     if len(peaks) < made.placement.num_ranks:
         # Copies hold what the first pipeline holds.
         of_rank = {rank: peak for ranks, peak in zip(made.placement.ranks, peaks, strict=False) for rank in ranks}
@@ -119,9 +119,15 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
     prediction = Prediction(winner.step_s, period_s, period_s, rate, peaks, over_data_parallel)
     spill = made.spill
     if spill is not None and winner.limit is not None:
-        limit_s, binds = winner.limit.limit_s, winner.limit.binds
+        cap, limit = problem.capped, winner.limit
         spill = msgspec.structs.replace(
-            spill, peak_bytes=max(peaks), limit_s=limit_s, binds=binds, resident_s=found.resident_s
+            spill,
+            device_bytes=cap.device_bytes,
+            host_bytes=None if cap.host_bytes == math.inf else cap.host_bytes,
+            peak_bytes=max(peaks),
+            limit_s=limit.limit_s,
+            binds=limit.binds,
+            resident_s=found.resident_s,
         )
     return msgspec.structs.replace(made, spill=spill, prediction=prediction, candidates=found.candidates)
 

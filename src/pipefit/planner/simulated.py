@@ -64,7 +64,7 @@ def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
     config, partition = estimated.config, estimated.partition
     assert partition is not None
     timing, _ = costs_of(problem, config, partition)
-    plan = plan_of(problem, config, partition, keeps=estimated.keeps)
+    plan = plan_of(problem, config, partition)
     if problem.cap is not None:
         return _under_cap(problem, estimated, plan, timing)
     try:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from pipefit.cost import ModelBytes, speeds_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.schedules import find, placement_of
-from pipefit.spec import Device, Level, Partition, Placement, Profile, Tier, Topology
+from pipefit.spec import Device, Level, Partition, Placement, Profile, SpillSpec, Tier, Topology
 
 T = TypeVar("T")
 
@@ -72,25 +72,6 @@ class Cap:
         return tuple(sorted(group for group in groups if len(group) > 1))
 
 
-class Slots(NamedTuple):
-    """The spilling dimension of a candidate.
-
-    Attributes:
-        weights: slots on each rank for the weights and gradients of its stages; 0: nothing is spilled.
-        optim: slots for the states of their optimizers; 0: these stay on the device.
-        activations: whether what enters a stage waits on the tier.
-        on_host: the stages that step on the host.
-    """
-
-    weights: int = 0
-    optim: int = 0
-    activations: bool = False
-    on_host: tuple[int, ...] = ()
-
-
-RESIDENT = Slots()
-
-
 @dataclass(frozen=True, order=True)
 class Config:
     """One point of the search.
@@ -108,7 +89,7 @@ class Config:
         partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
         replicas: of each stage where they differ; then data is 1.
         layers: of each stage, where a partitioner has chosen them already.
-        slots: of the tier, where stages are spilled.
+        spill: slots, and where stages step, where stages are spilled.
     """
 
     schedule: str
@@ -123,7 +104,7 @@ class Config:
     partitioner: str = "minmax"
     replicas: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
-    slots: Slots = RESIDENT
+    spill: SpillSpec | None = None
 
     @property
     def num_stages(self) -> int:
@@ -138,8 +119,8 @@ class Config:
     @property
     def family(self) -> str:
         """Candidates of one family compete first among themselves; under a cap, those that step in the same place."""
-        if self.slots.weights:
-            on_host = len(self.slots.on_host)
+        if self.spill is not None:
+            on_host = len(self.spill.on_host)
             return "device" if not on_host else "host" if on_host == self.num_stages else "split"
         if self.depth == 1:
             return "data parallel" if self.tensor == 1 else "data and tensor parallel"

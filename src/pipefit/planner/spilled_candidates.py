@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import msgspec
+from msgspec import structs
 
 from pipefit.cost import CostModel
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
@@ -16,10 +16,10 @@ from pipefit.ir.spill import UNDER_WAY
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.cuts import cut
 from pipefit.planner.lane_limits import limit_of
-from pipefit.planner.space import Config, Problem, Slots
+from pipefit.planner.space import Config, Problem
 from pipefit.planner.spilled_cuts import layers_of, spilled_cuts
 from pipefit.simulate import FEW_SENDS
-from pipefit.spec import Partition
+from pipefit.spec import Partition, SpillSpec
 
 _SLOTS = (1, 2, 3, 4, 6, 8)
 
@@ -37,12 +37,16 @@ def spilled_configs(problem: Problem, resident: Config, activations: bool, fines
         finest: also the cut with the smallest stages.
     """
     cap = problem.capped
+    assert cap.tier is not None
+    # What the tier may take is of no account here.
+    room = SpillSpec(cap.tier, cap.device_bytes, activations=activations)
     for partition in spilled_cuts(problem, resident.microbatch_size, finest):
         cutted = replace(resident, chunks=len(partition.stages) // cap.depth, layers=layers_of(partition))
         for weights, optim in _slots(cutted.chunks, problem.state):
             if weights >= _largest_tie(problem, partition):
                 for on_host in _on_host(problem, partition, optim):
-                    yield replace(cutted, slots=Slots(weights, optim, activations, on_host))
+                    spill = structs.replace(room, weights_slots=weights, optim_slots=optim, on_host=on_host)
+                    yield replace(cutted, spill=spill)
 
 
 def _slots(most: int, state: float) -> Iterator[tuple[int, int]]:
@@ -85,25 +89,25 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
 
     Its time is the limit of its lanes, or the computation with the bubble of its pipeline: a lower bound.
     """
-    cap, slots = problem.capped, config.slots
-    partition = cut(problem, config, set())
-    assert partition is not None
+    cap, spill, partition = problem.capped, config.spill, cut(problem, config, set())
+    assert spill is not None and partition is not None
     _, cost = costs_of(problem, config, partition)
     # Where what is moved does not depend on the number of micro-batches, one of each copy says all.
-    moves_once = not slots.activations and config.schedule in ("spilled", "breadth-first")
+    moves_once = not spill.activations and config.schedule in ("spilled", "breadth-first")
     counted = config.data if moves_once else config.num_microbatches
 
-    def program_with(keeps: tuple[int, ...]) -> Program:
-        plan = plan_of(problem, config, partition, keeps=keeps)
-        return program_for(problem, msgspec.structs.replace(plan, num_microbatches=counted))
+    def program_of(config: Config) -> Program:
+        plan = plan_of(problem, config, partition)
+        return program_for(problem, structs.replace(plan, num_microbatches=counted))
 
-    program = program_with(())
-    peaks = peaks_of(program, cost, _beside_slots(problem, config, partition, cost))
+    program = program_of(config)
+    peaks = peaks_of(program, cost, _beside_slots(problem, config, spill, partition, cost))
     if max(peaks) > cap.device_bytes or not has_room(problem, program, cost):
         return Estimate(config, partition, tuple(peaks))
     keeps = _keeping(problem, config, program, cost, peaks)
     if keeps:
-        program = program_with(keeps)
+        config = replace(config, spill=structs.replace(spill, keeps=keeps))
+        program = program_of(config)
     times = config.num_microbatches / counted
     lanes = [limit_of(program, rank, cost, problem.tier, times) for rank in range(cap.num_ranks)]
     limit = max(lanes, key=lambda found: found.limit_s)
@@ -111,7 +115,7 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
     bubble_s = (config.depth - 1) / (config.num_stages * config.num_microbatches) * work_s
     step_s = max(limit.limit_s, max(each.lanes["compute"] for each in lanes) + bubble_s)
     overflow = max(peaks) / cap.device_bytes
-    return Estimate(config, partition, tuple(peaks), overflow, step_s, step_s, keeps=keeps, limit=limit)
+    return Estimate(config, partition, tuple(peaks), overflow, step_s, step_s, limit=limit)
 
 
 def _keeping(
@@ -135,14 +139,15 @@ def _keeping(
     return tuple(range(config.num_stages)) if kept == replayed else tuple(sorted(kept))
 
 
-def _beside_slots(problem: Problem, config: Config, partition: Partition, cost: CostModel) -> Sequence[float]:
+def _beside_slots(
+    problem: Problem, config: Config, spill: SpillSpec, partition: Partition, cost: CostModel
+) -> Sequence[float]:
     """Bytes of each device in addition to its slots: activations at the cuts, and what one micro-batch saves."""
     # With activations on the tier, what stays here where passes turn depends on the slots.
-    weights = config.slots.weights if config.slots.activations else max(2, _largest_tie(problem, partition))
-    slots = Slots(min(weights, config.num_stages), 0, config.slots.activations)
-
-    plan = plan_of(problem, replace(config, slots=slots), partition)
-    key = ("besides slots", config.layers, slots)
+    weights = spill.weights_slots if spill.activations else max(2, _largest_tie(problem, partition))
+    least = structs.replace(spill, weights_slots=min(weights, config.num_stages), optim_slots=0, on_host=())
+    plan = plan_of(problem, replace(config, spill=least), partition)
+    key = ("besides slots", config.layers, least)
     return problem.once(key, lambda: _beside_arena(program_for(problem, plan), cost))
 
 

@@ -136,7 +136,7 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
         winner = _smallest(problem, config, on_tier)
         ranked = [winner]
         assert winner.partition is not None
-        program = program_for(problem, plan_of(problem, winner.config, winner.partition, keeps=winner.keeps))
+        program = program_for(problem, plan_of(problem, winner.config, winner.partition))
         costs, _ = costs_of(problem, winner.config, winner.partition)
         if max(winner.peak_bytes) > cap.device_bytes or not has_room(problem, program, costs):
             raise InfeasibleError(_nothing_fits(problem, winner))
@@ -161,8 +161,9 @@ def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
 
 def _bound(estimated: Estimate) -> tuple[float, int]:
     """The lower bound; of equals first those whose copies of one stage need not wait for another's."""
-    slots = estimated.config.slots
-    return round(estimated.period_s, 9), -min(slots.weights, 2) - (min(slots.optim, 2) if slots.optim else 2)
+    spill = estimated.config.spill
+    assert spill is not None
+    return round(estimated.period_s, 9), -min(spill.weights_slots, 2) - (min(spill.optim_slots, 2) or 2)
 
 
 def _fastest(problem: Problem, ranked: list[Estimate]) -> Estimate | None:
