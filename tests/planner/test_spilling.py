@@ -18,8 +18,7 @@ from pipefit.planner.explain import explain, spill_lines
 from pipefit.planner.lane_limits import limit_of
 from pipefit.planner.machines import load_topology
 from pipefit.planner.simulated import simulated
-from pipefit.planner.spilled_candidates import spilled_configs
-from pipefit.planner.spilled_cuts import _even
+from pipefit.planner.spilled_candidates import _even, spilled_configs
 from pipefit.planner.under_cap import problem_under_cap
 from pipefit.schedules import Shape, generate
 from pipefit.schedules.catalogue import program_of, shape_of

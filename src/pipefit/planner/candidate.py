@@ -46,12 +46,7 @@ class Estimate:
         return self.overflow <= 1
 
 
-def plan_of(
-    problem: Problem,
-    config: Config,
-    partition: Partition,
-    method: str = "auto",
-) -> Plan:
+def plan_of(problem: Problem, config: Config, partition: Partition, method: str = "auto") -> Plan:
     """The plan of a candidate, still without a prediction.
 
     Args:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError
-from pipefit.planner.bounds import quick_bytes, quick_s
 from pipefit.planner.candidate import Estimate
+from pipefit.planner.closed_forms import quick_bytes, quick_s
 from pipefit.planner.cuts import least_bytes
 from pipefit.planner.estimate import estimate
 from pipefit.planner.simulated import simulate_best

@@ -19,8 +19,7 @@ from pipefit.planner.estimate import estimate
 from pipefit.planner.search import SearchResult
 from pipefit.planner.simulated import simulate_best, simulated
 from pipefit.planner.space import NOT_FROM_DISK, Cap, Config, Problem
-from pipefit.planner.spilled_candidates import has_room, spilled_configs
-from pipefit.planner.spilled_cuts import layers_of
+from pipefit.planner.spilled_candidates import has_room, layers_of, spilled_configs
 from pipefit.schedules import find
 from pipefit.schedules.registry import Schedule
 from pipefit.spec import Candidate, Profile, Topology
