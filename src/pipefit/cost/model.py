@@ -98,11 +98,8 @@ class CostModel:
         num_stages = len(self.forward_s)
         if not num_stages:
             raise PlanError("cost: expected at least one stage, got none")
-        defaults = {"recompute_s": self.forward_s, "host_step_s": self.step_s, "grad_bytes": self.act_bytes}
         for name in _PER_STAGE:
-            given = tuple(getattr(self, name)) or tuple(defaults.get(name, ())) or (0,) * num_stages
-            if name == "half_bytes" and not self.half_bytes:
-                given = self.grad_bytes
+            given = tuple(getattr(self, name) or getattr(self, _LIKE.get(name, name))) or (0,) * num_stages
             if len(given) != num_stages or min(given) < 0:
                 raise PlanError(f"cost.{name}: expected {num_stages} figures ≥ 0, one per stage, got {given}")
             object.__setattr__(self, name, given)
@@ -281,6 +278,8 @@ def _over(size: float, bandwidth: float) -> float:
 _PER_STAGE: Final = [
     item.name for item in fields(CostModel) if item.type == "tuple[float, ...]" and item.name != "speed"
 ]
+_LIKE = {"recompute_s": "forward_s", "host_step_s": "step_s", "grad_bytes": "act_bytes", "half_bytes": "grad_bytes"}
+"""Of figures that are not given, those that are taken in their place."""
 _HALVES = (Reduction.SCATTER.value, Reduction.SHARDS.value)
 
 _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {

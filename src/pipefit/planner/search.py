@@ -34,7 +34,6 @@ class Family:
     configs: list[tuple[float, Config]] = field(default_factory=list)
     feasible: list[Estimate] = field(default_factory=list)
     closest: Estimate | None = None
-    needs: tuple[float, Config] | None = None
 
 
 class SearchResult(NamedTuple):
@@ -99,7 +98,8 @@ def _estimate_best(problem: Problem, family: Family, keep: int, tries: int, slac
         needs = [(quick_bytes(problem, item[1]), item[1].microbatch_size, item) for item in family.configs]
         need, _, (_, frugal) = min(needs)
         if need > limit:
-            family.needs = need, frugal
+            why = f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
+            family.closest = Estimate(frugal, None, (need,), why=why)
             return
         able = [item for need, _, item in needs if need <= limit]
     first = family.closest = estimate(problem, frugal)
@@ -142,14 +142,16 @@ def _candidates(problem: Problem, families: dict[str, Family], outcomes: tuple[E
             lines.append(_line(problem, each.config, each.period_s, max(each.peak_bytes), why))
     for name in sorted(set(families) - listed):
         family = families[name]
-        if family.closest is None and family.needs is None:
+        if family.closest is None:
             quick, config = family.configs[0]
             rate = problem.global_batch / quick
             why = f"at best {rate:.4g} samples/s, {quick / best.period_s - 1:.0%} slower than the winner"
             lines.append(_line(problem, config, quick, None, why))
         else:
-            config, peak, why = _shortage(problem, family)
-            lines.append(_line(problem, config, None, peak, why))
+            closest = family.closest
+            lines.append(
+                _line(problem, closest.config, None, max(closest.peak_bytes, default=None), _shortage(closest))
+            )
     return tuple(lines)
 
 
@@ -168,31 +170,25 @@ def _slower(problem: Problem, outcome: Estimate, best: Estimate) -> str:
     return f"{behind:.1%} slower: {said} {rate:.4g} samples/s against {top:.4g}"
 
 
-def _shortage(problem: Problem, family: Family) -> tuple[Config, float | None, str]:
+def _shortage(closest: Estimate) -> str:
     """Why nothing of a family fits, by the member that comes closest."""
-    closest = family.closest
-    if closest is not None:
-        peak = max(closest.peak_bytes, default=None)
-        return closest.config, peak, f"depth {closest.config.depth}: {closest.why}"
-    assert family.needs is not None
-    need, config = family.needs
-    have = format_bytes(_most_memory(problem))
-    return config, need, f"depth {config.depth}: some rank needs at least {format_bytes(need)} of {have}"
+    return f"depth {closest.config.depth}: {closest.why}"
 
 
 def _nothing_fits(problem: Problem, families: list[Family]) -> str:
     """The memory that is missing, and the least that would help."""
     least, cheapest = math.inf, ""
-    # A lower bound ruled some families out. What they really need is counted now, as long as it might be the least.
-    for family in sorted(families, key=lambda each: each.needs[0] if each.needs else 0.0):
-        if family.needs and family.needs[0] < least:
-            family.closest = estimate(problem, family.needs[1])
-        if family.closest is not None:
-            need = _true_need(problem, family.closest)
-            if need < least:
-                least, cheapest = need, family.closest.config.summary
-    shortages = [_shortage(problem, family) for family in families]
-    lines = [f"  {why} ({config.summary})" for config, _, why in shortages]
+    closest = [family.closest for family in families if family.closest is not None]
+    for index, each in sorted(enumerate(closest), key=lambda item: _bound(item[1])):
+        if _bound(each) >= least:
+            continue
+        if _bound(each):
+            # It was ruled out by a lower bound. What it really needs might be the least.
+            closest[index] = estimate(problem, each.config)
+        need = _true_need(problem, closest[index])
+        if need < least:
+            least, cheapest = need, closest[index].config.summary
+    lines = [f"  {_shortage(each)} ({each.config.summary})" for each in closest]
     text = "\n".join([f"{problem.profile.model} fits no plan on {problem.topology.num_devices} devices:", *lines])
     if cheapest:
         # A little more: four digits are shown, and a plan with them should be found.
@@ -201,6 +197,11 @@ def _nothing_fits(problem: Problem, families: list[Family]) -> str:
     if smallest > 1:
         text += f"; or smaller micro-batches than {smallest}, if the profile has their times"
     return text
+
+
+def _bound(estimated: Estimate) -> float:
+    """The bytes that a candidate needs at least, where no more is known; else 0."""
+    return 0.0 if estimated.partition else max(estimated.peak_bytes, default=0.0)
 
 
 def _true_need(problem: Problem, estimated: Estimate) -> float:

@@ -17,7 +17,7 @@ from pipefit.cost import CostModel
 from pipefit.errors import InfeasibleError
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
 from pipefit.ir.op import Op
-from pipefit.ir.program import Header, Program
+from pipefit.ir.program import Program
 from pipefit.ir.spill import UNDER_WAY
 from pipefit.partition.balance import divide, minmax, spans
 from pipefit.partition.capacity import hydra
@@ -162,8 +162,13 @@ def _beside_slots(
 
 def _beside_arena(program: Program, cost: CostModel) -> list[float]:
     """Bytes that each device holds at once in addition to its slots; what is sent is held for a few messages longer."""
-    header, size = program.header, cost.size_bytes
-    more = _in_flight(header, cost)
+    header, size, more = program.header, cost.size_bytes, 0.0
+    # What the last stage gives goes nowhere.
+    acts, grads = cost.act_bytes[:-1], cost.grad_bytes[:-1]
+    if len(set(header.placement)) > 1:
+        more += FEW_SENDS * max(map(sum, zip(acts, grads, strict=True)))
+    if acts and header.spill is not None and header.spill.activations:
+        more += UNDER_WAY * max(acts)
     ranks = range(header.num_ranks)
     return [device_peak_bytes(program, r, size)[0] - arena_bytes(header, r, size) + more for r in ranks]
 
@@ -190,16 +195,6 @@ def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:
     held = [tier_peak_bytes(program, rank, cost.size_bytes)[0] for rank in range(cap.num_ranks)]
     share = problem.topology.tier_shares(cap.num_ranks)
     return all(sum(held[first : first + share]) <= cap.host_bytes for first in range(0, cap.num_ranks, share))
-
-
-def _in_flight(header: Header, cost: CostModel) -> float:
-    """Bytes that a rank holds of what is on its way: messages that it sends, and activations to the tier."""
-    if header.num_stages == 1:
-        return 0.0
-    # What the last stage gives goes nowhere.
-    acts, grads = max(cost.act_bytes[:-1]), max(map(sum, zip(cost.act_bytes[:-1], cost.grad_bytes[:-1], strict=True)))
-    parks = header.spill is not None and header.spill.activations
-    return (FEW_SENDS * grads if len(set(header.placement)) > 1 else 0.0) + (UNDER_WAY * acts if parks else 0.0)
 
 
 # ------------------------------------------------------------------------------ where the model is cut

@@ -38,7 +38,7 @@ def problem_under_cap(
     topology: Topology,
     cap: Cap,
     num_microbatches: int,
-    microbatch_size: int | None,
+    microbatch_size: int,
     state_per_weight: float | None,
     schedule: str | None,
 ) -> tuple[Problem, Config]:
@@ -50,7 +50,6 @@ def problem_under_cap(
     if not cap.device_bytes > 0:
         raise PlanError(f"device_bytes: expected more than 0, got {cap.device_bytes}")
     state = usual_state(profile) if state_per_weight is None else state_per_weight
-    size = microbatch_size or profile.microbatch_size
     tier = _tier(topology, cap.tier)
     if cap.step_on not in STEP_ON:
         raise PlanError(f"step_on: expected one of {', '.join(STEP_ON)}, got {cap.step_on!r}")
@@ -66,8 +65,8 @@ def problem_under_cap(
         step_on=cap.step_on if state else "device",
         num_chunks=cap.num_chunks if order.chunks else 1,
     )
-    problem = Problem(profile, topology, size * num_microbatches, state, known)
-    return problem, Config(order.name, cap.copies, cap.depth, 1, 1, size, num_microbatches)
+    problem = Problem(profile, topology, microbatch_size * num_microbatches, state, known)
+    return problem, Config(order.name, cap.copies, cap.depth, 1, 1, microbatch_size, num_microbatches)
 
 
 def _tier(topology: Topology, name: str | None) -> Tier:

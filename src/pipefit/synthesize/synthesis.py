@@ -17,9 +17,8 @@ from pipefit.schedules import Schedule, Shape, find, names
 from pipefit.schedules.written import layout_of, written
 from pipefit.simulate import simulate
 from pipefit.synthesize.bound import bound_s
-from pipefit.synthesize.improve import with_whole_backwards
 from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Limit, Order, OrderProblem
-from pipefit.synthesize.walk import Walk
+from pipefit.synthesize.walk import Walk, with_whole_backwards
 from pipefit.verify import verify
 
 NAME = "synthesized"
