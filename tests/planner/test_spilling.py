@@ -98,7 +98,7 @@ def test_no_candidate_that_fits_is_faster_than_the_winner():
     machine, cap = load_topology("one-gpu"), Cap(10e9)
     profile = gpt_profile(layers=12, hidden=2560, heads=32, device=machine.device)
     winner = plan(profile, machine, num_microbatches=4, cap=cap)
-    problem, resident = problem_under_cap(profile, machine, cap, 4, None, None, None)
+    problem, resident = problem_under_cap(profile, machine, cap, 4, 1, None, None)
     estimates = [estimate(problem, config) for config in spilled_configs(problem, resident, activations=False)]
     periods = [found.period_s for each in estimates if each.fits and (found := simulated(problem, each))]
     assert len(periods) > 40 and winner.prediction.period_s == pytest.approx(min(periods))
