@@ -7,7 +7,7 @@ weights that stages share, and whatever else stays on the device are copied into
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -22,6 +22,7 @@ from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
 from pipefit.spill.rank import Spilling
+from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
 from pipefit.spill.tiers import Key
 
@@ -183,11 +184,30 @@ def _restore(worker: Worker, spilling: Spilling, state: RankState) -> None:
         for name, _, tensor in weights_of(worker, stage):
             if name in mine:
                 tensor.copy_(mine[name])
-        store = spilling.stores.get(stage)
-        if store is not None and store.states is not None:
-            store.states.known = set(state.known.get(stage, ()))
-        if stage in worker.optimizers:
-            states = by_parameter({name: lambda tensor=tensor: tensor for name, tensor in mine.items()})
-            restore_optimizer(worker, stage, state.optimization, states)()
+        restore_states(worker, stage, state.optimization, state.known.get(stage, ()), mine)
     if worker.scale is not None and state.loss_scale is not None:
         worker.scale.load(state.loss_scale)
+
+
+def restore_states(
+    worker: Worker,
+    stage: int,
+    optimization: Sequence[Optimization],
+    known: Iterable[int],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Puts the optimizer of a stage, and its learning-rate schedule, where a commit left them.
+
+    Args:
+        worker: the rank.
+        stage: of the rank; spilled or not.
+        optimization: of all stages, or of this one.
+        known: states on the tier that the optimizer has made.
+        tensors: its states that no record of the stage holds, by name; they become the optimizer's own.
+    """
+    store = worker.stores[stage]
+    if isinstance(store, SpilledStore) and store.states is not None:
+        store.states.known = set(known)
+    if stage in worker.optimizers:
+        states = by_parameter({name: lambda tensor=tensor: tensor for name, tensor in tensors.items()})
+        restore_optimizer(worker, stage, optimization, states)()

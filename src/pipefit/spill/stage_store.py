@@ -212,7 +212,7 @@ class SpilledStore:
         if kind == WEIGHTS:
             self._version = version
             for parameter, view in zip(self._moved, self.layout.views(record), strict=True):
-                self._point(parameter, view)
+                self.point(parameter, view)
             if self.on_arrival is not None:
                 self.on_arrival(self._arena.slot(WGRAD, slot).bytes)
         elif kind == OPTIM:
@@ -358,7 +358,8 @@ class SpilledStore:
         parameter.grad = view
         self.reached.add(place)
 
-    def _point(self, parameter: nn.Parameter, data: Tensor) -> None:
+    def point(self, parameter: nn.Parameter, data: Tensor) -> None:
+        """Makes a tensor the data of a parameter, and of the optimizer's copy of it."""
         parameter.data = data
         master = self._master_of.get(id(parameter))
         if master is not None and not self.on_host:
@@ -375,7 +376,7 @@ class SpilledStore:
 
     def _unbind(self) -> None:
         for parameter, field in zip(self._moved, self.layout.fields, strict=True):
-            self._point(parameter, absent(field, self._device))
+            self.point(parameter, absent(field, self._device))
 
     def _gather_gradients(self) -> None:
         """Moves gradients that did not come from autograd, such as zeros of a reduction, to their place."""

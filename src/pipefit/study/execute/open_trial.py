@@ -6,14 +6,18 @@ keeps; another worker may have the same trial open, and the study gives a turn t
 
 from __future__ import annotations
 
-import hashlib
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor, nn
 
+from pipefit.checkpoint.committed import restore_states
+from pipefit.checkpoint.optim import optimization_of, optimizer_tensors
 from pipefit.runtime.compiled import CompiledRank, compile_rank
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.progress import Progress
@@ -28,14 +32,15 @@ from pipefit.spill.rank import Spilling, make_arena, make_stand_in
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tiers import Key
 from pipefit.stage.materialise import initialise, is_meta, stand_in
+from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
 from pipefit.study.execute.admission import build_trial, on_meta, recipe_of
-from pipefit.study.execute.resident import ResidentState, shared_parameters
-from pipefit.study.execute.trial_files import TrialState, commit_mark, open_tier, read_state, state_of
+from pipefit.study.execute.trial_files import Resident, TrialState, commit_mark, open_tier, read_state, state_of
 from pipefit.study.trial import NoRoomError, Trial
 from pipefit.study.turns import Turn, step_program, turns_of
 
 _RESIDENT = "resident"
+_OWN, _GRADIENT, _SUMS = "own/", "gradient/", "sums/"
 
 
 class OpenTrial:
@@ -79,7 +84,7 @@ class OpenTrial:
         self.number, self.trial, self.folder, self.step = number, trial, folder, 0
         self._device, self._is_limited = device, capacity_bytes > 0
         self._mark: object = None
-        self._loaded: dict[int, tuple[int, bytes]] = {}
+        self._loaded: set[int] = set()
         found = read_state(folder)
         is_new = found is None
         if found is not None:
@@ -99,7 +104,7 @@ class OpenTrial:
         self.program = step_program(len(layers), trial.microbatches, training.clip_norm is not None, slots)
         drawn = {stage for stage, listed in layers.items() if is_meta(listed)}
         stand_in(recipe.layers, partial(make_stand_in, device=device))
-        shared, rules = shared_parameters(layers), state_rules(training.optimizer, device)
+        (shared, resident), rules = _places(layers), state_rules(training.optimizer, device)
         header = self.program.header
         stores = {s: SpilledStore(s, listed, shared, training, header, rules, device) for s, listed in layers.items()}
         self.tier = open_tier(folder, Lanes(device, threaded=False), device)
@@ -117,7 +122,11 @@ class OpenTrial:
                 store.hold(0)
         self.worker = Worker.create(0, training, layers, {}, device, self.spilling)
         self.engine = Engine([self.worker], len(layers), Session(0, 1, None, Progress()), device)
-        self.resident = ResidentState(self.worker, shared)
+        self._has_shared = bool(shared)
+        # What several shards use belongs to the first of them.
+        self._own = {s: [places[0] for places in resident if places[0].stage == s] for s in layers}
+        used = [(place.stage, places[0].stage) for places in resident for place in places]
+        self._homes = {s: {s} | {home for user, home in used if user == s} for s in layers}
         if is_new:
             for stage in stores:
                 self.keep_resident(stage)
@@ -142,10 +151,13 @@ class OpenTrial:
             commit = self.tier.recover(check=False)
             self.step, self.state, self._mark = commit.step, state_of(commit), mark
             self.spilling.parked.restore(self.state.parked)
+            self.spilling.resident.restore(self.state.places)
+            self._loaded.clear()
 
     def commit(self, step: int) -> None:
         """Commits all that was written, and the state."""
         self.state.parked = self.spilling.parked.describe()
+        self.state.places = self.spilling.resident.describe()
         self.spilling.commit(step, msgspec.to_builtins(self.state, str_keys=True))
         self.spilling.settle()
         self.step, self._mark = step, commit_mark(self.folder)
@@ -167,16 +179,21 @@ class OpenTrial:
 
     def end_turn(self) -> None:
         """Releases the weights that shards share, under a limit."""
-        if self._is_limited and self.resident.is_shared:
+        if self._is_limited and self._has_shared:
             self.release()
 
     def release(self) -> None:
         """Releases the device's memory; the tier has everything."""
         self._attach(Arena({}, {}, self._device))
         self._has_slots = False
-        if self.resident.is_shared:
-            self.resident.release()
-            self._loaded.clear()
+        self._loaded.clear()
+        for home, own in self._own.items():
+            for _, module, key in own:
+                if (parameter := module._parameters.get(key)) is not None:
+                    self.spilling.stores[home].point(parameter, make_stand_in(parameter, self._device))
+                    parameter.grad = None
+                    if home in self.worker.optimizers:
+                        self.worker.optimizers[home].state.clear()
 
     def close(self) -> None:
         """Ends the use of the tier; turns that were not committed are lost."""
@@ -192,27 +209,79 @@ class OpenTrial:
 
     def load_resident(self, stage: int) -> None:
         """Brings what a shard needs in addition to its records up to date."""
-        for home in sorted(self.resident.homes[stage]):
-            version = self.state.residents[home]
-            if self._loaded.get(home, (-1, b""))[0] != version:
-                copy, tensors = self.spilling.parked.read(Key(home, _RESIDENT, version % 2), keep=True)
-                copy.wait()
-                data = bytes(tensors()[0].cpu().numpy())
-                self.resident.unpack(home, data)
-                self._loaded[home] = version, _digest(data)
+        for home in sorted(self._homes[stage] - self._loaded):
+            self._restore(home)
+        self._loaded |= self._homes[stage]
 
     def keep_resident(self, stage: int) -> None:
-        """Writes the resident state of a shard where it has changed: not over the one that the last commit names."""
-        before, known = self._loaded.get(stage, (-1, b""))
-        data = self.resident.pack(stage)
-        if (digest := _digest(data)) != known:
-            version = before + 1
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self.spilling.writes.append(self.spilling.parked.write(Key(stage, _RESIDENT, version % 2), [tensor]))
-            self._loaded[stage] = version, digest
-            self.state.residents[stage] = version
+        """Starts to write what a shard has in addition to its records, all of which are on the tier."""
+        for home in sorted(self._homes[stage]):
+            found = dict(self._resident(home))
+            if found:
+                self.spilling.writes.append(self.spilling.resident.write(Key(home, _RESIDENT), list(found.values())))
+            states = self.spilling.stores[home].states
+            known = sorted(states.known) if states else []
+            self.state.residents[home] = Resident(list(found), optimization_of(self.worker, [home]), known)
+        self._loaded |= self._homes[stage]
+
+    def _resident(self, home: int) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of buffers, weights that several shards use, sums of batch norms, and states of a shard."""
+        for place, (_, module, key) in enumerate(self._own[home]):
+            tensor = getattr(module, key)
+            yield f"{_OWN}{place}", tensor.detach()
+            if tensor.grad is not None:
+                yield f"{_GRADIENT}{place}", tensor.grad
+        for place, norm in enumerate(self.worker.stages[home].batchnorms):
+            if (sums := norm.gathered(0)) is not None:
+                yield f"{_SUMS}{place}", sums
+        moved = self.spilling.stores[home].stand_ins
+        for name, value in optimizer_tensors(self.worker, home, all_ties=True):
+            if value.data_ptr() not in moved:
+                yield name, value
+
+    @torch.no_grad()
+    def _restore(self, home: int) -> None:
+        """Restores what a shard has in addition to its records."""
+        state, tensors = self.state.residents[home], {}
+        if state.tensors:
+            copy, read = self.spilling.resident.read(Key(home, _RESIDENT), keep=True)
+            copy.wait()
+            # Copies: what was read is not to be taken for what is written next.
+            tensors = {name: tensor.clone() for name, tensor in zip(state.tensors, read(), strict=True)}
+        for place, (_, module, key) in enumerate(self._own[home]):
+            tensor, value = getattr(module, key), tensors.pop(f"{_OWN}{place}")
+            if isinstance(tensor, nn.Parameter):
+                self.spilling.stores[home].point(tensor, value.to(self._device))
+                gradient = tensors.pop(f"{_GRADIENT}{place}", None)
+                tensor.grad = None if gradient is None else gradient.to(self._device)
+            else:
+                tensor.copy_(value)
+        for place, norm in enumerate(self.worker.stages[home].batchnorms):
+            sums = tensors.pop(f"{_SUMS}{place}", None)
+            norm._seen, norm._gathered = {}, {} if sums is None else {0: sums.to(self._device)}
+        restore_states(self.worker, home, state.optimization, state.known, tensors)
 
 
-def _digest(data: bytes) -> bytes:
-    """Stands for data that is not kept: weights that shards share may be large."""
-    return hashlib.blake2b(data).digest()
+class _Place(NamedTuple):
+    """A place of a parameter or buffer: a shard, one of its modules, and the key there."""
+
+    stage: int
+    module: nn.Module
+    key: str
+
+
+def _places(layers: Mapping[int, Sequence[NamedLayer]]) -> tuple[set[int], list[list[_Place]]]:
+    """The places of what no record of a shard holds.
+
+    Returns:
+        Ids of the parameters that several shards use, and the places of each of them and of each buffer.
+    """
+    found: dict[object, list[_Place]] = {}
+    for stage, listed in layers.items():
+        for module in (module for layer in listed for module in layer.module.modules()):
+            for key, parameter in module.named_parameters(recurse=False):
+                found.setdefault(id(parameter), []).append(_Place(stage, module, key))
+            for key, _ in module.named_buffers(recurse=False):
+                found.setdefault((id(module), key), []).append(_Place(stage, module, key))
+    shared = {what for what, places in found.items() if isinstance(what, int) and len({p.stage for p in places}) > 1}
+    return shared, [places for what, places in found.items() if what in shared or isinstance(what, tuple)]

@@ -98,8 +98,7 @@ def _keep(opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
             what = f"the loss of step {opened.step + 1} is {state.loss}"
             raise NonFiniteLossError(f"{what}: lower the learning rate or clip the gradients")
     _note(opened, turn, run)
-    for home in sorted(opened.resident.homes[turn.stage]):
-        opened.keep_resident(home)
+    opened.keep_resident(turn.stage)
     if state.turn + 1 < len(opened.turns):
         state.turn += 1
         opened.commit(opened.step)

@@ -1,6 +1,6 @@
 """The files of a trial between two turns: its tier, the commit that says which turn comes next, and the losses so far.
 
-    trial.tier      records: weights, optimizer states and gradients of shards, data between them, resident states
+    trial.tier      records: weights, optimizer states and gradients of shards, data between them, buffers
     trial.commit    the last turn that is done, with the place of each record; replaced as a whole
     losses          of each step done
 
@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from pipefit.checkpoint.manifest import Optimization
 from pipefit.errors import DamageError, TierError
 from pipefit.spill.lanes import Lanes
 from pipefit.spill.tier_file import Commit, read_commits
@@ -27,6 +28,20 @@ from pipefit.study.trial import Figures, Progress
 
 _NAME, _LOSSES = "trial", "losses"
 _ENTRY = struct.Struct("<qddI")
+
+
+class Resident(msgspec.Struct, forbid_unknown_fields=True):
+    """The part of a shard's state that its records do not hold.
+
+    Attributes:
+        tensors: names of those in the record of what stays on the device.
+        optimization: of its optimizer and learning-rate schedule; empty where nothing trains.
+        known: states that its optimizer has made.
+    """
+
+    tensors: list[str]
+    optimization: list[Optimization]
+    known: list[int]
 
 
 class TrialState(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,7 +58,8 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
         reached: of each shard, the weights that have a gradient on the tier.
         parked: tensors on the tier, as `ParkedTensors.describe` gives them.
         payloads: (kind, shard, micro-batch, flags, structure) of data between shards.
-        residents: of each shard, the version of its resident state.
+        residents: of each shard.
+        places: of the tensors that stay on the device, as `ParkedTensors.describe` gives them.
     """
 
     counts: list[int]
@@ -56,7 +72,8 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
     reached: dict[int, list[int]] = {}
     parked: list[Any] = []
     payloads: list[tuple[str, int, int, list[bool], str | None]] = []
-    residents: dict[int, int] = {}
+    residents: dict[int, Resident] = {}
+    places: list[Any] = []
 
 
 def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> TierStore:
