@@ -47,7 +47,7 @@ def tick_by_tick(program, cost, repeats=1, contention=False):
     groups = [tuple(map(graph.place, pair)) for pair in {tuple(sorted(item)) for item in graph.partner.items()}]
     groups += [tuple(map(graph.place, group)) for group in graph.collectives]
     waiting = {(group, lap) for group in groups for lap in range(repeats)}
-    start, end, posted, ready, link_free = {}, {}, {}, {}, {}
+    start, end, posted, ready, link_free, last_ready = {}, {}, {}, {}, {}, {}
     at = [(0, 0)] * len(program.ranks)
     state = ["next"] * len(program.ranks)
     free = [0] * len(program.ranks)
@@ -97,12 +97,14 @@ def tick_by_tick(program, cost, repeats=1, contention=False):
             lanes, seconds = travel(group)
             if lanes:
                 rivals = [g for g in waiting & ready.keys() if g != (group, lap) and travel(g[0])[0] & lanes]
-                if any(ready[g] == ready[group, lap] for g in rivals):
+                gone = [last_ready.get(lane) for lane in lanes]  # one that took no time may have gone at this moment
+                if ready[group, lap] in [*(ready[g] for g in rivals), *gone]:
                     raise TieError
                 if lanes & promised or any(link_free.get(lane, 0) > now for lane in lanes):
                     promised |= lanes
                     continue
                 link_free.update(dict.fromkeys(lanes, now + seconds))
+                last_ready.update(dict.fromkeys(lanes, ready[group, lap]))
             for rank, index in group:
                 end[rank, lap, index] = now + seconds
             waiting.discard((group, lap))
