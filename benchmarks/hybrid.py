@@ -6,8 +6,8 @@
     2-1         three processes, the first stage on two of them
 
 Each is (t, p, d): tensor width, pipeline depth, data width. Contestants alternate inside the same processes, and
-medians are taken. Predictions know the whole layers as they were measured here (a shard is 1/t of them), the
-links, the cores, the reductions, and the sums inside the layers.
+medians are taken. Predictions know the layers as they were measured here, whole or sharded, the
+links, the cores, the reductions, and every sum inside the layers as it was measured among processes at work.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cyclopts import Parameter
 
 from benchmarks.devices import own_core
 from pipefit.calibrate.overhead import runtime_costs
-from pipefit.cost import RuntimeCosts, of_plan
-from pipefit.cost.tensor import tensor_shard
+from pipefit.calibrate.prediction import costs_on_ranks
+from pipefit.cost import RuntimeCosts
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
@@ -124,7 +124,7 @@ def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
     work = Workload(named_layers(bundle.layers), bundle.loss, optimizer, torch.device("cpu"), example)
     profile = agreed_profile(work, sizes, session)
     topology = links_of(session, session.num_ranks)
-    contest = _Contest(config, session, profile, topology, runtime_costs(session, topology))
+    contest = _Contest(config, session, profile, work, topology, runtime_costs(session, topology))
     pipes = {name: contest.pipeline(settings) for name, (_, settings) in ways.items()}
     seconds = contest.run(pipes, [bundle.example(config.batch, step) for step in range(config.steps)])
     return [contest.row(name, ways[name][0], pipe, seconds[name]) for name, pipe in pipes.items()]
@@ -140,6 +140,7 @@ class _Contest:
     config: HybridConfig
     session: Session
     profile: Profile
+    work: Workload
     topology: Topology
     runtime: RuntimeCosts
 
@@ -176,9 +177,15 @@ class _Contest:
 
     def row(self, name: str, shape: tuple[int, int, int], pipe: Pipeline, seconds: list[float]) -> HybridRow:
         """Predicted and measured figures of one way."""
-        plan, state = pipe.plan, STATE_PER_WEIGHT["adamw"]
-        shard = tensor_shard(self.profile, plan.tensor, self.topology, sequence=plan.sequence_parallel)
-        cost = of_plan(shard, plan, self.topology, state_per_weight=state, runtime=self.runtime)
+        cost = costs_on_ranks(
+            pipe.plan,
+            self.profile,
+            self.topology,
+            self.session,
+            self.work,
+            STATE_PER_WEIGHT["adamw"],
+            self.runtime,
+        )
         steps = self.config.steps
         predicted_s = simulate(pipe.program, cost, repeats=steps).makespan_s / steps
         moved = pipe.report().traffic

@@ -13,16 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipefit import Pipeline
+from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.checkpoint import export
 from pipefit.errors import PipefitError
 from pipefit.ir import Op
 from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.parallel import Region, TensorRule, make_mesh, shard_layers
-from pipefit.planner import plan
+from pipefit.planner import by_hand, plan
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.session import current
 from pipefit.spec import Layer, Profile, Topology
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.testing import Case, Outcome, run_pipeline
 
 SIZES = {"layers": 2, "hidden": 8, "heads": 4, "vocab": 12, "context": 8}
@@ -180,11 +182,16 @@ def load_with_one(place: str) -> tuple[float, dict[str, Tensor]]:
     return pipe.step(*batch(4, 1)), pipe.state_dict()
 
 
-def patient_carriers() -> int:
-    """How many of the threads that carry sums give way."""
-    pipeline(model(), tensor=2, stages=1).step(*batch(4, 0))
+def measured_parts() -> dict[str, Any]:
+    """What two processes measure of their parts, and which of their threads give way."""
+    session = current()
+    layers = named_layers(model())
+    plan = by_hand(len(layers), num_ranks=1, schedule="1f1b", num_microbatches=2, tensor=2, sequence_parallel=True)
+    work = Workload(layers, mean_cross_entropy, torch.optim.SGD, torch.device("cpu"), batch(4, 0))
+    found = profile_of_shard(work, plan, session, Topology.local(2))
     tasks = [task for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()]
-    return [os.sched_getscheduler(int(task.name)) for task in tasks].count(os.SCHED_BATCH)
+    patient = [os.sched_getscheduler(int(task.name)) == os.SCHED_BATCH for task in tasks]
+    return {"profile": found, "class": type(layers[1].module).__name__, "carriers that give way": patient}
 
 
 def bytes_of_four() -> dict[str, tuple[int, float, int]]:

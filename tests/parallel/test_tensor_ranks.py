@@ -168,6 +168,21 @@ def test_mixed_precision_and_divided_optimizers_go_with_tensor_parallelism(tmp_p
         assert wanted[-1] != wanted[0]
 
 
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    return launch(jobs.measured_parts, 2, threads=1, quiet=True)
+
+
+def test_parts_are_measured_alike_and_their_layers_left_as_they_were(measured: list[dict[str, Any]]) -> None:
+    one, other = measured
+    assert one["profile"] == other["profile"]
+    assert one["class"] == "Block"
+    assert one["profile"].microbatch_size == 2
+    # Without what others give, two gathers and two scatters of a block take a microsecond each at least.
+    assert all(layer.forward_s > 4e-6 and layer.backward_s > 4e-6 for layer in one["profile"].layers[1:-1])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart by /proc")
-def test_the_carriers_of_sums_give_way() -> None:
-    assert min(launch(jobs.patient_carriers, 2, threads=1, quiet=True)) >= 1
+def test_the_carriers_of_sums_give_way(measured: list[dict[str, Any]]) -> None:
+    for fact in measured:
+        assert fact["carriers that give way"].count(True) >= 1

@@ -63,7 +63,8 @@ def of_plan(
 
     Args:
         profile: seconds and bytes per layer; they are taken at the plan's micro-batch size. With tensor parallelism
-            they are those of one process of a rank (`pipefit.cost.tensor.tensor_shard`).
+            they are those of one process of a rank: measured (`pipefit.calibrate.tensor_shard`) or computed
+            (`pipefit.cost.tensor.tensor_shard`).
         plan: stages, their ranks, and what else decides costs: sharded optimizer, tensor width, what is spilled.
         topology: links, device speeds and tiers.
         state_per_weight: optimizer bytes per weight byte: 0 for SGD, 1 with momentum, 2 for Adam; None: see

@@ -8,7 +8,7 @@ from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Topology
 
 
-def tensor_shard(profile: Profile, tensor: int, topology: Topology, *, sequence: bool = False) -> Profile:
+def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
     """Profile of one of t devices that share each layer of a GPT as Megatron-LM shards them.
 
     Each block makes two all-reduces of its output in the forward and two in the backward, not overlapped:
@@ -20,8 +20,6 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology, *, sequence:
         profile: an embedding, a layer per block, a head.
         tensor: t.
         topology: whose innermost devices share a layer.
-        sequence: the sequence is sharded too (Korthikanti et al., 2022): outputs and all that is saved are 1/t, and
-            the same bytes move.
     """
     if tensor == 1:
         return profile
@@ -31,24 +29,23 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology, *, sequence:
         moved = 2 * (tensor - 1) / tensor * size
         return moved / link.bandwidth_bytes_per_s + 2 * (tensor - 1).bit_length() * link.latency_s
 
-    parts = tensor if sequence else 1
     layers = []
     for index, layer in enumerate(profile.layers):
         inner = 0 < index < len(profile) - 1
         wait_s = 2 * all_reduce_s(layer.output_bytes) if inner else 0.0
-        whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner and not sequence else 0.0
+        whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner else 0.0
         # Of what a backward in two halves keeps: what enters the two products whose outputs are summed.
-        kept = min(layer.kept_bytes, 2 * layer.output_bytes) if inner and not sequence else 0.0
+        kept = min(layer.kept_bytes, 2 * layer.output_bytes) if inner else 0.0
         layers.append(
             Layer(
                 layer.name,
                 layer.forward_s / tensor + wait_s,
                 layer.backward_input_s / tensor + wait_s,
                 layer.backward_weight_s / tensor,
-                layer.output_bytes / parts,
+                layer.output_bytes,
                 whole + (layer.saved_bytes - whole) / tensor,
                 layer.weight_bytes / tensor,
-                None if layer.grad_bytes is None else layer.grad_bytes / parts,
+                layer.grad_bytes,
                 half_bytes=kept + (layer.kept_bytes - kept) / tensor,
                 step_s=layer.step_s / tensor,
             )

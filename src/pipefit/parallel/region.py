@@ -16,9 +16,9 @@ flat buckets, and messages are split into pieces, all of which need plain tensor
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -143,6 +143,48 @@ class Region:
         self.group.send([x], peer, 0).wait()
         coming.wait()
         return other
+
+
+class Exchange(NamedTuple):
+    """An exchange of the processes of a rank: the name of a method of `Region`, and shape and type of its input."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None = None
+
+    def run(self, region: Region, x: Tensor) -> Tensor:
+        """The same exchange of another tensor of this shape."""
+        return region.sum(x) if self.dim is None else getattr(region, self.name)(x, self.dim)
+
+
+@dataclass
+class Rehearsal(Region):
+    """The first of several processes in isolation: its own tensors take the place of the others'.
+
+    Results have the right shapes, and no process waits for another. What a layer computes in it takes as long as in a
+    run; what `exchanges` names is missing.
+
+    Attributes:
+        exchanges: what would have been exchanged, in order.
+    """
+
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    def sum(self, x: Tensor, op: Any = None, *, spent: bool = False) -> Tensor:
+        """The tensor itself."""
+        self.exchanges.append(Exchange("sum", tuple(x.shape), x.dtype))
+        return x
+
+    def gathered(self, x: Tensor, dim: int) -> Tensor:
+        """As many copies of the tensor as there are processes."""
+        self.exchanges.append(Exchange("gathered", tuple(x.shape), x.dtype, dim))
+        return torch.cat((x,) * self.size, dim)
+
+    def scattered(self, x: Tensor, dim: int) -> Tensor:
+        """The own part of the tensor."""
+        self.exchanges.append(Exchange("scattered", tuple(x.shape), x.dtype, dim))
+        return self.own(x, dim).contiguous()
 
 
 def _unchanged(x: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ import msgspec
 import torch
 from torch import nn
 
-from pipefit.calibrate.overhead import runtime_costs
-from pipefit.cost import CostModel, of_plan
-from pipefit.cost.tensor import tensor_shard
+from pipefit.calibrate.prediction import costs_on_ranks, prediction_of
+from pipefit.cost import CostModel
 from pipefit.data import sample
 from pipefit.errors import PipefitError
 from pipefit.models import ModelBundle, build, parse_options
@@ -34,7 +33,7 @@ from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
 from pipefit.schedules import shape_of
 from pipefit.simulate import simulate
-from pipefit.spec import Plan, Prediction, Profile, Topology
+from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import Parallelism
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
@@ -129,9 +128,7 @@ def _cost(
     if (config.request.spill or plan.spill) is not None and not topology.tiers:
         tier = machine_tier(config.spill, work, session, topology.tier_shares(plan.placement.num_ranks))
         topology = msgspec.structs.replace(topology, tiers=(tier,))
-    shard = tensor_shard(profile, plan.tensor, topology, sequence=plan.sequence_parallel)
-    state = STATE_PER_WEIGHT[config.optimizer]
-    return of_plan(shard, plan, topology, state_per_weight=state, runtime=runtime_costs(session, topology))
+    return costs_on_ranks(plan, profile, topology, session, work, STATE_PER_WEIGHT[config.optimizer])
 
 
 def _pipeline(config: RunConfig, subject: _Subject, plan: Plan) -> Pipeline:
@@ -155,14 +152,7 @@ def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan
     else:
         steps = max(4, -(-32 // plan.num_microbatches))
         timeline = simulate(pipe.schedule(shape_of(plan, num_steps=steps)), cost)
-    period_s = timeline.period_s
-    prediction = Prediction(
-        step_s=timeline.makespan_s / timeline.num_repeats / timeline.program.header.num_steps,
-        period_s=period_s,
-        minibatch_s=period_s,
-        throughput=config.batch / period_s if period_s else 0.0,
-        peak_bytes=tuple(timeline.peak_bytes(rank) for rank in range(len(timeline.program.ranks))),
-    )
+    prediction = prediction_of(plan, timeline, config.batch)
     if config.spill.cap_bytes is not None and plan.prediction is not None:
         # Those that were compared with the cap, to the byte.
         prediction = msgspec.structs.replace(prediction, peak_bytes=plan.prediction.peak_bytes)

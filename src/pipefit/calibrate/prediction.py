@@ -1,0 +1,49 @@
+"""The costs of a plan on the ranks of a run, and its prediction."""
+
+from __future__ import annotations
+
+from pipefit.calibrate.overhead import runtime_costs
+from pipefit.calibrate.tensor_shard import profile_of_shard
+from pipefit.cost import CostModel, RuntimeCosts, of_plan
+from pipefit.profiling.workload import Workload
+from pipefit.runtime.session import Session
+from pipefit.spec import Plan, Prediction, Profile, Topology
+from pipefit.timeline import Timeline
+
+
+def costs_on_ranks(
+    plan: Plan,
+    profile: Profile,
+    topology: Topology,
+    session: Session,
+    work: Workload,
+    state_per_weight: float,
+    runtime: RuntimeCosts | None = None,
+) -> CostModel:
+    """Returns the costs that a plan has on these ranks; all of them call it alike.
+
+    Args:
+        plan: the plan.
+        profile: of the whole model at the plan's micro-batch size.
+        topology: the links between the processes of the run.
+        session: of the run.
+        work: the model and its training; under tensor parallelism its layers are measured once more, as split.
+        state_per_weight: bytes of optimizer states per byte of weights.
+        runtime: costs of the executor; None: measured now.
+    """
+    if plan.tensor > 1:
+        profile = profile_of_shard(work, plan, session, topology)
+    runtime = runtime or runtime_costs(session, topology)
+    return of_plan(profile, plan, topology, state_per_weight=state_per_weight, runtime=runtime)
+
+
+def prediction_of(plan: Plan, timeline: Timeline, batch: int) -> Prediction:
+    """Returns a simulated timeline as a plan's prediction; `batch` samples per step."""
+    period = timeline.period_s
+    return Prediction(
+        step_s=timeline.makespan_s / timeline.num_repeats / timeline.program.header.num_steps,
+        period_s=period,
+        minibatch_s=period,
+        throughput=batch / period if period else 0.0,
+        peak_bytes=tuple(timeline.peak_bytes(rank) for rank in range(len(timeline.program.ranks))),
+    )

@@ -1,0 +1,181 @@
+"""Seconds of a process of a tensor-parallel rank: the work of its shards, measured, then every exchange.
+
+The work is measured in a rehearsal, where nobody waits. Each kind and size of exchange found in it is measured among
+all processes, between stretches of work as long as those of the layers: the longer partners have worked, the less they
+arrive at the same time and with warm caches.
+
+A profile holds seconds of a process on a core of its own, and the simulation lets processes share cores. So the seconds
+measured while n processes shared c cores are multiplied by c/n: in a simulation of all processes they come out again as
+they were measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipefit.parallel import Mesh, Region, make_mesh, release, shard_layers
+from pipefit.parallel.region import Exchange, Rehearsal
+from pipefit.profiling.agreed import agreed_profile
+from pipefit.profiling.clock import Clock
+from pipefit.profiling.links import per_core
+from pipefit.profiling.tensors import batch_of, map_tensors, take, tensors_of
+from pipefit.profiling.untouched import untouched
+from pipefit.profiling.workload import Workload
+from pipefit.runtime.collectives import from_first
+from pipefit.runtime.microbatches import largest_part
+from pipefit.runtime.session import Session
+from pipefit.spec import Plan, Profile, Topology
+from pipefit.stage.split import NamedLayer
+
+_WORK, _REPEATS = 512, 40
+
+Ways = tuple[list[Exchange], list[Exchange]]
+"""Exchanges of a forward and of its backward."""
+
+
+def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Topology) -> Profile:
+    """Measures one process's shard of each layer, with its exchanges with the other processes of the rank.
+
+    All processes of the run call it alike, with whole layers, and get the figures of the first one; the layers are
+    afterwards as before.
+
+    Args:
+        work: the whole model and its training.
+        plan: its tensor width, and whether the sequence is sharded.
+        session: the processes of the run.
+        topology: the links between them, and the cores that they share, as the plan is simulated with.
+
+    Raises:
+        PipefitError: the processes do not fit the plan, or the model or its input cannot be sharded so.
+    """
+    layers, example = work.layers, work.batch("measuring the layers")
+    device = next((p.device for layer in layers for p in layer.module.parameters()), torch.device("cpu"))
+    num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
+    region = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, sequence).region
+    assert region is not None
+    size = largest_part(example[0], plan.num_microbatches)
+    silent = Rehearsal(region.group, region.size, 0, region.sequence)
+    with _rehearsed(layers, silent) as shards:
+        shards.check(example[0])
+        shard_loss = shards.loss(work.loss)
+        profile = agreed_profile(replace(work, loss=shard_loss), [size], session)
+        batch = batch_of(example[0])
+        x, y = (map_tensors(lambda leaf: leaf.to(device), take(item, size, batch)) for item in example)
+        each, ends = _exchanges(layers, x, y, shard_loss, silent, device)
+    different = list(dict.fromkeys([*(one for ways in each for way in ways for one in way), *ends]))
+    clock, crowd = Clock(device), per_core(topology, session.num_ranks)
+    count = sum(len(way) for ways in each for way in ways) + len(ends)
+    fill = _matrix_products((profile.step_s or 0.0) / max(count, 1), clock, session)
+    seconds = [
+        added_s(*(_samples_s(one, among, fill, clock) for among in (region, silent)), crowd) for one in different
+    ]
+    first = from_first(session, lambda: seconds)
+    return _with_exchanges(profile, each, ends, dict(zip(different, first, strict=True)))
+
+
+@contextmanager
+def _rehearsed(layers: Sequence[NamedLayer], rehearsal: Rehearsal) -> Iterator[Mesh]:
+    """The layers sharded as in a region, among processes that are not there."""
+    wholes = [(p, p.data) for layer in layers for p in layer.module.parameters()]
+    mesh = Mesh(rehearsal.size, 0, rehearsal)
+    shard_layers(layers, mesh)
+    try:
+        yield mesh
+    finally:
+        release(layers)
+        for parameter, whole in wholes:
+            parameter.data = whole
+
+
+def _exchanges(
+    layers: Sequence[NamedLayer], x: Any, y: Any, loss: Callable[[Any, Any], Tensor], rehearsal: Rehearsal, device: Any
+) -> tuple[list[Ways], list[Exchange]]:
+    """The exchanges of each layer, and of the loss."""
+    each = []
+    with untouched([(layer.name, layer.module) for layer in layers], device, None):
+        for layer in layers:
+            x, *ways = _both_ways(layer.module, x, rehearsal)
+            each.append((ways[0], ways[1]))
+        _, forward, backward = _both_ways(lambda output: loss(output, y), x, rehearsal)
+    return each, forward + backward
+
+
+def _both_ways(
+    work: Callable[[Any], Any], payload: Any, rehearsal: Rehearsal
+) -> tuple[Any, list[Exchange], list[Exchange]]:
+    given = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), payload)
+    rehearsal.exchanges.clear()
+    result = work(given)
+    forward = rehearsal.exchanges.copy()
+    rehearsal.exchanges.clear()
+    roots = [leaf for leaf in tensors_of(result) if leaf.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    return result, forward, rehearsal.exchanges.copy()
+
+
+def _matrix_products(seconds: float, clock: Clock, session: Session) -> Callable[[], None]:
+    """Matrix products that take about so many seconds, as many on every process."""
+    one = torch.ones(_WORK, _WORK, device=clock.device)
+    fastest_s = min(clock.seconds(lambda: one @ one) for _ in range(5))
+    count = from_first(session, lambda: max(round(seconds / fastest_s), 1))
+
+    def work() -> None:
+        for _ in range(count):
+            one @ one
+
+    return work
+
+
+def _samples_s(exchange: Exchange, among: Region, work: Callable[[], None], clock: Clock) -> list[float]:
+    """Seconds of work followed by an exchange, several times."""
+    x = torch.zeros(exchange.shape, dtype=exchange.dtype, device=clock.device)
+
+    def both() -> None:
+        work()
+        exchange.run(among, x)
+
+    dist.barrier()
+    return [clock.seconds(both) for _ in range(_REPEATS)][2:]
+
+
+def added_s(together: Sequence[float], alone: Sequence[float], crowd: float) -> float:
+    """Returns the seconds that an exchange adds to a process that has a core of its own.
+
+    Args:
+        together: seconds of work and exchange, of processes that share cores.
+        alone: seconds of the same work without the exchange.
+        crowd: processes for each core meanwhile, at least 1.
+
+    >>> added_s([6.0] * 20, [2.0] * 20, crowd=2)
+    2.0
+    """
+    return max((statistics.median(together) - statistics.median(alone)) / crowd, 1e-6)
+
+
+def _with_exchanges(
+    profile: Profile, each: Sequence[Ways], ends: Sequence[Exchange], seconds: Mapping[Exchange, float]
+) -> Profile:
+    """The profile with the seconds of its exchanges."""
+
+    def total(exchanges: Sequence[Exchange]) -> float:
+        return sum(seconds[exchange] for exchange in exchanges)
+
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            forward_s=layer.forward_s + total(forward),
+            backward_input_s=layer.backward_input_s + total(backward),
+        )
+        for layer, (forward, backward) in zip(profile.layers, each, strict=True)
+    )
+    return msgspec.structs.replace(profile, layers=layers, loss_s=profile.loss_s + total(ends))
