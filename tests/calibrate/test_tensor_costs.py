@@ -62,8 +62,7 @@ def rehearsed(sequence: bool = False) -> tuple[list[shard.Ways], list[Exchange],
     with shard._rehearsed(layers, rehearsal) as divided:
         loss = divided.loss(mean_cross_entropy)
         each, ends = shard._exchanges(layers, x, y, loss, rehearsal, CPU)
-        chain = [(layer.prefix, layer.module) for layer in layers]
-        measured = profile_layers(chain, x, loss, y, repeats=1, warmup=0)
+        measured = profile_layers(layers, x, loss, y, repeats=1, warmup=0)
     return each, ends, measured
 
 

@@ -101,7 +101,7 @@ def _exchanges(
 ) -> tuple[list[Ways], list[Exchange]]:
     """The exchanges of each layer, and of the loss."""
     each = []
-    with untouched([(layer.name, layer.module) for layer in layers], device, None):
+    with untouched(layers, device, None):
         for layer in layers:
             x, *ways = _both_ways(layer.module, x, rehearsal)
             each.append((ways[0], ways[1]))

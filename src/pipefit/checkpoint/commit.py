@@ -23,8 +23,9 @@ import msgspec
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, Optimization, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded_optimizer import whole_states
-from pipefit.checkpoint.state import Trained, aliases_of, saved_forms, saved_stages, saved_tensors
+from pipefit.checkpoint.state import aliases_of, saved_forms, saved_stages, saved_tensors
 from pipefit.checkpoint.tensor_files import write_tensors
+from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.progress import SAVING

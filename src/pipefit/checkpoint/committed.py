@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.optim import by_parameter, optimization_of, optimizer_tensors, restore_optimizer
-from pipefit.checkpoint.state import Trained, weights_of
+from pipefit.checkpoint.state import weights_of
+from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker

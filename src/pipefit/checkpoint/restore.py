@@ -15,8 +15,9 @@ from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
 from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, parameter_and_key, restore_optimizer
-from pipefit.checkpoint.state import Trained, weights_of
+from pipefit.checkpoint.state import weights_of
 from pipefit.checkpoint.tensor_files import DTYPES
+from pipefit.checkpoint.trained import Trained
 from pipefit.errors import ModelError, PipefitError
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.collectives import agree, attempt, exchange

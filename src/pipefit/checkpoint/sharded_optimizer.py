@@ -22,7 +22,7 @@ from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.stage.weights import WeightStore
 
 if TYPE_CHECKING:
-    from pipefit.checkpoint.state import Trained
+    from pipefit.checkpoint.trained import Trained
     from pipefit.runtime.worker import Worker
 
 Parts = dict[tuple[int, int, str], Tensor]

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from pipefit.checkpoint.optim import optimizer_tensors, parameter_and_key
 from pipefit.errors import ModelError
-from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
-from pipefit.stage.training import Training
-
-
-class Trained(Protocol):
-    """The run that is saved and loaded: a `pipefit.Pipeline`, whose `loop` counts updates and micro-batches."""
-
-    layers: list[NamedLayer]
-    plan: Plan
-    _session: Session
-    _training: Training
-    loop: Any
-
-    @property
-    def num_updates(self) -> int:
-        """Weight updates since training began."""
-
-    @property
-    def workers(self) -> Sequence[Worker]:
-        """The ranks that this process runs."""
 
 
 def saved_stages(plan: Plan, worker: Worker) -> list[int]:

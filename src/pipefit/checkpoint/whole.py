@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pipefit.checkpoint.commit import explained, make_folder
-from pipefit.checkpoint.state import Trained, aliases_of, saved_stages, tensors_of, weights_of
+from pipefit.checkpoint.state import aliases_of, saved_stages, tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
+from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt, broadcast, exchange
 from pipefit.runtime.progress import SAVING

@@ -1,0 +1,30 @@
+"""What saving and loading need to know of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pipefit.runtime.session import Session
+from pipefit.runtime.worker import Worker
+from pipefit.spec import Plan
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import Training
+
+
+class Trained(Protocol):
+    """The run that is saved and loaded: a `pipefit.Pipeline`, whose `loop` counts updates and micro-batches."""
+
+    layers: list[NamedLayer]
+    plan: Plan
+    _session: Session
+    _training: Training
+    loop: Any
+
+    @property
+    def num_updates(self) -> int:
+        """Weight updates since training began."""
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The ranks that this process runs."""
