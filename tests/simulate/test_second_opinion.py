@@ -47,7 +47,7 @@ def tick_by_tick(program, cost, repeats=1, contention=False):
     groups = [tuple(map(graph.place, pair)) for pair in {tuple(sorted(item)) for item in graph.partner.items()}]
     groups += [tuple(map(graph.place, group)) for group in graph.collectives]
     waiting = {(group, lap) for group in groups for lap in range(repeats)}
-    start, end, posted, ready, link_free, last_ready = {}, {}, {}, {}, {}, {}
+    start, end, posted, ready, link_free = {}, {}, {}, {}, {}
     at = [(0, 0)] * len(program.ranks)
     state = ["next"] * len(program.ranks)
     free = [0] * len(program.ranks)
@@ -97,14 +97,12 @@ def tick_by_tick(program, cost, repeats=1, contention=False):
             lanes, seconds = travel(group)
             if lanes:
                 rivals = [g for g in waiting & ready.keys() if g != (group, lap) and travel(g[0])[0] & lanes]
-                gone = [last_ready.get(lane) for lane in lanes]  # one that took no time may have gone at this moment
-                if ready[group, lap] in [*(ready[g] for g in rivals), *gone]:
+                if any(ready[g] == ready[group, lap] for g in rivals):
                     raise TieError
                 if lanes & promised or any(link_free.get(lane, 0) > now for lane in lanes):
                     promised |= lanes
                     continue
                 link_free.update(dict.fromkeys(lanes, now + seconds))
-                last_ready.update(dict.fromkeys(lanes, ready[group, lap]))
             for rank, index in group:
                 end[rank, lap, index] = now + seconds
             waiting.discard((group, lap))
@@ -163,14 +161,14 @@ def shaken(draw):
 
 
 @st.composite
-def costs(draw, header):
+def costs(draw, header, least_latency=0):
     def each(numbers=whole):
         return tuple(draw(numbers) for _ in range(header.num_stages))
 
     return CostModel(
         each(), each(), each(), step_s=each(), loss_s=draw(whole), load_s=draw(whole), act_bytes=each(),
         weight_bytes=tuple(4 * 3 * size for size in each()), bandwidth_bytes_per_s=Fraction(1, 2),
-        latency_s=draw(whole), post_s=draw(whole), copy_s_per_byte=draw(st.integers(0, 2)),
+        latency_s=draw(st.integers(least_latency, 6)), post_s=draw(whole), copy_s_per_byte=draw(st.integers(0, 2)),
         overhead_s=draw(st.integers(0, 1)),
         speed=tuple(Fraction(1, draw(st.integers(1, 3))) for _ in range(header.num_ranks)),
     )  # fmt: skip
@@ -217,7 +215,7 @@ def test_a_pass_waits_for_the_last_reductions_of_the_one_before_even_where_no_in
 @given(programs(), st.data())
 def test_a_ticking_clock_gives_the_same_times_under_contention(program, data):
     try:
-        agree(program, data.draw(costs(program.header)), contention=True)
+        agree(program, data.draw(costs(program.header, least_latency=1)), contention=True)
     except TieError:
         assume(False)
 
@@ -232,7 +230,8 @@ def with_ports(cost, header):
 @settings(suppress_health_check=[HealthCheck.filter_too_much])
 def test_a_ticking_clock_gives_the_same_times_where_links_share_ports(program, data):
     try:
-        agree(program, with_ports(data.draw(costs(program.header)), program.header))
+        # Of messages at one moment, one of which takes no time, either may be first.
+        agree(program, with_ports(data.draw(costs(program.header, least_latency=1)), program.header))
     except TieError:
         assume(False)
 
