@@ -46,9 +46,15 @@ def imports_of(path: Path, names: set[str]) -> set[str]:
     return found & names
 
 
+NEWER = {("models", "hub.py"), ("cli", "cut.py")}
+"""Modules of features that came after the rooms were rebuilt, in addition to the folder `cutting`."""
+
+
 def test_the_package_does_not_grow():
-    """Lines of code: 33,012 before the rooms were rebuilt; the aim is 25,000. Lower the number with what you remove."""
-    assert sum(map(code_lines, MODULES)) <= 29_000
+    """Lines of code: 33,012 before the rooms were rebuilt, 25,000 after. Lower the numbers with what you remove."""
+    newer = [path for path in MODULES if path.parts[-2] == "cutting" or path.parts[-2:] in NEWER]
+    assert sum(map(code_lines, newer)) <= 900
+    assert sum(map(code_lines, set(MODULES) - set(newer))) <= 24_750
 
 
 def test_no_module_has_more_than_450_lines():
