@@ -98,6 +98,11 @@ def test_a_value_that_skips_a_block_allows_no_cut_there():
         pf.cut(Branches(), torch.randn(4, 8))
 
 
+def test_a_model_that_raises_on_its_example_is_named_with_the_cause():
+    with pytest.raises(ModelError, match="Plain raised RuntimeError on its example: mat1 and mat2"):
+        pf.cut(Plain(), torch.randn(4, 9))
+
+
 def test_cuts_by_hand_name_modules_that_are_called_once():
     made = pf.cut(Plain(), torch.randn(4, 8), cuts=["blocks.1", "blocks.3"])
     assert [layer.name for layer in made.layers] == ["before", "blocks.1", "blocks.3", "after"]

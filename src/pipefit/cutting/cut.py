@@ -130,7 +130,11 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     problems: list[str] = []
     try:
-        calls = calls_of(model, args, kwargs)
+        try:
+            calls = calls_of(model, args, kwargs)
+        except Exception as problem:
+            kind = type(problem).__name__
+            raise ModelError(f"{type(model).__name__} raised {kind} on its example: {problem}") from problem
         for parts in anatomies(model, calls, cuts):
             found = _best(model, parts, example, ways, problems)
             if found is not None:

@@ -151,10 +151,13 @@ def _no_example(path: str) -> Example:
 
 
 def _as_layers(model: object, example: Example | None, path: str) -> nn.Sequential | Cut:
-    """The model as a sequence of layers; any other is cut into them by a batch of the example."""
+    """The model as a sequence of layers; any other is cut into them by a batch of the example, if it has parts."""
     try:
         if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
-            return cut(model, None if example is None else example(3, 0)[0])
+            if not any(True for _ in model.children()):
+                return chain([("model", model)])
+            made = example and call_factory(lambda: example(3, 0), {}, f"{path}: its example")
+            return cut(model, made and made[0])
         layers = named_layers(model)
     except ModelError as problem:
         raise ModelError(f"{path}: {problem}; a factory returns (model, loss, example)") from problem
