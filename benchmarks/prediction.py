@@ -30,7 +30,6 @@ GPT = CompareConfig(
     batch=32,
     steps=1,
     repeats=8,
-    segment=64,
 )
 """GPT of 8 blocks × 256, sequence 128, 32 samples per update.
 
