@@ -1,4 +1,4 @@
-"""How fast things begin: answers of the verbs that never load torch, and ranks from the preloaded fork server."""
+"""Start-up times: of the verbs that never load torch, and of ranks from the preloaded fork server."""
 
 from __future__ import annotations
 

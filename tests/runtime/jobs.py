@@ -1,4 +1,4 @@
-"""What ranks run in these tests; functions that a rank can import by name."""
+"""Functions that ranks run in these tests, importable by name."""
 
 import errno
 import os
@@ -84,7 +84,7 @@ def save_export_and_state(place: str) -> dict[str, Tensor]:
 
 
 def save_where_one_rank_cannot(place: str) -> str:
-    """What each rank hears when one cannot write."""
+    """Messages of each rank when one cannot write."""
 
     def full(*args: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")

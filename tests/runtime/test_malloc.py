@@ -1,4 +1,4 @@
-"""What becomes of memory that is let go of."""
+"""Memory that is freed goes back to the system."""
 
 import platform
 import subprocess

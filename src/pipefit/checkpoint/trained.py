@@ -1,4 +1,4 @@
-"""What saving and loading need to know of a run."""
+"""Facts of a run that saving and loading need."""
 
 from __future__ import annotations
 

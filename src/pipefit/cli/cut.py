@@ -18,7 +18,7 @@ def command(model: ModelName, *, option: ModelOptions = None, seed: int = 0, jso
             built-in model, or your own as package.module:factory or file.py:factory.
         seed: Of the weights.
     """
-    from pipefit.cutting import Cut
+    from pipefit.cutting import Cut, table
     from pipefit.stage.split import named_layers
 
     made = make_model(model, option, seed=seed).layers
@@ -33,4 +33,4 @@ def command(model: ModelName, *, option: ModelOptions = None, seed: int = 0, jso
         for layer, (size, count) in zip(layers, [(0, 0), *crossing], strict=False)
     ]
     merged = dict(made.merged) if isinstance(made, Cut) else {}
-    return Answer({"model": model, "layers": rows, "merged": merged}, lambda: f"{model}: {made}")
+    return Answer({"model": model, "layers": rows, "merged": merged}, lambda: f"{model}: {table(made)}")

@@ -48,7 +48,7 @@ def make_model(name: str, options: list[str] | None, *, seed: int = 0, device: s
 
 
 def importable(name: str) -> str:
-    """The same model by a name under which other processes find it too: a file becomes a module on the path."""
+    """Name under which other processes find the model too: a file becomes a module on the path."""
     place, _, factory = name.rpartition(":")
     file = Path(place)
     if file.suffix != ".py" or not file.is_file() or not file.stem.isidentifier():

@@ -46,7 +46,8 @@ class Cell:
         strategy: its name.
         num_microbatches: per update.
         trainer: the strategy at work on this rank.
-        steps: updates of one repetition.
+        steps: updates of one repetition that are measured.
+        warm_up: updates before them.
         seconds: per update, of each repetition.
         busy: share of the time that each rank computed, of each repetition.
         bubbles: of each repetition.
@@ -57,6 +58,7 @@ class Cell:
     num_microbatches: int
     trainer: Trainer
     steps: int
+    warm_up: int = 0
     seconds: list[float] = field(default_factory=list)
     busy: list[list[float]] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
@@ -73,7 +75,7 @@ class Task:
         description: of the model, in one line.
         source: name of the data.
         batches: that every cell trains on, in the same order.
-        profiles: of the model, by the number of micro-batches.
+        profiles: of the model, by the number of micro-batches; each repetition adds one.
         partition: layers of each stage, one stage per rank.
     """
 
@@ -82,7 +84,7 @@ class Task:
     description: str
     source: str
     batches: list[Batch]
-    profiles: dict[int, Profile]
+    profiles: dict[int, list[Profile]]
     partition: Partition
 
 
@@ -108,14 +110,14 @@ def make_task(config: CompareConfig, session: Session) -> Task:
         torch.device("cpu"),
         batches[0],
     )
-    profiles = {num: agreed_profile(work, [largest_part(batches[0][0], num)], session) for num in counts}
+    profiles = {num: [agreed_profile(work, [largest_part(batches[0][0], num)], session)] for num in counts}
     partition = by_hand(
         len(work.layers),
         num_ranks=session.num_ranks,
         schedule="1f1b",
         num_microbatches=1,
         stages=config.stages or None,
-        profile=profiles[counts[len(counts) // 2]],
+        profile=profiles[counts[len(counts) // 2]][0],
     ).partition
     return Task(config, work, bundle.describe(), source, batches, profiles, partition)
 
@@ -176,5 +178,5 @@ def _trainer(name: str, num: int, task: Task) -> Trainer:
         return DataParallel(work, num)
     if kind == "torch":
         return TorchPipeline(work, task.partition, num, name)
-    plan = plan_of(name, num, task.partition, task.profiles[num], task.config.chunks)
+    plan = plan_of(name, num, task.partition, task.profiles[num][0], task.config.chunks)
     return ScheduledPipeline(work, plan, task.config.seed)

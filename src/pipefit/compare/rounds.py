@@ -1,7 +1,9 @@
 """Measures every cell in the same processes; repetitions go through all cells before the next one begins.
 
-Whatever slows the machine down for a while then slows all cells alike. Ranks meet at a barrier before and after each
-measurement; an idle rank waits there, blocked in the kernel.
+Whatever slows the machine down for a while then slows all cells alike, and the layers, which are profiled in each
+repetition too. Ranks meet at a barrier before and after each
+measurement; an idle rank waits there, blocked in the kernel. A core that was idle is slow at first, so some updates
+come before those that count.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from pipefit.compare.settings import CompareConfig
 from pipefit.compare.strategies import Batch, ScheduledPipeline
 from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.errors import PipefitError
+from pipefit.profiling.agreed import agreed_profile, median_profile
 from pipefit.profiling.clock import half_interquartile_range
 from pipefit.profiling.links import links_of
 from pipefit.run.optimizers import STATE_PER_WEIGHT
 from pipefit.runtime.collectives import gather_rows
+from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
 from pipefit.simulate import simulate
 from pipefit.spec import Topology
@@ -35,6 +39,7 @@ from pipefit.units import format_seconds
 Say = Callable[[str], None]
 
 _KEPT_LOSSES = 4
+_WARM_UP_S = 0.4
 
 
 def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Comparison:
@@ -58,20 +63,21 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     # The collector leaves these objects alone: to look through them at every measurement would take longer than that.
     gc.collect()
     gc.freeze()
-    _repeat(cells, task.batches, config, session, say)
+    _repeat(cells, task, session, say)
     say("memory of every cell")
     rises = [_rise_bytes(lambda cell=cell: cell.trainer.train(task.batches[: cell.steps])) for cell in cells]
     gc.unfreeze()
+    updates = min(len(cell.losses) for cell in cells)
     rows = []
     for cell, rise in zip(cells, rises, strict=True):
         predicted = _predicted(cell, task, topology, runtime)
-        rows.append(_row(cell, rise, predicted, config, session))
+        rows.append(_row(cell, rise, predicted, updates, config, session))
     return Comparison(
         model=task.description,
         data=task.source,
         num_ranks=session.num_ranks,
         batch=config.batch,
-        samples=config.batch * min(len(cell.losses) for cell in cells) if session.rank == 0 else 0,
+        samples=config.batch * updates,
         repeats=len(cells[0].seconds),
         layer_counts=tuple(len(stage.layers) for stage in task.partition.stages),
         rows=rows,
@@ -79,15 +85,18 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     ).with_speedups()
 
 
-def _repeat(cells: list[Cell], batches: list[Batch], config: CompareConfig, session: Session, say: Say) -> None:
+def _repeat(cells: list[Cell], task: Task, session: Session, say: Say) -> None:
     """Goes through the cells, once to warm up and then as often as the settings and the time allow."""
-    started = time.monotonic()
+    config, started = task.config, time.monotonic()
     for repetition in range(config.repeats + 1):
         name = f"repetition {repetition} of {config.repeats}" if repetition else "warming up"
         say(f"{name}, {len(cells)} cells")
         for index, cell in enumerate(cells):
             say(f"measuring: {name}, {index + 1} of {len(cells)}, {cell.strategy} m={cell.num_microbatches}")
-            _measure(cell, batches, session, keep=repetition > 0)
+            _measure(cell, task.batches, session, keep=repetition > 0)
+        for num, profiles in task.profiles.items():
+            size = largest_part(task.batches[0][0], num)
+            profiles.append(agreed_profile(task.work, [size], session, repeats=2, warmup=1))
         spent_s = max(_of_ranks(time.monotonic() - started, session))
         another_s = spent_s * (repetition + 2) / (repetition + 1)
         if config.limit and 0 < repetition < config.repeats and another_s > 60 * config.limit:
@@ -96,21 +105,14 @@ def _repeat(cells: list[Cell], batches: list[Batch], config: CompareConfig, sess
 
 
 def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> None:
-    """Measures a cell once: a few updates, between two barriers."""
-    done = len(cell.losses)
-    mine = [batches[(done + index) % len(batches)] for index in range(cell.steps)]
+    """Measures a cell once: a few updates, between two barriers; those of the first time say how many warm it up."""
     gc.collect()
     gc.disable()
-    dist.barrier()
-    # The calling thread does the work of a rank on a CPU.
-    began, used = time.perf_counter(), time.thread_time()
-    losses = cell.trainer.train(mine)
-    used = time.thread_time() - used
-    dist.barrier()
-    seconds = time.perf_counter() - began
+    _train(cell, batches, session, cell.warm_up)
+    seconds, used = _train(cell, batches, session, cell.steps)
     gc.enable()
-    cell.losses += losses if session.rank == 0 else [0.0] * len(mine)
     if not keep:
+        cell.warm_up = int(_WARM_UP_S * cell.steps / max(_of_ranks(seconds, session)))
         return
     cell.seconds.append(seconds / cell.steps)
     if isinstance(cell.trainer, ScheduledPipeline):
@@ -119,6 +121,21 @@ def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> 
         cell.bubbles.append(timeline.bubble_fraction)
     else:
         cell.busy.append(_of_ranks(used / seconds, session))
+
+
+def _train(cell: Cell, batches: list[Batch], session: Session, steps: int) -> tuple[float, float]:
+    """Some updates of a cell: seconds between two barriers, and those in which this rank had a processor."""
+    done = len(cell.losses)
+    mine = [batches[(done + index) % len(batches)] for index in range(steps)]
+    dist.barrier()
+    # The calling thread does the work of a rank on a CPU.
+    began, used = time.perf_counter(), time.thread_time()
+    losses = cell.trainer.train(mine) if mine else []
+    used = time.thread_time() - used
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    cell.losses += losses if session.rank == 0 else [0.0] * len(mine)
+    return seconds, used
 
 
 def _rise_bytes(work: Callable[[], object]) -> float | None:
@@ -152,9 +169,9 @@ def _of_ranks(value: float, session: Session) -> list[float]:
 
 def _predicted(cell: Cell, task: Task, topology: Topology, runtime: RuntimeCosts) -> tuple[float, float | None] | None:
     """Predicted seconds per update and bubble of a cell; None where there is no prediction."""
-    profile = task.profiles.get(cell.num_microbatches)
-    if profile is None:
+    if cell.num_microbatches not in task.profiles:
         return None
+    profile = median_profile(task.profiles[cell.num_microbatches])
     if cell.strategy in ("accumulate", "one-thread"):
         each_s = sum(layer.total_s for layer in profile.layers) + profile.loss_s
         return each_s * cell.num_microbatches + profile.optimizer_s, None
@@ -171,14 +188,14 @@ def _row(
     cell: Cell,
     rise: float | None,
     predicted: tuple[float, float | None] | None,
+    updates: int,
     config: CompareConfig,
     session: Session,
 ) -> Row:
-    """The figures of a cell; every rank calls it, and rank 0's count."""
+    """The figures of a cell, its loss after some updates; every rank calls it, and rank 0's count."""
     figures: Any = [rise if rise is not None else -1.0, cell.trainer.state_bytes]
     rises, states = zip(*gather_rows(session, figures), strict=True)
     middle = statistics.median(cell.seconds)
-    losses = cell.losses[: config.steps * (config.repeats + 1)]
     return Row(
         strategy=cell.strategy,
         num_microbatches=cell.num_microbatches,
@@ -190,6 +207,6 @@ def _row(
         predicted_over_measured=predicted[0] / middle if predicted else None,
         utilisation=tuple(statistics.median(shares) for shares in zip(*cell.busy, strict=True)),
         peak_bytes=tuple(a + b for a, b in zip(rises, states, strict=True)) if min(rises) >= 0 else (),
-        final_loss=statistics.mean(losses[-_KEPT_LOSSES:]) if session.rank == 0 else None,
+        final_loss=statistics.mean(cell.losses[:updates][-_KEPT_LOSSES:]) if session.rank == 0 else None,
         spread=half_interquartile_range(cell.seconds) / middle,
     )

@@ -1,3 +1,3 @@
 """Any `nn.Module` as a row of layers."""
 
-from pipefit.cutting.cut import Cut, as_layers, cut
+from pipefit.cutting.cut import Cut, as_layers, cut, table

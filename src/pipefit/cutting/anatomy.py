@@ -38,7 +38,7 @@ class Anatomy(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What one run of the whole model showed.
+    """Record of one run of the whole model.
 
     Attributes:
         entries: leaves of each block's arguments.
@@ -111,6 +111,16 @@ def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | Non
         if len(found) > 1 and tuple(found) not in known:
             known.add(tuple(found))
             yield _anatomy(model, found)
+
+
+def called_again(model: nn.Module, calls: Sequence[Call]) -> tuple[str, int] | None:
+    """The largest module with weights that one forward calls several times, with the number; None: there is none."""
+    times = Counter(call.path for call in calls)
+    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
+    largest = max(
+        (path for path in times if times[path] > 1 and sizes[path]), key=lambda path: sizes[path], default=None
+    )
+    return None if largest is None else (largest, times[largest])
 
 
 def _is_listed(modules: Mapping[str, nn.Module], path: str, order: Sequence[str]) -> bool:

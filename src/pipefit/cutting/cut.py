@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, calls_of, observe
-from pipefit.cutting.own import Call, Labels, Routers, is_transformers, loss_of, random_batch, result
+from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
+from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
 from pipefit.cutting.proof import prove
 from pipefit.cutting.shell import CutLayer, Payload, Shell
 from pipefit.cutting.stubs import Stub
 from pipefit.errors import ModelError
+from pipefit.stage.materialise import InitialiseLayer, lent_weights
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.units import columns, counted, format_bytes, format_count
 
@@ -34,6 +35,7 @@ class Cut:
         merged: blocks before which it cannot be cut, with the reason.
         loss: the model's own, (output, batch) -> mean; None: it has none.
         weigh: how much a batch counts in that mean; None: by its samples.
+        initialise_layer: gives layers of the meta device their weights; None: they have them.
     """
 
     layers: tuple[NamedLayer, ...]
@@ -43,6 +45,7 @@ class Cut:
     merged: tuple[tuple[str, str], ...] = ()
     loss: Callable[[Any, Any], Tensor] | None = None
     weigh: Callable[[Any], float] | None = None
+    initialise_layer: InitialiseLayer | None = None
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -50,15 +53,23 @@ class Cut:
 
     def __str__(self) -> str:
         """A table of the layers with what enters each of them for the example."""
-        rows = [("layer", "parameters", "enters", "")]
-        entering = [
-            ("the batch", ""),
-            *((format_bytes(size), counted(count, "tensor")) for size, count in self.crossing),
-        ]
-        for layer, enters in zip(self.layers, entering, strict=True):
-            rows.append((layer.name, format_count(sum(p.numel() for p in layer.module.parameters())), *enters))
-        lines = [f"{len(self)} layers, proved equal to the whole model", *columns(rows)]
+        entering = [("the batch", ""), *((format_bytes(size), counted(n, "tensor")) for size, n in self.crossing)]
+        rows = [(*row, *enters) for row, enters in zip(_rows(self.layers), entering, strict=True)]
+        head = f"{len(self)} layers, proved equal to the whole model"
+        lines = [head, *columns([("layer", "parameters", "enters", ""), *rows])]
         return "\n".join([*lines, *(f"no cut before {path}: {why}" for path, why in self.merged)])
+
+
+def table(model: Any) -> str:
+    """A table of the layers of a model that is a sequence of them, or was cut."""
+    if isinstance(model, Cut):
+        return str(model)
+    layers = named_layers(model)
+    return "\n".join([f"{len(layers)} layers", *columns([("layer", "parameters"), *_rows(layers)])])
+
+
+def _rows(layers: Sequence[NamedLayer]) -> list[tuple[str, str]]:
+    return [(layer.name, format_count(sum(p.numel() for p in layer.module.parameters()))) for layer in layers]
 
 
 def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -72,7 +83,8 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     """Cuts a model into layers, and proves the cut on an example.
 
     Args:
-        model: stays as it is; its forward runs a few times in the mode it is in.
+        model: stays as it is; its forward runs a few times in the mode it is in. Weights of the meta device are lent
+            memory for the while.
         example: one batch: a tensor, a tuple of positional or a dict of keyword arguments; None: a random one, which
             models of transformers have.
         cuts: paths of modules before which the model may be cut; None: the blocks of its repeated list.
@@ -91,8 +103,10 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
         )
     example = random_batch(model, 3) if example is None else example
     ways = (Call.of(model), result, Routers.of(model)) if own else (plain_arguments, _as_it_is, None)
-    found = _cut(model, example, cuts, ways)
-    return replace(found, loss=loss_of(model), weigh=Labels.of(model)) if own else found
+    with lent_weights(model):
+        found = _cut(model, example, cuts, ways)
+    loss, weigh = loss_of(model) if own else (None, None)
+    return replace(found, loss=loss, weigh=weigh)
 
 
 class Layers(NamedTuple):
@@ -144,7 +158,9 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-    kind = type(model).__name__
+    kind, again = type(model).__name__, called_again(model, calls)
+    if again:
+        problems.append(f"{again[0]} is called {again[1]} times in one forward, so that it would be in several layers")
     reason = "; ".join(problems) or "no list of blocks, and no children that are called one after the other"
     raise ModelError(
         f"{kind} cannot be cut: {reason}. Give cuts=['path.to.module', …], modules that are called once and after each "

@@ -1,4 +1,4 @@
-"""What a model of transformers knows of itself: how it is called, its loss, and batches of its kind."""
+"""Models of transformers: how one is called, its loss, and batches of its kind."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def result(output: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Labels:
-    """How much a batch counts: its labels that are not -100, or its samples where labels are none of words.
+    """Weight of a batch in the mean: its labels that are not -100, or its samples where labels are no tokens.
 
     Attributes:
         shifted: each place predicts the next one, so the first label of a sequence is never predicted.
@@ -104,15 +104,22 @@ def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: L
     """
     if "loss" not in output:
         _labels(batch)
-        raise ModelError("the model gives no loss of its own; give loss=function(output, batch)")
+        raise ModelError("the model gave no loss for these labels; give loss=function(output, batch)")
     if weigh(batch) > 0:
         return output["loss"]
     return torch.stack([value.sum() * 0 for name, value in output.items() if name != "loss"]).sum()
 
 
-def loss_of(model: nn.Module) -> Callable[[Any, Any], Tensor]:
-    """A model's own loss as (output, batch) -> mean."""
-    return functools.partial(own_loss, weigh=Labels.of(model))
+def loss_of(model: nn.Module) -> tuple[Callable[[Any, Any], Tensor] | None, Labels | None]:
+    """A model's own loss as (output, batch) -> mean, and how much a batch counts in it; None: it takes no labels."""
+    if not _takes_labels(model):
+        return None, None
+    weigh = Labels.of(model)
+    return functools.partial(own_loss, weigh=weigh), weigh
+
+
+def _takes_labels(model: nn.Module) -> bool:
+    return "labels" in inspect.signature(_base(model).forward).parameters
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
         size = getattr(config, "image_size", 32) or 32
         sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
         pixels = torch.randn(samples, getattr(config, "num_channels", 3), *sides, generator=generator).to(kind)
-        if "labels" not in inspect.signature(model.forward).parameters:
+        if not _takes_labels(model):
             return {name: pixels}
         return {name: pixels, "labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -178,7 +185,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
     ids, seen = words(), torch.ones(samples, length, dtype=torch.int64)
     seen[1::2, length - length // 3 :] = 0
     batch = {"input_ids": ids.masked_fill(seen == 0, padding), "attention_mask": seen}
-    if "labels" not in inspect.signature(model.forward).parameters:
+    if not _takes_labels(model):
         return batch
     if "SequenceClassification" in heads:
         return batch | {"labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}

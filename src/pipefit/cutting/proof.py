@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -89,25 +90,21 @@ def _worst(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
 
 
 def _gradients(shell: Shell, example: Any, payload: Any) -> Difference | None:
-    model = shell.model
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not trained:
-        return None
-    got = _gradients_of(payload, [p for _, p in trained])
+    got = _sums_of_gradients(shell.model, payload)
     if got is None:
         return None
     args, kwargs = shell.arguments(example)
-    whole = shell.result(_whole(shell, args, kwargs))
-    wanted = _gradients_of(whole, [p for _, p in trained])
+    wanted = _sums_of_gradients(shell.model, shell.result(_whole(shell, args, kwargs)))
     assert wanted is not None
-    scale = max((float(g.abs().nan_to_num(0).max()) for g in wanted if g is not None and g.numel()), default=0.0)
-    for (name, parameter), mine, other in zip(trained, got, wanted, strict=True):
-        mine, other = (torch.zeros_like(parameter) if g is None else g for g in (mine, other))
+    scale = max((float(sums.abs().nan_to_num(0).max()) for sums in wanted.values() if sums.numel()), default=0.0)
+    for name in {**wanted, **got}:
+        one = next(sums[name] for sums in (wanted, got) if name in sums)
+        mine, other = (sums.get(name, torch.zeros_like(one)) for sums in (got, wanted))
         # What is no number in the whole model either is none of the cut's mistakes.
         far = torch.where(mine.isnan() & other.isnan(), 0, mine - other).abs()
         distance = float(far.max()) if far.numel() else 0.0
         most = max(float(other.abs().nan_to_num(0).max()) if other.numel() else 0.0, scale / 100)
-        if not distance <= 1e4 * torch.finfo(parameter.dtype).eps * most:
+        if not distance <= 1e4 * torch.finfo(one.dtype).eps * most:
             return Difference(None, f"the gradient of {name} differs from the whole model's by {distance / most:.1e}")
     return None
 
@@ -119,11 +116,37 @@ def _whole(shell: Shell, args: Any, kwargs: Any) -> Any:
     return observe(shell.model, parts, args, kwargs, torch.manual_seed).output
 
 
-def _gradients_of(payload: Any, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...] | None:
+def _sums_of_gradients(model: nn.Module, payload: Any) -> dict[str, Tensor] | None:
+    """Weighted sums along the rows of each weight's gradient, which is let go of at once; None: nothing is trained.
+
+    The gradients of a large model are never there all at a time.
+    """
     leaves = [leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if not leaves:
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not leaves or not trained:
         return None
-    # Each number counts a little differently, so that two errors cannot cancel.
-    weights = [torch.linspace(0.5, 1.5, leaf.numel()).view(leaf.shape).to(leaf) for leaf in leaves]
-    found: tuple[Tensor | None, ...] = torch.autograd.grad(leaves, list(parameters), weights, allow_unused=True)
-    return found
+    sums: dict[str, Tensor] = {}
+    before = [(parameter, parameter.grad) for _, parameter in trained]
+
+    def keep(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        rows = parameter.grad.reshape(len(parameter) if parameter.dim() > 1 else 1, -1)
+        sums[name] = rows @ _uneven(rows.shape[1], rows)
+        parameter.grad = None
+
+    for _, parameter in trained:
+        parameter.grad = None
+    handles = [p.register_post_accumulate_grad_hook(functools.partial(keep, name)) for name, p in trained]
+    try:
+        torch.autograd.backward(leaves, [_uneven(leaf.numel(), leaf).view(leaf.shape) for leaf in leaves])
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, grad in before:
+            parameter.grad = grad
+    return sums
+
+
+def _uneven(count: int, like: Tensor) -> Tensor:
+    """Weights that differ, so that two errors do not cancel."""
+    return torch.linspace(0.5, 1.5, count).to(like)

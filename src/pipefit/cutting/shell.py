@@ -54,7 +54,7 @@ class _Reached(BaseException):
 
 
 class Payload(NamedTuple):
-    """What a layer of a cut model takes, as a dict: the batch, the values that cross the border, and carried outputs.
+    """Input of a layer of a cut model, sent as a dict: the batch, the values that cross the border, carried outputs.
 
     `carried` has the outputs of each block that came before.
     """

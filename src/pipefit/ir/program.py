@@ -194,5 +194,5 @@ class Program(msgspec.Struct, frozen=True, dict=True):
         return hashlib.sha256(encoder.encode(self)).hexdigest()[:16]
 
     def with_ranks(self, ranks: list[list[Instruction]]) -> Program:
-        """The same header over other instructions."""
+        """A program with this header and other instructions."""
         return Program(self.header, tuple(map(tuple, ranks)))

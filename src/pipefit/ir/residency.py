@@ -18,7 +18,7 @@ _Value = tuple[str, int, int]
 
 @dataclass
 class _Copies:
-    """What a rank's copies have done so far, by the index of the instruction that did it last.
+    """Copies of a rank so far, by the index of the instruction that last moved each.
 
     Attributes:
         home: the slot in which each (kind, stage) lies.

@@ -22,6 +22,11 @@ def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 mean_cross_entropy.is_mean_cross_entropy = True
 
 
+def mean_square(output: Mapping[str, Tensor], target: Any) -> Tensor:
+    """Mean over all numbers of an output: a loss to try a model with that knows none -> a scalar."""
+    return torch.stack([part.square().mean() for part in output.values()]).mean()
+
+
 def text(options: Mapping[str, Any], batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Windows of random tokens: x, y (batch, context) int64, y one token later than x."""
     generator = torch.Generator().manual_seed(seed)

@@ -3,43 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import random_batch
 from pipefit.errors import ModelError, nearest
 from pipefit.models.examples import Example
-from pipefit.models.factory_options import literal
+from pipefit.models.factory_options import literal, parse_text
+from pipefit.models.hub_folder import FolderWeights, weight_files
+from pipefit.stage.materialise import lent_weights, materialise
 
 PREFIX = "transformers:"
 _NEEDED = "models of transformers need that library: pip install 'pipefit[hf]'"
 
 
 def is_hub(name: str) -> bool:
-    """Whether a name means a model of transformers: `transformers:CLASS`, or a folder with its configuration."""
-    return name.startswith(PREFIX) or (Path(name) / "config.json").is_file()
+    """Whether a name means a model of transformers: `transformers:CLASS`, or a folder."""
+    return name.startswith(PREFIX) or Path(name).is_dir()
 
 
-def hub_model(name: str, options: Mapping[str, object]) -> nn.Module:
-    """A model of transformers in training mode.
+def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple[Cut, Example]:
+    """A model of transformers in training mode, cut into layers, and random batches of its kind.
 
     Args:
-        name: `transformers:LlamaForCausalLM`, with random weights from torch's global random state; or a folder, whose
-            weights are read.
+        name: `transformers:LlamaForCausalLM`, with random weights from torch's global random state; or a folder. Where
+            torch's default device is "meta", the weights of a folder are read later, by who needs them.
         options: fields of the configuration, as values or as words; none for a folder.
+        lora: settings of adapters, like "r=8,alpha=16,target=all-linear"; "": none, all weights are trained.
 
     Raises:
-        ModelError: transformers is not installed, there is no such class or field, or the folder cannot be read.
+        ModelError: transformers is not installed, there is no such class or field, the folder cannot be read, or the
+            model cannot be cut.
     """
     try:
-        import transformers
+        import transformers  # noqa: F401
     except ImportError:
         raise ModelError(f"{name}: {_NEEDED}") from None
-    if not name.startswith(PREFIX):
-        return _from_folder(Path(name), options)
+    if name.startswith(PREFIX):
+        if lora:
+            raise ModelError(f"{name}: adapters are trained over weights of a folder, not over random ones")
+        made = _of_class(name, options)
+        return cut(made), _examples(made)
+    if options:
+        raise ModelError(f"{name}: its configuration is in config.json; options are for {PREFIX}CLASS")
+    is_later = torch.get_default_device().type == "meta"
+    found = pretrained(name, lora=lora)
+    if not is_later:
+        materialise(found.layers, 0, torch.device("cpu"), found.initialise_layer)
+    return found, _examples(found.shell.model)
+
+
+def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
+    """A model from a folder that `save_pretrained` wrote, cut into layers that have no weights yet.
+
+    A `Pipeline` reads the weights: each process those of its stages.
+
+    Args:
+        folder: with configuration and safetensors.
+        lora: settings of adapters (peft), like "r=8,alpha=16,target=all-linear"; "": none, all weights are trained.
+
+    Raises:
+        ModelError: the folder or the settings are not what they should be, or the model cannot be cut.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: expected a folder that save_pretrained wrote, but it has no config.json")
+    files = weight_files(folder)
+    model = _empty(folder)
+    weights = FolderWeights(folder, files, model)
+    return replace(cut(with_adapters(model, lora) if lora else model), initialise_layer=weights)
+
+
+def _examples(model: nn.Module) -> Example:
+    def example(batch: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        made = random_batch(model, batch, seed)
+        return made, made
+
+    return example
+
+
+def _of_class(name: str, options: Mapping[str, object]) -> nn.Module:
+    import transformers
+
     kind = name.removeprefix(PREFIX)
     found: Any = getattr(transformers, kind, None)
     if getattr(found, "config_class", None) is None:
@@ -52,47 +102,75 @@ def hub_model(name: str, options: Mapping[str, object]) -> nn.Module:
             raise ModelError(f"{name}: {type(usual).__name__} has no field {field!r}; {hint}")
     given = {field: literal(value) if isinstance(value, str) else value for field, value in options.items()}
     try:
-        config = found.config_class(**given)
-        # The fused kernels of experts are for GPUs, and know no float64.
-        config._experts_implementation = "eager"
-        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = config.pad_token_id or 0
-        return found(config).train()
+        return _built(found, found.config_class(**given))
     except Exception as problem:
         raise ModelError(f"{name}: {type(problem).__name__}: {problem}") from problem
 
 
-def _from_folder(folder: Path, options: Mapping[str, object]) -> nn.Module:
-    from transformers import AutoConfig
+def _built(kind: Any, config: Any) -> nn.Module:
+    # The fused kernels of experts are for GPUs, and know no float64.
+    config._experts_implementation = "eager"
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0
+    model: nn.Module = kind(config)
+    return model.train()
 
-    if options:
-        raise ModelError(f"{folder}: its configuration is in config.json; options are for {PREFIX}CLASS")
-    pickled = [path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")]
-    if pickled and not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"{folder}: {pickled[0]} is a pickle, which can run any code; convert it where you trust it: "
-            "AutoModel.from_pretrained(folder).save_pretrained(folder)"
-        )
+
+def _empty(folder: Path) -> nn.Module:
+    """The model of a folder, its weights on the meta device, its other buffers as they are computed."""
+    import transformers
+    from accelerate import init_empty_weights
+
     try:
-        import transformers
-
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
-        return kind.from_pretrained(folder, config=config, local_files_only=True).train()
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as problem:
-        raise ModelError(f"{folder}: transformers cannot load it: {problem}") from problem
+        raise ModelError(f"{folder}: transformers cannot read its config.json: {problem}") from problem
+    if getattr(config, "quantization_config", None):
+        raise ModelError(f"{folder}: its weights are quantised, which cannot be trained; take those that are not")
+    named = (getattr(config, "architectures", None) or ["none"])[0]
+    kind = getattr(transformers, named, None)
+    if kind is None:
+        raise ModelError(f"{folder}: config.json names the class {named!r}, which transformers does not have")
+    try:
+        with torch.device("cpu"), init_empty_weights(include_buffers=False):
+            model: Any = _built(kind, config)
+        model.tie_weights()
+    except Exception as problem:
+        raise ModelError(f"{folder}: {named} cannot be built: {type(problem).__name__}: {problem}") from problem
+    return model
 
 
-def hub_parts(name: str, options: Mapping[str, object]) -> tuple[Cut, Example]:
-    """A model of transformers, cut into layers, and random batches of its kind.
+def with_adapters(model: nn.Module, settings: str) -> nn.Module:
+    """A model with LoRA adapters of peft, which alone are trained.
+
+    Args:
+        model: of transformers.
+        settings: like "r=8,alpha=16,target=all-linear"; targets are names with + between them, or all-linear.
 
     Raises:
-        ModelError: see `hub_model`; or it cannot be cut.
+        ModelError: an unknown setting, or no module of a name.
     """
-    model = hub_model(name, options)
+    from peft import LoraConfig, get_peft_model
 
-    def example(batch: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        made = random_batch(model, batch, seed)
-        return made, made
-
-    return cut(model), example
+    known = {"r": "8", "alpha": "16", "dropout": "0", "target": "all-linear"}
+    for name, value in parse_text(settings, "lora").items():
+        if name not in known:
+            raise ModelError(f"lora: unknown setting {name!r}; {nearest(name, known)}")
+        known[name] = value
+    try:
+        target = known["target"]
+        config = LoraConfig(
+            r=int(known["r"]),
+            lora_alpha=float(known["alpha"]),
+            lora_dropout=float(known["dropout"]),
+            target_modules=target if target == "all-linear" else target.split("+"),
+            task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
+        )
+        # Adapters are made where the weights are that they belong to: in memory, for no folder has them.
+        with lent_weights(model):
+            adapted: nn.Module = get_peft_model(model, config)
+    except ValueError as problem:
+        raise ModelError(f"lora={settings}: {problem}") from problem
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return adapted.train()

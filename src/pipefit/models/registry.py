@@ -14,7 +14,7 @@ from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
 from pipefit.models.convolution import convnet
-from pipefit.models.examples import Example, Loss, mean_cross_entropy
+from pipefit.models.examples import Example, Loss, mean_cross_entropy, mean_square
 from pipefit.models.factory import call_factory, find_factory
 from pipefit.models.factory_options import check_options, parse_text, signature_of
 from pipefit.models.gpt import gpt
@@ -90,10 +90,9 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
         ModelError: an unknown name (the nearest is suggested) or option, or a factory that cannot be found, raises,
             or returns something else.
     """
-    if is_hub(name_or_path):
+    if name_or_path not in BUILT_IN and is_hub(name_or_path):
         layers, example = hub_parts(name_or_path, options)
-        assert layers.loss is not None
-        return ModelBundle(name_or_path, layers, layers.loss, example, None, options)
+        return ModelBundle(name_or_path, layers, layers.loss or mean_square, example, None, options)
     factory = _factory(name_or_path)
     given = check_options(factory, options, name_or_path)
     made = call_factory(factory, given, name_or_path)
@@ -110,8 +109,8 @@ def _factory(name_or_path: str) -> Callable[..., Any]:
     if ":" in name_or_path:
         return find_factory(name_or_path)
     if name_or_path not in BUILT_IN:
-        hint = nearest(name_or_path, BUILT_IN)
-        raise ModelError(f"unknown model {name_or_path!r}; {hint} Your own model is given as package.module:factory.")
+        own = "your own is given as package.module:factory, one of transformers as transformers:CLASS or a folder"
+        raise ModelError(f"unknown model {name_or_path!r} ({own}); {nearest(name_or_path, BUILT_IN)}")
     return BUILT_IN[name_or_path].factory
 
 
@@ -121,7 +120,7 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
     Raises:
         ModelError: not NAME=VALUE, an unknown option (the valid ones are listed), or a word of another type.
     """
-    if is_hub(name_or_path):
+    if name_or_path not in BUILT_IN and is_hub(name_or_path):
         return dict(parse_text(text, name_or_path))
     return check_options(_factory(name_or_path), parse_text(text, name_or_path), name_or_path)
 

@@ -154,7 +154,7 @@ class Exchange(NamedTuple):
     dim: int | None = None
 
     def run(self, region: Region, x: Tensor) -> Tensor:
-        """The same exchange of another tensor of this shape."""
+        """Repeats the exchange with another tensor of this shape."""
         return region.sum(x) if self.dim is None else getattr(region, self.name)(x, self.dim)
 
 

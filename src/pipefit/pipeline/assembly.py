@@ -20,7 +20,7 @@ from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling
-from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise
+from pipefit.stage.materialise import InitialiseLayer, forget_others, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import MakeOptimizer, Tie, Training
@@ -64,6 +64,8 @@ def assemble(
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
     spillings: list[Spilling | None] = []
     for rank, part in zip(ranks, parts, strict=True):
+        if initialise and getattr(initialise, "is_complete", False) and any(map(header.is_spilled, part)):
+            _read_shared(part, _shared(part, ties), device, initialise)
         stages = RankStages(rank, part, _shared(part, ties), initialise)
         spillings.append(None)
         if any(header.is_spilled(stage) for stage in part):
@@ -72,9 +74,8 @@ def assemble(
                 share = _host_share(rank, header, plan.partition, layers, session)
                 where = replace(where, host_memory=max(where.host_bytes * share, 1))
             spillings[-1] = Spilling.create(stages, program, training, device, where)
-        for stage, own in part.items():
-            if not header.is_spilled(stage) and is_meta(own):
-                materialise(own, training.seed, device, initialise)
+        staying = [layer for stage, own in part.items() if not header.is_spilled(stage) for layer in own]
+        materialise(staying, training.seed, device, initialise)
     if spill is not None and spill.resume is not False:
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)
@@ -88,6 +89,17 @@ def assemble(
     if session.is_distributed:
         forget_others(layers, {layer.index for part in parts for own in part.values() for layer in own})
     return Engine(workers, header.num_stages, session, device)
+
+
+def _read_shared(
+    part: dict[int, list[NamedLayer]], shared: set[int], device: torch.device, initialise: InitialiseLayer
+) -> None:
+    """Gives memory and weights to shared parameters of the meta device, which stay on the device and stay one."""
+    every = [layer for own in part.values() for layer in own]
+    found = [layer for layer in every if any(p.is_meta and id(p) in shared for p in layer.module.parameters())]
+    stand_in(every, lambda t: torch.empty_like(t, device=device), lambda t: t.is_meta and id(t) in shared)
+    for layer in found:
+        initialise(layer.prefix, layer.module)
 
 
 def end_run(workers: Sequence[Worker], finished: bool) -> None:

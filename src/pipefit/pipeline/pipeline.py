@@ -96,7 +96,8 @@ class Pipeline:
         example = None if example is None else pair_of(example)
         made = as_layers(model, example)
         self.layers: list[NamedLayer] = list(made.layers)
-        loss, weigh = loss or made.loss, updates.weigh or made.weigh
+        weigh = updates.weigh or (made.weigh if loss is None else None)
+        loss = loss or made.loss
         if loss is None:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)

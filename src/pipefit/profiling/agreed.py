@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from pipefit.profiling.measure import profile_sizes
 from pipefit.profiling.workload import Workload
@@ -16,12 +20,15 @@ from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage.materialise import lent_weights
 from pipefit.stage.split import NamedLayer
 
 _REPEATS, _LIMIT_S = 9, 5.0
 
 
-def agreed_profile(work: Workload, microbatch_sizes: Sequence[int], session: Session) -> Profile:
+def agreed_profile(
+    work: Workload, microbatch_sizes: Sequence[int], session: Session, repeats: int = _REPEATS, warmup: int = 3
+) -> Profile:
     """Measures the layers at the micro-batch sizes of the run; every rank gets the figures of rank 0.
 
     All ranks measure at the same time, so that they slow each other down as they will in the run.
@@ -31,6 +38,8 @@ def agreed_profile(work: Workload, microbatch_sizes: Sequence[int], session: Ses
             norms.
         microbatch_sizes: the first is the profile's own, further ones are its `others`.
         session: the ranks of the run.
+        repeats: as in `profile_layers`.
+        warmup: as in `profile_layers`.
     """
     x, y = work.batch("measuring the layers")
     measure = partial(
@@ -40,14 +49,22 @@ def agreed_profile(work: Workload, microbatch_sizes: Sequence[int], session: Ses
         work.loss,
         y,
         microbatch_sizes=microbatch_sizes,
-        repeats=_REPEATS,
+        repeats=repeats,
+        warmup=warmup,
         limit_s=_LIMIT_S,
         threads=None,
         optimizer=work.optimizer,
         clips=work.clips,
     )
-    with _as_trained(work.layers):
+    with lent_weights(nn.ModuleList([layer.module for layer in work.layers])), _as_trained(work.layers):
         return agreed(session, measure)
+
+
+def median_profile(profiles: Sequence[Profile]) -> Profile:
+    """Combines measurements of the same layers: each figure is the median of theirs."""
+    trees: list[Any] = [msgspec.to_builtins(profile) for profile in profiles]
+    merged = tree_map(lambda one, *more: median([one, *more]) if isinstance(one, float) else one, *trees)
+    return msgspec.convert(merged, Profile)
 
 
 def agreed(session: Session, measure: Callable[[], Profile]) -> Profile:

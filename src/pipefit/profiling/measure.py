@@ -24,6 +24,7 @@ from pipefit.spec.profile import Layer, Profile
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import MakeOptimizer
 
+_WARM_UP_S = 0.4
 # Repetitions below which a median says little.
 _FEWEST = 3
 
@@ -63,7 +64,7 @@ def profile_layers(
         target: for the loss, with as many samples as the input.
         microbatch_size: samples per micro-batch; None: as many as the example has.
         repeats: measured turns, at least 1.
-        warmup: turns before them.
+        warmup: turns before them, and before these some passes for 0.4 s; 0: none of both.
         limit_s: seconds after which no new turn begins, once three are measured; None: all of them.
         device: where to measure; None: where the weights are.
         dtype: of floating weights and inputs for the while; None: as they are.
@@ -162,6 +163,9 @@ def _turns(step: Step, repeats: int, warmup: int, limit_s: float | None) -> list
     """Runs the passes alternating; their order changes every time, so that none always follows the same other."""
     turns: list[_Turn] = []
     start = time.perf_counter()
+    # A core that was idle is slow at first.
+    while warmup and time.perf_counter() - start < _WARM_UP_S:
+        step.plain()
     for turn in range(warmup + repeats):
         if limit_s is not None and turn >= warmup + _FEWEST and time.perf_counter() - start > limit_s:
             break

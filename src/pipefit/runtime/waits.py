@@ -68,7 +68,7 @@ def _index(position: Position) -> int:
 
 
 _STATES = {"T": "stopped", "t": "stopped", "Z": "ended"}
-"""What it means that the kernel says so of a process; any other state is of one that runs or waits."""
+"""Meaning of the kernel's state of a process; in any other state it runs or waits."""
 
 
 def _state(position: Position) -> str:

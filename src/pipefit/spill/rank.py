@@ -107,7 +107,8 @@ class Spilling:
         layers = {stage: stages.layers[stage] for stage in spill.stages if stage in stages.layers}
         drawn = {stage for stage, own in layers.items() if is_meta(own)}
         for stage in drawn:
-            if any(id(p) in stages.shared for layer in layers[stage] for p in layer.module.parameters()):
+            weights = [p for layer in layers[stage] for p in layer.module.parameters()]
+            if any(p.is_meta and id(p) in stages.shared for p in weights):
                 raise ModelError(
                     "a model built on the meta device cannot be spilled with weights that several stages share: untie "
                     "them (for gpt: tied=False), or build it in memory"

@@ -368,7 +368,7 @@ def _read_commit(path: Path) -> Commit | None:
 
 
 def read_about(folder: Path, name: str) -> dict[str, Any]:
-    """What the records of a tier are of.
+    """Facts that identify the records of a tier: model, run and optimizer.
 
     Raises:
         TierError: it cannot be read.

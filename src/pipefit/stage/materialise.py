@@ -10,7 +10,8 @@ split and wherever they lie.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import layer_seed
 
 InitialiseLayer = Callable[[str, nn.Module], None]
-"""A model's own way to draw a layer's weights, its attribute `initialise_layer`: from the layer's name and module."""
+"""A model's own way to draw a layer's weights, its attribute `initialise_layer`: from the prefix of the layer's names
+and its module. One with an attribute `is_complete` gives every weight; for others modules draw theirs first."""
 
 _INITIALISATION = -1
 
@@ -69,6 +71,43 @@ def stand_in(
                     module._buffers[name] = make(buffer)
 
 
+@contextmanager
+def lent_weights(root: nn.Module) -> Iterator[None]:
+    """Lends memory to the weights of the meta device for a while, so that the modules can run.
+
+    All of them lie in the same random numbers, each at another place: what is lent is hardly more than the
+    largest weight. Nothing may change them meanwhile.
+    """
+    found = [
+        (module._parameters, name, parameter)
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_meta
+    ]
+    order = {id(parameter): place for place, (_, _, parameter) in enumerate(found)}
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def numbers(dims: range) -> Tensor:
+        size = max((p.numel() for _, _, p in found if p.dim() in dims), default=0)
+        return torch.randn(size + len(found) if size else 0, generator=generator, device="cpu")
+
+    # Vectors are mostly scales of norms, which are about 1.
+    vectors, matrices = numbers(range(2)).mul_(0.1).add_(1), numbers(range(2, 99)).mul_(0.02)
+    lent: dict[int, nn.Parameter] = {}
+    for _, _, parameter in found:
+        memory = vectors if parameter.dim() < 2 else matrices
+        # Not a view: autograd counts the changes of each on its own.
+        part = torch.empty(0).set_(memory.untyped_storage(), order[id(parameter)], parameter.shape)
+        lent[id(parameter)] = nn.Parameter(part.to(parameter.dtype), parameter.requires_grad)
+    try:
+        for owner, name, parameter in found:
+            owner[name] = lent[id(parameter)]
+        yield
+    finally:
+        for owner, name, parameter in found:
+            owner[name] = parameter
+
+
 def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:
     """Frees the weights of layers that no stage of this process holds; names and shapes stay, on the meta device."""
     kept = {id(p) for layer in layers if layer.index in held for p in layer.module.parameters()}
@@ -87,7 +126,7 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
         for layer in layers:
             torch.manual_seed(layer_seed(seed, _INITIALISATION, layer.index))
             for name, module in layer.module.named_modules(prefix=layer.prefix):
-                if not _has_own(module):
+                if not _has_own(module) or getattr(own, "is_complete", False):
                     continue
                 reset = _reset_of(module)
                 if reset is None:

@@ -157,7 +157,7 @@ class OrderProblem:
         return True
 
     def instructions(self, order: Order) -> list[list[Instruction]]:
-        """The same order as instructions."""
+        """The order as instructions."""
         count = self.header.num_stages
         result = []
         for steps in order:

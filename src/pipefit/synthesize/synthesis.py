@@ -200,7 +200,7 @@ def _has_halves(program: Program) -> bool:
 
 
 def _split(problem: OrderProblem, order: Order) -> Order:
-    """The same order with whole backwards in two halves: then gradients leave earlier."""
+    """Splits the whole backwards of an order into halves: then gradients leave earlier."""
     count = problem.header.num_stages
     halves = {BACKWARD * count + s: (INPUT * count + s, WEIGHT * count + s) for s in range(count)}
     return [[half for step in steps for half in halves.get(step, (step,))] for steps in order]

@@ -161,7 +161,7 @@ def _moved(steps: list[int], index: int, random: Random) -> list[int]:
 
 
 def with_whole_backwards(problem: OrderProblem, order: Order) -> Order:
-    """The same order with halves that follow each other made whole, wherever that makes nothing later.
+    """Joins the halves of a backward that follow each other, wherever that makes nothing later.
 
     A whole backward is one instruction, and keeps nothing between its halves.
     """

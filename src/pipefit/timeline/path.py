@@ -157,7 +157,7 @@ def _ahead_on_lane(timeline: Timeline, event: Event, ready: float) -> Event | No
 
 
 def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
-    """What an event has at a time: a copy its lane, a message its link, and with a reduction its ports."""
+    """Resources that an event holds: a copy its lane, a message its link, and with a reduction its ports."""
     i, graph = timeline.instruction(event), dependency_graph(timeline.program)
     if i.op in COPY_OPS:
         return [(event.rank, i.op, i.tier)]

@@ -183,7 +183,7 @@ class Timeline:
 
     @property
     def bubble_over_ideal(self) -> float:
-        """The same idle time as a multiple of the busy time: the bubble of the lectures."""
+        """Idle time as a multiple of the busy time: the bubble of the lectures."""
         busy = sum(self._busy_s)
         return (self.makespan_s * len(self._busy_s) - busy) / busy if busy else 0.0
 

@@ -1,0 +1,188 @@
+"""A folder that `save_pretrained` wrote: its weights, read layer by layer."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.errors import ModelError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MOST_NAMED = 5
+
+
+@dataclass
+class _Group:
+    """Tensors of a folder that one conversion makes weights of.
+
+    Attributes:
+        conversion: of transformers.
+        sources: (name on disk, pattern by which the conversion knows it).
+        targets: names of the weights in the model.
+    """
+
+    conversion: Any
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+
+
+class FolderWeights:
+    """Gives layers their weights from a folder, and reads no others: an `InitialiseLayer`.
+
+    Names on disk are those of the Hub; transformers' own conversions lead from them to the names in the model. Weights
+    get the type that they have in the model, whatever they have on disk.
+
+    Args:
+        folder: where they are.
+        files: of each tensor, from `weight_files`.
+        model: as transformers builds it, on the meta device.
+
+    Raises:
+        ModelError: tensors are missing, superfluous or of other shapes.
+    """
+
+    is_complete = True
+
+    def __init__(self, folder: Path, files: Mapping[str, str], model: Any) -> None:
+        self.folder, self._file_of, self._model = folder, files, model
+        state = dict(model.state_dict(keep_vars=True))
+        self._groups, self._shown = self._grouped(state)
+        # A tied weight is on disk under one of its names.
+        found = {name for group in self._groups.values() for name in group.targets}
+        owner = {id(state[name]): name for name in state if name in found}
+        self._tied = {name: owner.get(id(value), name) for name, value in state.items()}
+        self._check(state, found)
+
+    def __call__(self, prefix: str, module: nn.Module) -> None:
+        """Reads the weights of a layer.
+
+        Args:
+            prefix: of the names of its weights.
+            module: whose weights have memory; those of the meta device stay without.
+        """
+        wanted: dict[str, list[Tensor]] = {}
+        for path, part in module.named_modules(prefix=prefix):
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None and not tensor.is_meta:
+                    plain = saved_name(f"{path}.{name}".removeprefix("."))
+                    wanted.setdefault(self._tied.get(plain, plain), []).append(tensor)
+        for group in self._groups.values():
+            if not wanted.keys().isdisjoint(group.targets):
+                self._read(group, wanted)
+
+    def _read(self, group: _Group, wanted: Mapping[str, list[Tensor]]) -> None:
+        from safetensors import safe_open
+
+        conversion = copy.deepcopy(group.conversion)
+        for name, pattern in group.sources:
+            with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+                conversion.add_tensor(group.targets[0], name, pattern, file.get_tensor(name))
+        made = conversion.convert(group.targets[0], model=self._model, config=self._model.config)
+        with torch.no_grad():
+            for name, value in made.items():
+                for tensor in wanted.get(name, ()):
+                    tensor.copy_(value[0] if isinstance(value, list) else value)
+
+    def _grouped(self, state: Mapping[str, Tensor]) -> tuple[dict[str, _Group], dict[str, str]]:
+        """Groups by their first target; and of each name on disk, where it leads."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        mapping = get_model_conversion_mapping(self._model)
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        base = self._model.base_model_prefix
+        groups: dict[str, _Group] = {}
+        shown: dict[str, str] = {}
+        for name in sorted(self._file_of, key=_natural):
+            target, pattern = rename_source_key(name, renamings, converters, base, state)
+            if target not in state and name in state:
+                target, pattern = name, None
+            shown[name] = target
+            if target not in state:
+                continue
+            conversion = by_pattern[pattern] if pattern else WeightRenaming(name, target)
+            targets = [target]
+            if pattern:
+                targets += [target.replace(conversion.target_patterns[0], t) for t in conversion.target_patterns[1:]]
+            group = groups.setdefault(target, _Group(conversion, targets=targets))
+            group.sources.append((name, pattern or name))
+        return groups, shown
+
+    def _check(self, state: Mapping[str, Tensor], found: set[str]) -> None:
+        ignored = [*(self._model._keys_to_ignore_on_load_missing or ())]
+        missing = [n for n in state if self._tied[n] not in found and not any(re.search(i, n) for i in ignored)]
+        ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"position_ids$"]
+        extra = [n for n, t in self._shown.items() if t not in state and not any(re.search(i, n) for i in ignored)]
+        wrong = []
+        for group in self._groups.values():
+            name, target = group.sources[0][0], group.targets[0]
+            if type(group.conversion).__name__ == "WeightRenaming":
+                shape, expected = self._shape(name), list(state[target].shape)
+                wrong += [f"{name} {shape} instead of {expected}"] if shape != expected else []
+        problems = [("missing", missing), ("not of this model", extra), ("of another shape", wrong)]
+        told = [f"{len(names)} {what}: {_some(names)}" for what, names in problems if names]
+        if told:
+            raise ModelError(
+                f"{self.folder}: its tensors are not those of {type(self._model).__name__}: {'; '.join(told)}; is "
+                "config.json the one these weights were saved with?"
+            )
+
+    def _shape(self, name: str) -> list[int]:
+        from safetensors import safe_open
+
+        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+            return list(file.get_slice(name).get_shape())
+
+
+def saved_name(name: str) -> str:
+    """The name of a weight without what peft adds to it."""
+    return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name.removeprefix("base_model.model."))
+
+
+def weight_files(folder: Path) -> dict[str, str]:
+    """The file of each tensor of a folder with one safetensors file, or several and an index.
+
+    Raises:
+        ModelError: there are none, or only pickles.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    pickled = next((path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")), None)
+    try:
+        if (folder / _INDEX).is_file():
+            files = dict(json.loads((folder / _INDEX).read_text())["weight_map"])
+            lacking = sorted({file for file in files.values() if not (folder / file).is_file()})
+            if lacking:
+                raise ModelError(f"{folder}: {_INDEX} names {_some(lacking)}, which are not there")
+            return files
+        if (folder / _SINGLE).is_file():
+            with safe_open(folder / _SINGLE, framework="pt") as file:
+                return dict.fromkeys(file.keys(), _SINGLE)
+    except (SafetensorError, ValueError, KeyError, TypeError, OSError) as problem:
+        raise ModelError(f"{folder}: its weights cannot be read: {problem}") from problem
+    if pickled:
+        raise ModelError(
+            f"{folder}: {pickled} is a pickle, which can run any code; convert it where you trust it: "
+            "AutoModel.from_pretrained(folder).save_pretrained(folder)"
+        )
+    raise ModelError(f"{folder}: expected {_SINGLE}, or several files with {_INDEX}; found neither")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Orders names with numbers: experts are joined in this order."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
