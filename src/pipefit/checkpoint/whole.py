@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,9 +20,15 @@ from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import sync_folder
 
 
-def whole_state(pipeline: Trained) -> dict[str, Tensor]:
-    """All weights and buffers under the user's names, in the model's order, on the CPU. Every rank must call it."""
+def whole_state(pipeline: Trained, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Weights and buffers under the user's names, in the model's order, on the CPU. Every rank must call it.
+
+    Args:
+        pipeline: between two steps.
+        names: of those that are wanted; None: all.
+    """
     forms = _forms(pipeline)
+    forms = forms if names is None else {name: forms[name] for name in names}
     values = (value.to("cpu", copy=True) for value in _whole_tensors(pipeline, forms))
     return dict(zip(forms, values, strict=True))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
@@ -96,6 +97,10 @@ def _of_ranks(figures: Any) -> list[str]:
     return [f"bubble {figures.bubble:.0%}", "memory " + " + ".join(memory)]
 
 
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(min(loss, 700)):.4g}"
+
+
 def report(result: Any) -> str:
     """The end of a run: how it went, measured next to predicted, a sample, and where everything is."""
     lines = [f"trained {len(result.losses)} steps in {format_seconds(result.seconds)}: " + _rates(result)]
@@ -105,7 +110,10 @@ def report(result: Any) -> str:
         lines[-1] += f"   ({result.baseline[0]}: {result.baseline[1]:.4f})"
     if result.held_out_loss is not None:
         hits = f", accuracy {result.held_out_accuracy:.1%}" if result.held_out_accuracy is not None else ""
-        lines.append(f"held-out loss {result.held_out_loss:.4f}{hits}")
+        before = "" if result.held_out_before is None else f"{result.held_out_before:.4f} → "
+        lines.append(f"held-out loss {before}{result.held_out_loss:.4f}{hits}")
+        if result.held_out_before is not None:
+            lines[-1] += f"   (perplexity {_perplexity(result.held_out_before)} → {_perplexity(result.held_out_loss)})"
     if result.rows:
         alone = len(result.peak_memory_bytes) < len(result.utilisation)
         turns = " (ranks took turns in this one process; the prediction is for a process each)" if alone else ""

@@ -6,11 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from pipefit.errors import DataError, ModelError
 
@@ -23,7 +23,7 @@ def is_transformers(model: object) -> bool:
     return any(kind.__name__ in ("PreTrainedModel", "PeftModel") for kind in type(model).__mro__)
 
 
-def _base(model: nn.Module) -> Any:
+def without_adapters(model: nn.Module) -> Any:
     """The model itself, without what peft has wrapped around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -37,7 +37,7 @@ class Call:
     @classmethod
     def of(cls, model: nn.Module) -> Call:
         """For a model of transformers: nothing is kept for generation."""
-        names = inspect.signature(_base(model).forward).parameters
+        names = inspect.signature(without_adapters(model).forward).parameters
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
         config: Any = getattr(model, "config", None)
         caches = "use_cache" in names or (open_ended and getattr(config, "use_cache", None) is not None)
@@ -74,7 +74,7 @@ class Labels:
     @classmethod
     def of(cls, model: nn.Module) -> Labels:
         """By the loss that the model has."""
-        model = _base(model)
+        model = without_adapters(model)
         config: Any = getattr(model, "config", None)
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
         decodes = not getattr(config, "is_encoder_decoder", False)
@@ -105,7 +105,8 @@ def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: L
     if "loss" not in output:
         _labels(batch)
         raise ModelError("the model gave no loss for these labels; give loss=function(output, batch)")
-    if weigh(batch) > 0:
+    # Labels without data are those of a profile that is computed.
+    if isinstance(_labels(batch), FakeTensor) or weigh(batch) > 0:
         return output["loss"]
     return torch.stack([value.sum() * 0 for name, value in output.items() if name != "loss"]).sum()
 
@@ -119,7 +120,7 @@ def loss_of(model: nn.Module) -> tuple[Callable[[Any, Any], Tensor] | None, Labe
 
 
 def _takes_labels(model: nn.Module) -> bool:
-    return "labels" in inspect.signature(_base(model).forward).parameters
+    return "labels" in inspect.signature(without_adapters(model).forward).parameters
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
     Raises:
         ModelError: the model takes something else.
     """
-    model = _base(model)
+    model = without_adapters(model)
     config = model.config
     generator = torch.Generator().manual_seed(seed)
     name = getattr(model, "main_input_name", "input_ids")
@@ -190,30 +191,3 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
     if "SequenceClassification" in heads:
         return batch | {"labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
     return batch | {"labels": words().masked_fill(seen == 0, IGNORED)}
-
-
-def save_folder(model: nn.Module, state: Mapping[str, Tensor], folder: str | Path) -> Path:
-    """Writes a folder that `from_pretrained` reads: configuration, and weights in the names of the Hub.
-
-    Of a model with adapters (peft) it is these alone, for `PeftModel.from_pretrained`.
-
-    Args:
-        model: of transformers; its own weights do not matter.
-        state: weights by the model's names.
-        folder: made if it is not there.
-
-    Raises:
-        ModelError: the model is none of transformers, or weights are missing.
-    """
-    if not is_transformers(model) or not hasattr(model, "config"):
-        raise ModelError(f"{type(model).__name__} is no model of transformers; save(path) writes its checkpoints")
-    if _base(model) is not model:
-        model.save_pretrained(folder, state_dict=dict(state))
-        return Path(folder)
-    whole: Any = type(model)(model.config).to(next(iter(state.values())).dtype)
-    missing = set(dict(whole.named_parameters())) - set(state)
-    if missing:
-        raise ModelError(f"the weights of {', '.join(sorted(missing)[:5])} are missing")
-    whole.load_state_dict(dict(state), strict=False)
-    whole.save_pretrained(folder)
-    return Path(folder)

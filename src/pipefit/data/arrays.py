@@ -99,9 +99,13 @@ class ArrayBatches(Resumable):
 
     def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
         """Batch number `index`, counted over all epochs, without moving the position."""
-        epoch, within = divmod(index, len(self))
-        rows = self._order(epoch)[within * self._batch : (within + 1) * self._batch]
+        rows = self.rows_at(index)
         return self._x[rows], self._y[rows]
+
+    def rows_at(self, index: int) -> Tensor:
+        """Numbers of the samples in batch number `index`."""
+        epoch, within = divmod(index, len(self))
+        return self._order(epoch)[within * self._batch : (within + 1) * self._batch]
 
     def _order(self, epoch: int) -> Tensor:
         if self._cached[0] != epoch:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.cutting import Cut, cut
-from pipefit.cutting.own import random_batch
+from pipefit.cutting.own import random_batch, without_adapters
 from pipefit.errors import ModelError, nearest
 from pipefit.models.examples import Example
 from pipefit.models.factory_options import literal, parse_text
@@ -24,7 +24,12 @@ _NEEDED = "models of transformers need that library: pip install 'pipefit[hf]'"
 
 def is_hub(name: str) -> bool:
     """Whether a name means a model of transformers: `transformers:CLASS`, or a folder."""
-    return name.startswith(PREFIX) or Path(name).is_dir()
+    return name.startswith(PREFIX) or is_folder(name)
+
+
+def is_folder(name: str) -> bool:
+    """Whether a name means the folder of a model."""
+    return Path(name).is_dir()
 
 
 def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple[Cut, Example]:
@@ -52,7 +57,8 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
     if options:
         raise ModelError(f"{name}: its configuration is in config.json; options are for {PREFIX}CLASS")
     is_later = torch.get_default_device().type == "meta"
-    found = pretrained(name, lora=lora)
+    with torch.device("cpu"):
+        found = pretrained(name, lora=lora)
     if not is_later:
         materialise(found.layers, 0, torch.device("cpu"), found.initialise_layer)
     return found, _examples(found.shell.model)
@@ -77,6 +83,22 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     model = _empty(folder)
     weights = FolderWeights(folder, files, model)
     return replace(cut(with_adapters(model, lora) if lora else model), initialise_layer=weights)
+
+
+def tokenizer_of(found: Cut, folder: str | Path) -> tuple[Any, int, int]:
+    """The tokenizer in a model's folder, the most tokens that the model takes (0: any number), and those it knows.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as problem:
+        raise ModelError(f"{folder}: transformers finds no tokenizer in it: {problem}") from problem
+    config: Any = without_adapters(found.shell.model).config.get_text_config()
+    return tokenizer, getattr(config, "max_position_embeddings", None) or 0, config.vocab_size
 
 
 def _examples(model: nn.Module) -> Example:
@@ -132,7 +154,7 @@ def _empty(folder: Path) -> nn.Module:
     if kind is None:
         raise ModelError(f"{folder}: config.json names the class {named!r}, which transformers does not have")
     try:
-        with torch.device("cpu"), init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False):
             model: Any = _built(kind, config)
         model.tie_weights()
     except Exception as problem:

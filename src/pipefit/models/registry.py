@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from pipefit.cutting import Cut, cut
+from pipefit.cutting.own import without_adapters
 from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
@@ -18,7 +19,7 @@ from pipefit.models.examples import Example, Loss, mean_cross_entropy, mean_squa
 from pipefit.models.factory import call_factory, find_factory
 from pipefit.models.factory_options import check_options, parse_text, signature_of
 from pipefit.models.gpt import gpt
-from pipefit.models.hub import hub_parts, is_hub
+from pipefit.models.hub import hub_parts, is_folder, is_hub
 from pipefit.models.mlp import mlp
 from pipefit.stage.split import named_layers
 
@@ -90,9 +91,8 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
         ModelError: an unknown name (the nearest is suggested) or option, or a factory that cannot be found, raises,
             or returns something else.
     """
-    if name_or_path not in BUILT_IN and is_hub(name_or_path):
-        layers, example = hub_parts(name_or_path, options)
-        return ModelBundle(name_or_path, layers, layers.loss or mean_square, example, None, options)
+    if _is_hub(name_or_path):
+        return hub_bundle(name_or_path, options)
     factory = _factory(name_or_path)
     given = check_options(factory, options, name_or_path)
     made = call_factory(factory, given, name_or_path)
@@ -103,6 +103,17 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     complete = defaults | given
     example = partial(entry.example, complete)
     return ModelBundle(name_or_path, made, mean_cross_entropy, example, entry.data, complete)
+
+
+def hub_bundle(name: str, options: Mapping[str, object], lora: str = "") -> ModelBundle:
+    """A model of transformers; see `hub_parts`."""
+    layers, example = hub_parts(name, options, lora)
+    writes = is_folder(name) and type(without_adapters(layers.shell.model)).__name__.endswith("ForCausalLM")
+    return ModelBundle(name, layers, layers.loss or mean_square, example, "text" if writes else None, options)
+
+
+def _is_hub(name: str) -> bool:
+    return name not in BUILT_IN and is_hub(name)
 
 
 def _factory(name_or_path: str) -> Callable[..., Any]:
@@ -120,7 +131,7 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
     Raises:
         ModelError: not NAME=VALUE, an unknown option (the valid ones are listed), or a word of another type.
     """
-    if name_or_path not in BUILT_IN and is_hub(name_or_path):
+    if _is_hub(name_or_path):
         return dict(parse_text(text, name_or_path))
     return check_options(_factory(name_or_path), parse_text(text, name_or_path), name_or_path)
 

@@ -92,8 +92,9 @@ def evaluate(
     for batch in batches:
         x, y = pair_of(batch)
         engine.mesh.check(x)
-        count = len(y) if isinstance(y, Tensor) else len(pytree.tree_leaves(y)[0])
-        num = min(header.num_microbatches, count)
+        samples = len(y) if isinstance(y, Tensor) else len(pytree.tree_leaves(y)[0])
+        num = min(header.num_microbatches, samples)
+        count = weigh(y) if weigh else samples
         feed = feed_of((x, y), num, 0, "eval", weigh)
         for worker in engine.workers:
             worker.train(False)

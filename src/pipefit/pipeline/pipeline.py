@@ -15,7 +15,6 @@ from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
 from pipefit.checkpoint.whole import whole_state
 from pipefit.cutting import Cut, as_layers
-from pipefit.cutting.own import save_folder
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
@@ -25,6 +24,7 @@ from pipefit.pipeline.batches import DataComparison
 from pipefit.pipeline.losses import evaluate, finite
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
+from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import OnStep, TrainingLoop, number_of
@@ -304,17 +304,18 @@ class Pipeline:
         return save(self, path, extra=extra, keep=keep)
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Writes a folder that transformers reads with `from_pretrained`: configuration and weights, on rank 0.
+        """Writes a folder that transformers reads with `from_pretrained`: configuration, weights, tokenizer.
 
-        Every rank of a run must call it; each holds all weights in the host's memory for the while.
+        Every rank of a run must call it; each writes its own stages, so all need to see the folder. Of a model with
+        adapters these alone are written, for `PeftModel.from_pretrained`.
 
         Raises:
             ModelError: the model is none of transformers.
+            PipefitError: the folder cannot be written.
         """
-        state = self.state_dict()
         shell = getattr(self.layers[0].module, "shell", None)
-        if self.rank == 0:
-            save_folder(self.model if shell is None else shell.model, state, folder)
+        source = getattr(getattr(self.model, "initialise_layer", None), "folder", None)
+        save_folder(self, self.model if shell is None else shell.model, Path(folder), source)
         return Path(folder)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> Checkpoint:

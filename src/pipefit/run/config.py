@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pipefit.errors import PipefitError
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Precision, Request, Spilled, Updates, as_flat, setting
 
@@ -19,7 +20,12 @@ class RunConfig:
         model: a built-in model (gpt, mlp, convnet), or your own as package.module:factory or
             file.py:factory.
         option: options of the model, like layers=8,hidden=256; may be repeated.
-        data: data sets: text, digits, synthetic, or your own text files; default: what the model is made for.
+        lora: train adapters of peft over the weights of a folder, like r=8,alpha=16,target=all-linear; targets are
+            names of modules with + between them, or all-linear.
+        data: data sets: text, digits, synthetic, or your own files: text, or records as .jsonl or .parquet with
+            text, prompt and completion, or messages; default: what the model is made for.
+        context: the most tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.
+        pack: records follow each other without padding, in sequences of that many tokens.
         request: the pipeline.
         precision: the type that layers compute in.
         updates: clipping and seed.
@@ -31,12 +37,17 @@ class RunConfig:
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.
         checkpoint_every: steps between checkpoints; 0: only at the end.
+        evaluate_every: steps between evaluations on held-out data, of which the best is kept; 0: only at the end.
+        patience: evaluations without a better loss after which training ends; 0: never.
         sample: bytes to generate at the end, for language models.
     """
 
     model: str = "gpt"
     option: str = setting("", typed="words")
+    lora: str = setting("", typed="words")
     data: Sequence[str] = setting((), typed="texts")
+    context: int = setting(0, least=0)
+    pack: bool = False
     request: Request = field(default_factory=Request)
     precision: Precision = field(default_factory=Precision)
     batch: int = setting(16, least=1)
@@ -48,6 +59,8 @@ class RunConfig:
     output: str = setting("", "--output", "-o")
     resume: str = ""
     checkpoint_every: int = 0
+    evaluate_every: int = setting(0, least=0)
+    patience: int = setting(0, least=0)
     sample: int = 200
 
     @property
@@ -64,11 +77,24 @@ def with_defaults(config: RunConfig) -> RunConfig:
         under_cap = spread.data_parallel if is_capped else 2
         usual = Plan.load(request.plan).num_processes if request.plan else under_cap
         request = replace(request, parallelism=replace(spread, ranks=usual))
+    if config.patience and not config.evaluate_every:
+        raise PipefitError("--patience counts evaluations: give --evaluate-every too")
     schedule = request.schedule or (AUTO if is_capped else "1f1b")
     return replace(config, request=replace(request, schedule=schedule))
 
 
-_FREE = ("output", "resume", "checkpoint_every", "sample", "disk", "host_memory", "commit_every", "plan")
+_FREE = (
+    "output",
+    "resume",
+    "checkpoint_every",
+    "evaluate_every",
+    "patience",
+    "sample",
+    "disk",
+    "host_memory",
+    "commit_every",
+    "plan",
+)
 """Options that another run may have when it resumes from the records of this one."""
 
 

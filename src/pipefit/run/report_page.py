@@ -59,8 +59,12 @@ def _render(place: Path, data: dict[str, Any]) -> str:
 
 def _loss_chart(place: Path, result: dict[str, Any]) -> str:
     lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    points = [(entry["step"], entry["loss"]) for entry in map(json.loads, lines)]
+    entries = [json.loads(line) for line in lines]
+    points = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
     series = {"training loss": points}
+    held_out = [(entry["step"], entry["held_out_loss"]) for entry in entries if "held_out_loss" in entry]
+    if held_out:
+        series["held-out loss"] = held_out
     if result["baseline"]:
         name, value = result["baseline"]
         series[name] = [(points[0][0], value), (points[-1][0], value)]

@@ -37,6 +37,7 @@ class RunResult:
     baseline: tuple[str, float] | None
     held_out_loss: float | None
     held_out_accuracy: float | None
+    held_out_before: float | None
     predicted: Prediction | None
     measured_period_s: float
     bubble: float
@@ -70,7 +71,7 @@ def write_folder(
     program_text.save(pipe.program, folder / "program.pipe")
     save_trace(predicted, folder / "predicted.trace.json")
     save_trace(measured, folder / "measured.trace.json")
-    result.paths = _pictures(folder, measured, predicted)
+    result.paths |= _pictures(folder, measured, predicted)
     result.paths |= {"checkpoint": str(checkpoints_of(folder)), "metrics": str(folder / METRICS)}
     write_json(folder / "run.json", {"format": "pipefit.run/1", "config": as_flat(config), "result": _plain(result)})
 
@@ -94,8 +95,8 @@ def _plain(result: RunResult) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def metrics_in(folder: Path | None, done: int) -> Iterator[Callable[[int, float], None]]:
-    """Opens a file in a run's folder with a line for each step; gives what adds a step's loss.
+def metrics_in(folder: Path | None, done: int) -> Iterator[Callable[..., None]]:
+    """Opens a file in a run's folder with a line for each step; gives what adds figures of a step by their names.
 
     Args:
         folder: of the run; None: nothing is written.
@@ -105,14 +106,14 @@ def metrics_in(folder: Path | None, done: int) -> Iterator[Callable[[int, float]
         PipefitError: it cannot be written.
     """
     if folder is None:
-        yield lambda step, loss: None
+        yield lambda step, **figures: None
         return
     path = folder / METRICS
     write_atomically(path, "".join(_before(path, done)))
 
-    def add(step: int, loss: float) -> None:
+    def add(step: int, **figures: float) -> None:
         try:
-            file.write(json.dumps({"step": step, "loss": loss}) + "\n")
+            file.write(json.dumps({"step": step, **figures}) + "\n")
             file.flush()
         except OSError as problem:
             raise PipefitError(f"{path}: cannot be written: {problem.strerror}") from None

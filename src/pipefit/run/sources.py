@@ -12,11 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.cutting import Cut
 from pipefit.data import ArrayBatches, TextBatches, digits, split_corpus, synthetic, text, unigram_entropy
+from pipefit.data.records import TokenBatches, token_samples
 from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle, build
+from pipefit.models.hub import is_folder, tokenizer_of
+from pipefit.models.registry import hub_bundle
 from pipefit.stage.materialise import can_be_drawn, initialise
 from pipefit.stage.split import named_layers
+
+_USUAL_CONTEXT, _MOST_HELD_OUT = 512, 32
 
 
 @dataclass(frozen=True)
@@ -28,18 +34,20 @@ class Source:
         batches: endless, (input, target); one step's worth each.
         held_out: batches to evaluate on; () when there are none.
         baseline: a loss that any learner should beat, and its name; None when there is none.
-        tokens_per_sample: of a text; 0 otherwise.
+        tokens_per_sample: of a text, the mean; 0 otherwise.
         counts_hits: whether accuracy has a meaning.
         example: a batch of it, where that is known without drawing one.
+        is_tuned: whether the model was trained before, so that the held-out loss before training means something.
     """
 
     name: str
     batches: Any
-    held_out: tuple[tuple[Tensor, Tensor], ...] = ()
+    held_out: tuple[Any, ...] = ()
     baseline: tuple[str, float] | None = None
     tokens_per_sample: int = 0
     counts_hits: bool = False
-    example: tuple[Tensor, Tensor] | None = None
+    example: tuple[Any, Any] | None = None
+    is_tuned: bool = False
 
     def endless(self) -> Iterator[tuple[Any, Any]]:
         """Batches without end: epoch after epoch."""
@@ -86,6 +94,8 @@ def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, An
     Raises:
         ModelError: neither has one.
     """
+    if source.is_tuned and source.example is not None:
+        return source.example
     try:
         return bundle.example(batch, 0)
     except ModelError:
@@ -94,7 +104,9 @@ def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, An
         return source.example
 
 
-def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int) -> Source:
+def source_of(
+    bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, context: int = 0, packed: bool = False
+) -> Source:
     """The data of a run.
 
     Args:
@@ -102,6 +114,8 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int) -
         data: "text", "digits" or "synthetic", or text files; (): what the model is made for.
         batch: samples per step.
         seed: of the order of the data.
+        context: the most tokens of a sequence, for models with a tokenizer; 0: the model's own, at most 512.
+        packed: whether records follow each other without padding; see `token_samples`.
 
     Raises:
         DataError: unknown, missing, empty, or not what the model takes.
@@ -115,6 +129,11 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int) -
     if wanted == ("synthetic",):
         return Source("synthetic", _Counted(synthetic(bundle.example, batch, seed=seed)))
     paths = None if wanted == ("text",) else [Path(path) for path in wanted]
+    name = "text" if paths is None else ", ".join(map(str, paths))
+    if is_folder(bundle.name):
+        return _of_tokens(name, bundle, paths, batch, seed, context, packed)
+    if context or packed:
+        raise DataError(f"--context and --pack are for models with a tokenizer, in a folder; {bundle.name} takes bytes")
     x, _ = bundle.example(1, 0)
     if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
         raise DataError(
@@ -125,7 +144,7 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int) -
     batches = TextBatches(train, batch, context, seed=seed)
     held_out = TextBatches(held, batch, context, seed=1, num_batches=4)
     return Source(
-        "text" if paths is None else ", ".join(map(str, paths)),
+        name,
         batches,
         tuple(held_out),
         ("unigram entropy", unigram_entropy(train)),
@@ -133,17 +152,46 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int) -
     )
 
 
-def bundle_of(model: str, options: dict[str, Any], seed: int, capped: bool) -> ModelBundle:
+def _of_tokens(
+    name: str, bundle: ModelBundle, paths: list[Path] | None, batch: int, seed: int, context: int, packed: bool
+) -> Source:
+    """Text for the model of a folder, by the tokenizer in it; its last tenth is held out."""
+    assert isinstance(bundle.layers, Cut)
+    tokenizer, longest, vocabulary = tokenizer_of(bundle.layers, bundle.name)
+    if context > longest > 0:
+        raise DataError(f"--context {context}: {bundle.name} takes at most {longest} tokens")
+    context = context or min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
+    samples = token_samples(paths, tokenizer, context, packed)
+    highest = max(max(sample.ids) for sample in samples if sample.ids)
+    if highest >= vocabulary:
+        raise DataError(
+            f"{bundle.name}: its tokenizer gives the token {highest}, but the model knows {vocabulary} tokens; they do "
+            "not belong together"
+        )
+    num_held = len(samples) // 10
+    padding = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+    batches = TokenBatches(samples[: len(samples) - num_held], batch, padding, context, seed)
+    held_out: tuple[Any, ...] = ()
+    if num_held:
+        held = TokenBatches(samples[-num_held:], batch, padding, context, 1, ragged=True)
+        held_out = tuple(islice(held, _MOST_HELD_OUT))
+    example = batches.batch_at(max(range(len(batches)), key=lambda k: len(samples[batches.longest_at(k)].ids)))
+    mean = round(sum(len(sample.ids) for sample in samples) / len(samples))
+    return Source(name, batches, held_out, tokens_per_sample=mean, example=(example, example), is_tuned=True)
+
+
+def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool, lora: str = "") -> ModelBundle:
     """A model for a run, whose weights are the same with and without a cap.
 
-    One that says how a layer draws its weights draws them so, layer by layer; under a cap it comes without weights, for
-    a layer draws them once it has a slot. Any other is built in memory, for only its factory knows how.
+    One that says how a layer draws its weights draws them so, layer by layer, or reads them; where it may be empty it
+    comes without weights, for a layer gets them once it has a place. Any other is built in memory, for only its factory
+    knows how.
     """
-    with torch.device("meta") if capped else contextlib.nullcontext():
-        bundle = build(model, **options)
-    layers = named_layers(bundle.layers)
-    if not hasattr(bundle.layers, "initialise_layer") or not can_be_drawn(layers):
-        return build(model, **options) if capped else bundle
-    if not capped:
-        initialise(layers, seed, bundle.layers.initialise_layer)
+    with torch.device("meta") if empty else contextlib.nullcontext():
+        bundle = hub_bundle(model, options, lora) if lora else build(model, **options)
+    layers, own = named_layers(bundle.layers), getattr(bundle.layers, "initialise_layer", None)
+    if own is None or not can_be_drawn(layers, own):
+        return build(model, **options) if empty else bundle
+    if not empty and not is_folder(model):
+        initialise(layers, seed, own)
     return bundle

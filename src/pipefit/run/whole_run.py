@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from pipefit.cost import CostModel
 from pipefit.data import sample
 from pipefit.errors import PipefitError
 from pipefit.models import ModelBundle, build, parse_options
+from pipefit.models.hub import is_folder
 from pipefit.pipeline.assembly import end_run
 from pipefit.pipeline.memory_cap import machine_tier
 from pipefit.pipeline.pipeline import Pipeline
@@ -75,15 +77,19 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     plan = _with_prediction(config, pipe, cost)
     observer.planned(plan, profile, subject.bundle, subject.source)
     _resume(config, pipe, subject.source)
+    before = pipe.evaluate(subject.source.held_out) if subject.source.is_tuned and subject.source.held_out else None
     losses, seconds = _train(config, pipe, subject.source, observer)
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
     measured = report.timeline
     result = _result(config, pipe, plan, subject.source, losses, seconds, report)
+    result.held_out_before = before
     predicted = simulate(measured.program, cost, repeats=measured.num_repeats)
     # What lives on a tier may be more than the host can hold.
-    state = {} if plan.spill else pipe.state_dict()
+    state = {} if plan.spill or is_folder(config.model) else pipe.state_dict()
     if config.output:
         _save(config, pipe, subject.source)
+        if is_folder(config.model):
+            result.paths["model"] = str(pipe.save_pretrained(Path(config.output) / "model"))
     if session.rank == 0:
         result.rows = compare(predicted, measured)
         result.text = _generated(config, subject, plan, state)
@@ -104,9 +110,12 @@ class _Subject:
 
 def _build(config: RunConfig) -> _Subject:
     torch.manual_seed(config.updates.seed)
-    is_capped = config.spill.cap_bytes is not None
-    bundle = bundle_of(config.model, parse_options(config.option, config.model), config.updates.seed, is_capped)
-    source = source_of(bundle, config.data, config.batch, config.updates.seed)
+    may_be_empty = config.spill.cap_bytes is not None or is_folder(config.model)
+    options = parse_options(config.option, config.model)
+    bundle = bundle_of(config.model, options, config.updates.seed, may_be_empty, config.lora)
+    source = source_of(bundle, config.data, config.batch, config.updates.seed, config.context, config.pack)
+    if config.evaluate_every and not source.held_out:
+        raise PipefitError(f"--evaluate-every: {source.name} has no held-out part")
     device = config.request.parallelism.device
     work = Workload(
         named_layers(bundle.layers),
@@ -174,28 +183,70 @@ def _resume(config: RunConfig, pipe: Pipeline, source: Source) -> None:
 
 
 def _train(config: RunConfig, pipe: Pipeline, source: Source, observer: Observer) -> tuple[list[float], float]:
-    """Trains in segments between checkpoints."""
+    """Trains in segments between checkpoints and evaluations; then has the best weights that were evaluated."""
     pipe.notes = lambda: {"data": source.state()}
     pipe.loop.shares_figures = True
     losses: list[float] = []
     began = time.perf_counter()
     batches = source.endless()
-    size = config.checkpoint_every or config.steps
     done = pipe.num_updates
-    folder = Path(config.output) if config.output and pipe.rank == 0 else None
-    with metrics_in(folder, done) as add:
+    best = _Best(config, pipe)
+    with metrics_in(Path(config.output) if config.output and pipe.rank == 0 else None, done) as add:
 
         def show(before: int, step: int, loss: float) -> None:
-            add(before + step, loss)
+            add(before + step, loss=loss)
             observer.stepped(before + step, loss, time.perf_counter() - began, pipe.loop.figures)
 
-        while done < config.steps:
-            count = min(size, config.steps - done)
+        while done < config.steps and not best.is_past:
+            count = min(_until(done, every, config.steps) for every in (config.checkpoint_every, config.evaluate_every))
             losses += pipe.fit(batches, steps=count, on_step=partial(show, done))
             done += count
-            if config.checkpoint_every and config.output and done < config.steps:
+            if config.evaluate_every and (done % config.evaluate_every == 0 or done == config.steps):
+                held_out_loss = pipe.evaluate(source.held_out)
+                assert isinstance(held_out_loss, float)
+                add(done, held_out_loss=held_out_loss)
+                best.take(held_out_loss)
+            if (
+                config.checkpoint_every
+                and config.output
+                and done % config.checkpoint_every == 0
+                and done < config.steps
+            ):
                 _save(config, pipe, source)
+    best.restore()
     return losses, time.perf_counter() - began
+
+
+def _until(done: int, every: int, steps: int) -> int:
+    """Steps until the next multiple of `every` (0: there is none), or to the end."""
+    return min(every - done % every, steps - done) if every else steps - done
+
+
+class _Best:
+    """The best evaluation of a run, whose weights are kept in its folder."""
+
+    def __init__(self, config: RunConfig, pipe: Pipeline) -> None:
+        self._pipe, self._patience = pipe, config.patience
+        self._folder = Path(config.output) / "best" if config.output else None
+        self._loss, self._since = math.inf, 0
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the best was long enough ago to stop."""
+        return 0 < self._patience <= self._since
+
+    def take(self, loss: float) -> None:
+        """Takes the loss of the weights as they are now; every rank has the same."""
+        self._since += 1
+        if loss < self._loss:
+            self._loss, self._since = loss, 0
+            if self._folder:
+                self._pipe.save(self._folder, keep=1)
+
+    def restore(self) -> None:
+        """Goes back to the best weights, where they were kept."""
+        if self._since and self._folder:
+            self._pipe.load(self._folder, weights_only=True)
 
 
 def _save(config: RunConfig, pipe: Pipeline, source: Source) -> None:
@@ -226,6 +277,7 @@ def _result(
         baseline=source.baseline,
         held_out_loss=held_out_loss,
         held_out_accuracy=accuracy,
+        held_out_before=None,
         predicted=plan.prediction,
         measured_period_s=measured.period_s,
         bubble=measured.bubble_fraction,
@@ -243,7 +295,7 @@ def _hits(output: torch.Tensor, y: torch.Tensor) -> float:
 def _generated(config: RunConfig, subject: _Subject, plan: Plan, state: dict[str, torch.Tensor]) -> str:
     """A sample of the trained language model, made by the whole model on this rank; "": it is none."""
     context = subject.source.tokens_per_sample
-    if not (context and config.sample and state):
+    if not (context and config.sample and state) or is_folder(config.model):
         return ""
     # The layers of a tensor-parallel run are parts of the model's.
     whole = build(config.model, **parse_options(config.option, config.model)) if plan.tensor > 1 else subject.bundle

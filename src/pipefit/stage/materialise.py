@@ -33,8 +33,13 @@ def is_meta(layers: Sequence[NamedLayer]) -> bool:
     return any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
 
 
-def can_be_drawn(layers: Sequence[NamedLayer]) -> bool:
-    """Whether each layer can draw its own weights: no two share one, and every module with weights resets them."""
+def can_be_drawn(layers: Sequence[NamedLayer], own: InitialiseLayer | None = None) -> bool:
+    """Whether each layer can draw its own weights: no two share one, and every module with weights resets them.
+
+    Or the model's own way gives every weight.
+    """
+    if getattr(own, "is_complete", False):
+        return True
     users = Counter(id(p) for layer in layers for p in {id(p): p for p in layer.module.parameters()}.values())
     modules = [module for layer in layers for module in layer.module.modules() if _has_own(module)]
     return max(users.values(), default=1) == 1 and all(_reset_of(module) is not None for module in modules)
@@ -97,7 +102,7 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
     for _, _, parameter in found:
         memory = vectors if parameter.dim() < 2 else matrices
         # Not a view: autograd counts the changes of each on its own.
-        part = torch.empty(0).set_(memory.untyped_storage(), order[id(parameter)], parameter.shape)
+        part = torch.empty(0, device="cpu").set_(memory.untyped_storage(), order[id(parameter)], parameter.shape)
         lent[id(parameter)] = nn.Parameter(part.to(parameter.dtype), parameter.requires_grad)
     try:
         for owner, name, parameter in found:

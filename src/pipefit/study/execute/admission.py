@@ -137,7 +137,7 @@ def build_trial(trial: Trial, capacity_bytes: float) -> tuple[Recipe, list[int],
         PipefitError: something in it does not fit.
     """
     recipe = recipe_of(trial, empty=capacity_bytes > 0)
-    if recipe.is_empty and not can_be_drawn(recipe.layers):
+    if recipe.is_empty and not can_be_drawn(recipe.layers, recipe.initialise):
         raise ModelError(
             "a model on the meta device must be one whose layers draw their own weights: no two share one, and every "
             "module with weights has reset_parameters()"

@@ -1,0 +1,110 @@
+"""A folder in the Hub's format from a pipeline: each process writes the stages that it holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipefit.checkpoint.commit import explained
+from pipefit.checkpoint.state import saved_stages, weights_of
+from pipefit.checkpoint.trained import Trained
+from pipefit.checkpoint.whole import whole_state
+from pipefit.cutting.own import is_transformers, without_adapters
+from pipefit.errors import ModelError
+from pipefit.runtime.collectives import agree, attempt
+from pipefit.runtime.progress import SAVING
+
+_NOT_COPIED = ("model*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json")
+
+
+def save_folder(pipe: Trained, model: Any, folder: Path, source: Path | None) -> None:
+    """Writes a folder that `from_pretrained` reads: configuration, and weights in the names of the Hub.
+
+    Of a model with adapters (peft) it is these alone, for `PeftModel.from_pretrained`.
+
+    Args:
+        pipe: between two steps; every rank calls it.
+        model: of transformers; its own weights do not matter.
+        folder: made if it is not there; the same for all ranks. Weights in it are replaced.
+        source: folder whose further files, such as the tokenizer's, are copied; None: there is none.
+
+    Raises:
+        ModelError: the model is none of transformers.
+        PipefitError: on every rank: the folder cannot be written.
+    """
+    if not is_transformers(model) or not hasattr(model, "config"):
+        raise ModelError(f"{type(model).__name__} is no model of transformers; save(path) writes its checkpoints")
+    session, is_first = pipe._session, pipe._session.rank == 0
+    with session.at(SAVING):
+        agree(session, attempt(lambda: _begin(folder, source) if is_first else None))
+        if without_adapters(model) is not model:
+            adapters = whole_state(pipe, [name for name, p in model.named_parameters() if p.requires_grad])
+            agree(session, attempt(lambda: model.save_pretrained(folder, state_dict=adapters) if is_first else None))
+            return
+        files = agree(session, attempt(lambda: _write_stages(pipe, model, folder)))
+        index = {name: file for of_rank in files for name, file in of_rank.items()}
+        agree(session, attempt(lambda: _end(folder, model, index) if is_first else None))
+
+
+def _begin(folder: Path, source: Path | None) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".new-*.safetensors"):
+            stale.unlink()
+        if source is not None and source.resolve() != folder.resolve():
+            for path in source.iterdir():
+                if path.is_file() and not any(path.match(pattern) for pattern in _NOT_COPIED):
+                    shutil.copy(path, folder)
+    except OSError as problem:
+        raise explained(problem, folder) from None
+
+
+def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, str]:
+    """Writes the stages of this process; gives the file of each tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    written: dict[str, str] = {}
+    num_stages = len(pipe.plan.partition.stages)
+    for worker in pipe.workers:
+        for stage in saved_stages(pipe.plan, worker):
+            with worker.presence(stage):
+                held = {name: v.detach() for name, saved, v in weights_of(worker, stage) if name == saved}
+                state = revert_weight_conversion(model, held)
+                _write(folder / (file := f".new-{stage + 1:05d}-of-{num_stages:05d}.safetensors"), state)
+            written |= dict.fromkeys(state, file)
+    return written
+
+
+def _write(path: Path, state: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: value.cpu().contiguous() for name, value in state.items()}, path, {"format": "pt"})
+    except Exception as problem:
+        raise explained(problem, path) from None if isinstance(problem, OSError) else problem
+
+
+def _end(folder: Path, model: Any, index: dict[str, str]) -> None:
+    """Puts the new files in the place of the old ones, the index last."""
+    try:
+        for old in folder.glob("model*.safetensors*"):
+            old.unlink()
+        names = {file: file.replace(".new", "model", 1) for file in set(index.values())}
+        names = names if len(names) > 1 else dict.fromkeys(names, "model.safetensors")
+        for file, name in names.items():
+            (folder / file).replace(folder / name)
+        config = model.config.__class__.from_dict(model.config.to_dict())
+        config.architectures, config.dtype = [type(model).__name__], next(model.parameters()).dtype
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if len(names) > 1:
+            weight_map = {name: names[file] for name, file in sorted(index.items())}
+            text = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2)
+            (folder / "model.safetensors.index.json").write_text(text + "\n")
+    except OSError as problem:
+        raise explained(problem, folder) from None
