@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pipefit.cutting.cut import cut
     from pipefit.errors import PipefitError
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
+    from pipefit.models.hub import pretrained
     from pipefit.pipeline.pipeline import Pipeline
     from pipefit.pipeline.plan_model import plan
     from pipefit.pipeline.resume import committed_step
@@ -31,6 +32,7 @@ _NAMES_OF = {
     "draw": ("draw",),
     "errors": ("PipefitError",),
     "ir": ("Instruction", "Program", "bwd", "bwd_input", "bwd_weight", "fwd"),
+    "models.hub": ("pretrained",),
     "pipeline.pipeline": ("Pipeline",),
     "pipeline.plan_model": ("plan",),
     "pipeline.resume": ("committed_step",),
@@ -73,6 +75,7 @@ __all__ = [
     "draw",
     "fwd",
     "plan",
+    "pretrained",
     "schedule",
     "study",
 ]

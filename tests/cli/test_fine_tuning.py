@@ -1,0 +1,96 @@
+"""`pipefit train --model FOLDER`: a model of transformers, its tokenizer, the user's records."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tests.tiny_models import llama_folder, save_model, save_tokenizer
+
+from pipefit.cli import main
+
+USUAL = {"--steps": "6", "--batch": "4", "--lr": "1e-3", "--warmup": "0", "--transport": "local"}
+
+
+def words_for(folder, *words):
+    usual = [word for name, value in USUAL.items() if name not in words for word in (name, value)]
+    return ["train", *usual, "--json", "--model", str(folder), *words]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("tuned")
+    llama_folder(place / "model")
+    lines = [json.dumps({"prompt": f"{n % 10} and {n // 10} are", "completion": f" {n}"}) for n in range(40)]
+    (place / "sums.jsonl").write_text("\n".join(lines))
+    return place
+
+
+def trained(folder, *words, capsys):
+    assert main(words_for(folder / "model", "--data", str(folder / "sums.jsonl"), *words)) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_folder_is_fine_tuned_and_comes_back_as_a_folder(folder, tmp_path, capsys):
+    found = trained(folder, "-o", str(tmp_path / "run"), capsys=capsys)
+    assert found["held_out_loss"] < found["held_out_before"]
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    # The last tenth is held out; labels that are learned count, however they are spread over batches.
+    total = count = 0.0
+    for line in (folder / "sums.jsonl").read_text().splitlines()[-4:]:
+        record = json.loads(line)
+        prompt = tokenizer(record["prompt"])["input_ids"]
+        ids = torch.tensor([prompt + tokenizer(record["completion"])["input_ids"] + [0]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
+        count += ids.shape[1] - len(prompt)
+    assert total / count == pytest.approx(found["held_out_loss"], rel=1e-5)
+
+
+def test_the_best_evaluation_is_kept_and_ends_a_run_that_gets_no_better(folder, tmp_path, capsys):
+    words = ("--evaluate-every", "1", "--patience", "2", "--steps", "30", "--lr", "3", "-o", str(tmp_path / "run"))
+    found = trained(folder, *words, capsys=capsys)
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    held_out = [entry["held_out_loss"] for entry in entries if "held_out_loss" in entry]
+    assert len(held_out) < 30 and min(held_out) == min(held_out[:-2])
+    assert found["held_out_loss"] == pytest.approx(min(held_out), rel=1e-6)
+
+
+def test_adapters_over_the_folder_are_trained_and_saved_alone(folder, tmp_path, capsys):
+    found = trained(folder, "--lora", "r=4,alpha=8", "--lr", "1e-2", "-o", str(tmp_path / "run"), capsys=capsys)
+    assert found["held_out_loss"] < found["held_out_before"]
+    assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
+    assert not list((tmp_path / "run" / "model").glob("model*.safetensors"))
+
+
+def test_a_resumed_fine_tuning_ends_where_a_straight_one_does(folder, tmp_path, capsys):
+    words = ("--checkpoint-every", "3")
+    straight = trained(folder, *words, "-o", str(tmp_path / "a"), capsys=capsys)
+    resumed = trained(folder, *words, "-o", str(tmp_path / "b"), "--resume",
+                      str(tmp_path / "a" / "checkpoints" / "step-000003"), capsys=capsys)  # fmt: skip
+    assert resumed["losses"] == straight["losses"][3:]
+    assert resumed["held_out_loss"] == straight["held_out_loss"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--context", "129"), "takes at most 128 tokens"),
+        (("--patience", "2"), "give --evaluate-every"),
+        (("--lora", "r=4,targets=x"), "unknown setting 'targets'"),
+        (("--option", "hidden_size=3"), "its configuration is in config.json"),
+        (("--batch", "50"), "batch must lie between 1 and the 36 samples"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_message(words, told, folder, capsys):
+    assert main(words_for(folder / "model", "--data", str(folder / "sums.jsonl"), *words)) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, capsys):
+    save_tokenizer(tmp_path, 300)
+    save_model(tmp_path, vocab_size=100)
+    assert main(words_for(tmp_path, "--data", "text", "--context", "32")) == 2
+    assert "they do not belong together" in capsys.readouterr().err

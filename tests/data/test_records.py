@@ -1,0 +1,117 @@
+"""Records of files as token ids with labels, padded or packed."""
+
+import json
+
+import pytest
+import torch
+from tests.tiny_models import save_tokenizer
+
+from pipefit.data.records import IGNORED, TokenBatches, Tokens, token_samples
+from pipefit.errors import DataError
+
+END = 0
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def written(tmp_path, *records, name="records.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return [path]
+
+
+def test_a_text_ends_with_the_end_token_and_is_learned_whole(tmp_path, tokenizer):
+    (sample,) = token_samples(written(tmp_path, {"text": "one two"}), tokenizer, 64)
+    assert sample.ids == [*tokenizer("one two")["input_ids"], END]
+    assert sample.labels == sample.ids
+
+
+def test_of_a_prompt_and_its_completion_only_the_completion_is_learned(tmp_path, tokenizer):
+    (sample,) = token_samples(written(tmp_path, {"prompt": "2 plus 2 is", "completion": " 4"}), tokenizer, 64)
+    prompt = len(tokenizer("2 plus 2 is")["input_ids"])
+    assert sample.labels == [IGNORED] * prompt + sample.ids[prompt:]
+    assert tokenizer.decode(sample.ids) == "2 plus 2 is 4<end>"
+
+
+def test_messages_go_through_the_tokenizers_own_template(tmp_path, tokenizer):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (sample,) = token_samples(written(tmp_path, {"messages": messages}), tokenizer, 64)
+    assert tokenizer.decode(sample.ids) == "user: hi<end>assistant: ho<end>"
+
+
+def test_packed_records_follow_each_other_and_none_is_lost(tmp_path, tokenizer):
+    paths = written(tmp_path, *({"prompt": f"{n} is", "completion": f" {n}"} for n in range(20)))
+    apart, packed = (token_samples(paths, tokenizer, 16, packed) for packed in (False, True))
+    for part in ("ids", "labels"):
+        joined = [[one for sample in samples for one in getattr(sample, part)] for samples in (apart, packed)]
+        assert joined[0] == joined[1]
+    assert {len(sample.ids) for sample in packed[:-1]} == {16}
+
+
+def test_a_file_of_text_is_packed(tmp_path, tokenizer):
+    path = tmp_path / "book.txt"
+    path.write_text("word " * 100)
+    samples = token_samples([path], tokenizer, 8)
+    ids = [one for sample in samples for one in sample.ids]
+    assert tokenizer.decode(ids) in ("word " * 100 + "<end>", "word " * 100)  # a rest of one token predicts nothing
+
+
+def test_parquet_has_the_same_records(tmp_path, tokenizer):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    records = [{"text": "one"}, {"text": "two"}]
+    parquet.write_table(arrow.Table.from_pylist(records), tmp_path / "records.parquet")
+    found = token_samples([tmp_path / "records.parquet"], tokenizer, 64)
+    assert found == token_samples(written(tmp_path, *records), tokenizer, 64)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"question": "x"}', r"line 2 of .*: expected 'text', .* got question"),
+        ('{"prompt": "x"}', "got prompt"),
+        ('"words"', "got str"),
+        ("{", "line 2 of .* is no JSON"),
+        ('{"messages": [{"role": 3}]}', "the chat template cannot use"),
+        (json.dumps({"text": "long " * 99}), r"record 2 of .* tokens, more than the context of 64; .*--pack"),
+    ],
+)
+def test_a_record_that_cannot_be_used_is_named(line, told, tmp_path, tokenizer):
+    (path,) = written(tmp_path, {"text": "one"})
+    with path.open("a") as file:
+        file.write(line)
+    with pytest.raises(DataError, match=told):
+        token_samples([path], tokenizer, 64)
+
+
+def test_files_without_records_are_refused(tmp_path, tokenizer):
+    for content, told in (("", "is empty"), ("\n \n", "is empty")):
+        path = tmp_path / "none.jsonl"
+        path.write_text(content)
+        with pytest.raises(DataError, match=told):
+            token_samples([path], tokenizer, 64)
+
+
+def test_batches_are_padded_and_what_fills_counts_in_no_loss():
+    samples = [Tokens([n] * n, [n] * n) for n in (3, 5, 40, 4)]
+    batches = TokenBatches(samples, 2, padding=9, context=48, ragged=True)
+    for index in range(len(batches)):
+        batch = batches.batch_at(index)
+        for ids, seen, labels in zip(*batch.values(), strict=True):
+            n = int(ids[0])
+            assert seen.sum() == n and ids[n:].eq(9).all() and labels[n:].eq(IGNORED).all()
+            assert torch.equal(ids[:n], labels[:n])
+        assert batch["input_ids"].shape[1] in (32, 48)
+    assert samples[batches.longest_at(0)].ids == max((samples[n].ids for n in batches.rows_at(0)), key=len)
+
+
+def test_an_epoch_has_every_sample_once_and_a_resumed_one_the_rest():
+    samples = [Tokens([n, n], [n, n]) for n in range(6)]
+    batches = TokenBatches(samples, 2, padding=9, context=8)
+    seen = [batch["input_ids"][:, 0] for batch in batches]
+    assert sorted(torch.cat(seen).tolist()) == list(range(6))
+    again = TokenBatches(samples, 2, padding=9, context=8)
+    again.load_state_dict({**batches.state_dict(), "position": 1})
+    assert [batch["input_ids"][:, 0].tolist() for batch in again] == [rows.tolist() for rows in seen[1:]]
