@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sized
 from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, RandomSampler
 
 from pipefit.errors import DataError
 from pipefit.runtime.collectives import exchange
@@ -18,25 +22,34 @@ from pipefit.runtime.session import Session
 _KEPT_STEPS = 4
 _MOST_IN_FLIGHT = 256
 _SAMPLES = "samples in the first batch"
+_CONTENT = "checksum of the first batch"
 _CURE = (
     "every rank must be given the same batches in full: pipefit itself gives each replica its micro-batches, so use no "
-    "DistributedSampler and no drop_last on some ranks only"
+    "DistributedSampler, no drop_last on some ranks only, and no random numbers that depend on the rank"
 )
 
 
 class DataComparison:
-    """Compares the first data of a run among its ranks, once; afterwards it costs nothing."""
+    """Compares the first data of a run among its ranks, once; afterwards it costs nothing.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Args:
+        session: of the run.
+        seed: of the order of a loader that shuffles and has no generator of its own.
+    """
+
+    def __init__(self, session: Session, seed: int = 0) -> None:
+        self._session, self._seed = session, seed
         self._is_due = session.is_distributed
 
     def batches(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
-        """An iterator over the batches; all ranks bring as many, and a first one of the same size.
+        """An iterator over the batches; all ranks bring as many, and the same first one.
+
+        A torch `DataLoader` without a generator is given one, so that it shuffles alike on every rank.
 
         Raises:
             DataError: on every rank with the same words: they do not.
         """
+        _seed(batches, self._seed)
         iterator = iter(batches)
         if not self._is_due:
             return iterator
@@ -46,18 +59,19 @@ class DataComparison:
                 "batches": len(batches) if isinstance(batches, Sized) else None,
                 "steps": steps,
                 _SAMPLES: _samples(first[0]) if first else None,
+                _CONTENT: _checksum(first[0]) if first else None,
             }
         )
         return chain(first, iterator)
 
     def batch(self, batch: Any) -> None:
-        """Compares the size of a batch.
+        """Compares a batch.
 
         Raises:
-            DataError: on every rank with the same words: the sizes differ.
+            DataError: on every rank with the same words: it differs.
         """
         if self._is_due:
-            self._compare({_SAMPLES: _samples(batch)})
+            self._compare({_SAMPLES: _samples(batch), _CONTENT: _checksum(batch)})
 
     def _compare(self, facts: dict[str, int | None]) -> None:
         self._is_due = False
@@ -73,6 +87,20 @@ class DataComparison:
 def _samples(batch: Any) -> int | None:
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return max(sizes, default=None)
+
+
+def _checksum(batch: Any) -> int:
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    parts = [leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for leaf in leaves if leaf.numel()]
+    return functools.reduce(lambda sofar, part: zlib.crc32(part, sofar), parts, 0)
+
+
+def _seed(batches: Any, seed: int) -> None:
+    """Gives a loader that shuffles from torch's global random numbers, which differ among ranks, its own."""
+    if isinstance(batches, DataLoader) and batches.generator is None:
+        batches.generator = torch.Generator().manual_seed(seed)
+        if isinstance(batches.sampler, RandomSampler) and batches.sampler.generator is None:
+            batches.sampler.generator = batches.generator
 
 
 class BatchStream:

@@ -145,7 +145,7 @@ class Pipeline:
             self._weigh,
             lambda: commit_step(self, self.notes),
         )
-        self._comparison = DataComparison(self._session)
+        self._comparison = DataComparison(self._session, updates.seed)
         # JSON data of the caller that a step on a disk tier is committed with, such as the position in the data, and
         # what the step had that this run resumed from.
         self.notes: Callable[[], Mapping[str, Any]] | None = None

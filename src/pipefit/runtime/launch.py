@@ -96,7 +96,7 @@ def launch(
                 ours, theirs = context.Pipe(duplex=False)
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log, hides = place / f"rank-{rank}.log", quiet or rank > 0
-                process = context.Process(target=_main, args=(own, log, hides, theirs, function, args), daemon=True)
+                process = context.Process(target=_main, args=(own, log, hides, theirs, function, args))
                 process.start()
                 theirs.close()
                 processes.append(process)
