@@ -7,7 +7,7 @@ from torch import nn
 import pipefit as pf
 from pipefit.cutting.own import Labels, own_loss, random_batch
 from pipefit.errors import ModelError
-from pipefit.models import build
+from pipefit.models import ModelBundle, build
 from pipefit.testing import check
 
 TEXT = "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,vocab_size=100"
@@ -44,7 +44,7 @@ def test_a_model_of_transformers_trains_as_in_one_process(family):
 
 
 class Branches(nn.Module):
-    """Two branches that meet; a block that one skips, so that nothing may be cut inside."""
+    """Two branches that meet; one skips all blocks, so that nothing may be cut inside."""
 
     def __init__(self):
         super().__init__()
@@ -56,9 +56,10 @@ class Branches(nn.Module):
 
     def forward(self, x):
         h = self.first(x) * self.scale
+        skipping = self.skipping(h)
         for block in self.blocks:
-            h = h + torch.tanh(block(h))
-        return self.last(h + self.skipping(h))
+            h = torch.tanh(block(h))
+        return self.last(h + skipping)
 
 
 class Plain(nn.Module):
@@ -101,6 +102,33 @@ def test_a_value_that_skips_a_block_allows_no_cut_there():
 def test_a_model_that_raises_on_its_example_is_named_with_the_cause():
     with pytest.raises(ModelError, match="Plain raised RuntimeError on its example: mat1 and mat2"):
         pf.cut(Plain(), torch.randn(4, 9))
+
+
+class Residual(nn.Module):
+    """Sums around the blocks, made by the model itself; what follows them needs more than the last block's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x):
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved"])
+def test_a_module_whose_own_code_adds_around_its_blocks_is_cut_between_them(schedule):
+    torch.manual_seed(0)
+    model = Residual()
+    x, y = torch.randn(8, 8), torch.randn(8, 3)
+    made = pf.cut(model, x)
+    assert [layer.name for layer in made.layers] == ["before", *(f"blocks.{n}" for n in range(4)), "head", "after"]
+    spread = pf.Parallelism(ranks=2, chunks=2 if schedule == "interleaved" else 1)
+    bundle = ModelBundle("residual", made, nn.functional.mse_loss, lambda batch, seed=0: (x, y), None, {})
+    assert check(bundle, schedule=schedule, steps=2, parallelism=spread).equal
 
 
 def test_cuts_by_hand_name_modules_that_are_called_once():

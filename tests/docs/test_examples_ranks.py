@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.tiny_models import llama_folder
 
 from pipefit.cli import main
 
@@ -53,6 +54,21 @@ def test_a_schedule_of_ones_own_is_proved_drawn_and_run(tmp_path):
     assert "no violations" in printed and "weights-later: bubble 11.1%" in printed
     first, last = map(float, re.findall(r"loss ([\d.]+) to ([\d.]+)", printed)[0])
     assert last < first / 2
+
+
+@pytest.mark.parametrize("name", ["vit", "own_module", "finetune", "lora"])
+def test_models_of_any_kind_train_as_their_examples_say(name, tmp_path):
+    llama_folder(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("One and one is two. " * 400)
+    folder, text, out = (str(tmp_path / part) for part in ("model", "text.txt", "out"))
+    words = {"finetune": [folder, text, out], "lora": [folder, out]}.get(name, [])
+    script = ROOT / f"examples/{name}.py"
+    assert len(script.read_text().splitlines()) < 30
+    assert main(["run", "-n", "2", "--json", "--logs", str(tmp_path), str(script), *words]) == 0
+    losses = re.findall(r"loss ([\d.]+)", (tmp_path / "rank-0.log").read_text())
+    lasts = re.findall(r"→ ([\d.]+)", (tmp_path / "rank-0.log").read_text())
+    assert float((lasts or losses)[-1]) < float(losses[0])
+    assert not words or (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_the_training_example_fits_on_a_screen():

@@ -59,5 +59,5 @@ def different():
 
 @pytest.mark.dist
 def test_ranks_with_other_data_are_refused():
-    with pytest.raises(PipefitError, match="checksum of the first batch: rank 0 has .*, rank 1 has"):
+    with pytest.raises(PipefitError, match=r"checksum of the first batch: rank 0 has .*, rank 1 has"):
         launch(different, 2, threads=1)

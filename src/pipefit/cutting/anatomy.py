@@ -106,11 +106,15 @@ def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | Non
     kinds = [path for path in order if type(modules[path]).__mro__[1].__name__ == "GradientCheckpointingLayer"]
     listed = [path for path in order if _is_listed(modules, path, order)]
     children = [path for path, module in model.named_children() if path in order]
+    last = children[-1:]
     known: set[tuple[str, ...]] = set()
     for found in (_outermost(kinds), _outermost(listed), _finest(listed), children):
-        if len(found) > 1 and tuple(found) not in known:
-            known.add(tuple(found))
-            yield _anatomy(model, found)
+        # What follows the last block may need more than its output, as in x + block(x): the last child ends it then.
+        follows = found and last and order.index(last[0]) > order.index(found[-1])
+        for blocks in (found, found + last) if follows else (found,):
+            if len(blocks) > 1 and tuple(blocks) not in known:
+                known.add(tuple(blocks))
+                yield _anatomy(model, blocks)
 
 
 def called_again(model: nn.Module, calls: Sequence[Call]) -> tuple[str, int] | None:

@@ -171,13 +171,18 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
 def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems: list[str]) -> Cut | None:
     """The cut before as many of these blocks as can be proved."""
     merged: list[tuple[str, str]] = []
+    writes = False
     while len(parts.blocks) > 1:
         try:
             shell, seen = _shell(model, parts, example, *ways)
+            shell.writes = writes
             difference = prove(shell, example, seen)
         except ModelError as problem:
             problems.append(str(problem))
             return None
+        if difference is not None and not writes:
+            writes = True
+            continue
         if difference is None:
             return Cut(_layers(model, parts, shell, seen), shell, parts, _crossing(shell, seen), tuple(merged))
         if difference.block is None:

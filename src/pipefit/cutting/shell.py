@@ -80,6 +80,8 @@ class Shell:
             routers of a mixture of experts; they travel with what crosses the borders.
         crossing: of each border k (0: none), the positions of the leaves that cross it among the arguments of block k,
             and for the last among the outputs of the last block.
+        writes: what crossed a border is also written into the tensor whose place it takes, for models whose own code
+            uses that again, as in x + block(x); otherwise it only takes its place in the arguments of blocks.
     """
 
     model: nn.Module
@@ -92,6 +94,7 @@ class Shell:
     stubs: Mapping[nn.Module, Stub]
     carried: Sequence[Sequence[nn.Module]] = ()
     crossing: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    writes: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -179,6 +182,8 @@ class _Passage:
                 known = self.arrived.setdefault(id(leaves[place]), (leaves[place], value))
                 if known[1] is not value:
                     raise ModelError(f"two values that enter block {number - 1} cannot be distinguished; no cut there")
+                if self.shell.writes and not leaves[place].requires_grad:
+                    leaves[place].copy_(value)
                 leaves[place] = value
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         elif len(self.arrived) > 1:
