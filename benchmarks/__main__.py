@@ -9,6 +9,7 @@ from pipefit.errors import PipefitError
 
 MODULES = {
     "ddp": "benchmarks.ddp",
+    "hub-folder": "benchmarks.hub_folder",
     "hybrid": "benchmarks.hybrid",
     "lean": "benchmarks.lean",
     "network": "benchmarks.network.command",

@@ -8,7 +8,6 @@ come before those that count.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import statistics
 import time
@@ -30,6 +29,7 @@ from pipefit.profiling.clock import half_interquartile_range
 from pipefit.profiling.links import links_of
 from pipefit.run.optimizers import STATE_PER_WEIGHT
 from pipefit.runtime.collectives import gather_rows
+from pipefit.runtime.malloc import trim
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
 from pipefit.simulate import simulate
@@ -145,11 +145,11 @@ def _rise_bytes(work: Callable[[], object]) -> float | None:
     back, so that memory which earlier work left there counts again.
     """
     gc.collect()
+    trim()
     try:
-        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = _status_bytes("VmRSS")
-    except (OSError, AttributeError, StopIteration):
+    except (OSError, StopIteration):
         work()
         return None
     work()

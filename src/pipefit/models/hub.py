@@ -16,6 +16,7 @@ from pipefit.errors import ModelError, nearest
 from pipefit.models.examples import Example
 from pipefit.models.factory_options import literal, parse_text
 from pipefit.models.hub_folder import FolderWeights, weight_files
+from pipefit.runtime.malloc import trim
 from pipefit.stage.materialise import lent_weights, materialise
 
 PREFIX = "transformers:"
@@ -82,7 +83,10 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     files = weight_files(folder)
     model = _empty(folder)
     weights = FolderWeights(folder, files, model)
-    return replace(cut(with_adapters(model, lora) if lora else model), initialise_layer=weights)
+    found = replace(cut(with_adapters(model, lora) if lora else model), initialise_layer=weights)
+    # What the proof took is free, but malloc keeps it, in addition to the weights that come.
+    trim()
+    return found
 
 
 def tokenizer_of(found: Cut, folder: str | Path) -> tuple[Any, int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipefit.checkpoint.commit import explained
 from pipefit.checkpoint.state import saved_stages, weights_of
+from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.checkpoint.whole import whole_state
 from pipefit.cutting.own import is_transformers, without_adapters
@@ -74,18 +75,17 @@ def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, st
             with worker.presence(stage):
                 held = {name: v.detach() for name, saved, v in weights_of(worker, stage) if name == saved}
                 state = revert_weight_conversion(model, held)
-                _write(folder / (file := f".new-{stage + 1:05d}-of-{num_stages:05d}.safetensors"), state)
+                file = f".new-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+                _write(folder / file, state)
             written |= dict.fromkeys(state, file)
     return written
 
 
 def _write(path: Path, state: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
     try:
-        save_file({name: value.cpu().contiguous() for name, value in state.items()}, path, {"format": "pt"})
-    except Exception as problem:
-        raise explained(problem, path) from None if isinstance(problem, OSError) else problem
+        write_tensors(path, state, {"format": "pt"})
+    except OSError as problem:
+        raise explained(problem, path) from None
 
 
 def _end(folder: Path, model: Any, index: dict[str, str]) -> None:

@@ -32,6 +32,12 @@ def give_back_freed() -> None:
     _set(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
 
 
+def trim() -> None:
+    """Gives free memory back to the system, once."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _set(option: int, value: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(option, value)
