@@ -7,7 +7,7 @@ from torch import nn
 import pipefit as pf
 from pipefit.cutting.own import Labels, own_loss, random_batch
 from pipefit.errors import ModelError
-from pipefit.models import ModelBundle, build
+from pipefit.models import ModelBundle, build, parse_options
 from pipefit.testing import check
 
 TEXT = "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,vocab_size=100"
@@ -22,16 +22,18 @@ FAMILIES = {
     "MixtralForCausalLM": (EXPERTS, "1f1b"),  # the loss of the routers takes all layers' logits at once
     "BertForMaskedLM": (TEXT, "pipedream-2bw"),
     "BartForConditionalGeneration": (SEQUENCES, "zb-h1"),  # two lists of blocks
-    "T5ForConditionalGeneration": (  # a bias that the first block makes for all
-        "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,vocab_size=100", "1f1b"),
-    "SwinForImageClassification": ("embed_dim=16,depths=[2;2],num_heads=[2;4],image_size=32,window_size=4", "gpipe"),
+    "T5ForConditionalGeneration": (  # a bias that one block makes for all
+        "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,vocab_size=100", "zb-h1"),
+    "SwinForImageClassification": ("embed_dim=16,depths=[2,2],num_heads=[2,4],image_size=32,window_size=4", "gpipe"),
+    "CLIPVisionModel": (  # without a loss of its own
+        "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,image_size=16,patch_size=8", "1f1b"),
     "MambaForCausalLM": ("hidden_size=32,num_hidden_layers=4,vocab_size=100,state_size=4", "1f1b"),
 }  # fmt: skip
 
 
 def bundle(family):
-    fields = dict(part.split("=") for part in FAMILIES[family][0].split(","))
-    return build(f"transformers:{family}", **{name: value.replace(";", ",") for name, value in fields.items()})
+    name = f"transformers:{family}"
+    return build(name, **parse_options(FAMILIES[family][0], name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -106,9 +106,16 @@ def autocast(net: Net, x: Tensor, y: Tensor) -> Any:
         return (net.second(net.first(net.norm(x)).relu()) + y,)
 
 
+def without_inputs_at_two_places(net: Net, x: Tensor, y: Tensor) -> Any:
+    own = net.first.weight[:3].tanh()  # as a decoder's first layers, before they see what the encoder gave
+    queries = net.second(own).tanh()
+    return (own * x + queries * y, own.sin())
+
+
 CASES = [
     residual, one_output_is_an_input, an_input_that_is_not_used, at_two_depths, side_by_side, own_function,
     function_over_weights, hooked_activation, recurrent, several_outputs_of_a_node, autocast,
+    without_inputs_at_two_places,
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ast
 import inspect
 import types
@@ -27,13 +28,13 @@ def signature_of(factory: Callable[..., Any]) -> inspect.Signature:
 
 
 def parse_text(text: str, model: str) -> dict[str, str]:
-    """Splits `a=1,b=2` into names and words.
+    """Splits `a=1,b=[2,3]` into names and words; commas in brackets separate nothing.
 
     Raises:
         ModelError: a part is not NAME=VALUE, or a name comes twice.
     """
     options: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, (part.strip() for part in re.split(r",(?![^\[(]*[\])])", text))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not name or not value:
             raise ModelError(f"{model}: expected options like layers=8,hidden=256; got {part!r}")

@@ -15,7 +15,7 @@ from pipefit.errors import ModelError, nearest
 from pipefit.models import examples
 from pipefit.models.blocks import chain
 from pipefit.models.convolution import convnet
-from pipefit.models.examples import Example, Loss, mean_cross_entropy, mean_square
+from pipefit.models.examples import Example, Loss, mean_cross_entropy, mean_cube
 from pipefit.models.factory import call_factory, find_factory
 from pipefit.models.factory_options import check_options, parse_text, signature_of
 from pipefit.models.gpt import gpt
@@ -109,7 +109,7 @@ def hub_bundle(name: str, options: Mapping[str, object], lora: str = "") -> Mode
     """A model of transformers; see `hub_parts`."""
     layers, example = hub_parts(name, options, lora)
     writes = is_folder(name) and type(without_adapters(layers.shell.model)).__name__.endswith("ForCausalLM")
-    return ModelBundle(name, layers, layers.loss or mean_square, example, "text" if writes else None, options)
+    return ModelBundle(name, layers, layers.loss or mean_cube, example, "text" if writes else None, options)
 
 
 def _is_hub(name: str) -> bool:

@@ -225,7 +225,26 @@ def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
         group.is_early = _is_early(ways, group)
         start = ways.branches if group.is_early else entries
         group.edges = list(dict.fromkeys(edge for node in group.nodes for edge in start[node]))
+        if group.is_early and _overlap(ways, group, roots):
+            group.edges, group.roots = [GradientEdge(weight, 0) for weight in group.weights], []
     return result
+
+
+def _overlap(ways: _Ways, group: _Group, roots: Sequence[GradientEdge]) -> bool:
+    """Whether a way from one start of an early group passes another, where what arrives would then count twice.
+
+    So it is where a part of the stage without inputs, such as a decoder's first layers, is used at several places.
+    """
+    captured, ends = {edge.node for edge in group.edges}, {roots[index].node for index in group.roots}
+    if captured & ends:
+        return True
+    starts = captured | ends
+    below = {child for node in starts for child, _ in ways.children[node]}
+    while below:
+        if not below.isdisjoint(starts):
+            return True
+        below = {child for node in below for child, _ in ways.children[node]}
+    return False
 
 
 def _is_early(ways: _Ways, group: _Group) -> bool:
