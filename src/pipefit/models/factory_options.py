@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import ast
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
