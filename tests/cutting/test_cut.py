@@ -26,7 +26,8 @@ FAMILIES = {
         "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,vocab_size=100", "zb-h1"),
     "SwinForImageClassification": ("embed_dim=16,depths=[2,2],num_heads=[2,4],image_size=32,window_size=4", "gpipe"),
     "CLIPVisionModel": (  # without a loss of its own
-        "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,image_size=16,patch_size=8", "1f1b"),
+        "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,image_size=16,patch_size=8",
+        "1f1b"),
     "MambaForCausalLM": ("hidden_size=32,num_hidden_layers=4,vocab_size=100,state_size=4", "1f1b"),
 }  # fmt: skip
 
