@@ -50,7 +50,8 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "recompute plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 clip=0 seed=6 output=runs/x resume=runs/y "
         "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
-        "commit_every=3 keep=all activations schedule_option=warmup=2"
+        "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
+        "patience=3"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
     # A setting that is not here has no option yet.
@@ -183,6 +184,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         baseline=("unigram entropy", 2.9),
         held_out_loss=1.6,
         held_out_accuracy=None,
+        held_out_before=None,
         predicted=None,
         measured_period_s=1.0,
         bubble=0.25,
