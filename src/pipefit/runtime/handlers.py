@@ -55,7 +55,7 @@ def _forward(run: Execution, i: Instruction) -> None:
     """A forward that will be replayed keeps nothing; which of its outputs need gradients it learns the first time."""
     known = run.worker.flags.get((i.stage, run.feed[i.mb].signature))
     replayed = (i.stage, i.mb) in run.compiled.program.recomputed
-    with torch.set_grad_enabled(not replayed or known is None):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (not replayed or known is None)):
         saved, act = _run_stage(run, i, replay=False)
     if not torch.is_grad_enabled():
         run.values["act", i.stage, i.mb] = act
