@@ -52,6 +52,7 @@ NEWER = {
     ("models", "hub.py"),
     ("models", "hub_folder.py"),
     ("pipeline", "pretrained.py"),
+    ("pipeline", "generation.py"),
 }
 """Modules of features that came after the rooms were rebuilt, in addition to the folder `cutting`."""
 
@@ -59,7 +60,7 @@ NEWER = {
 def test_the_package_does_not_grow():
     """Lines of code: 33,012 before the rooms were rebuilt, 25,000 after. Lower the numbers with what you remove."""
     newer = [path for path in MODULES if path.parts[-2] == "cutting" or path.parts[-2:] in NEWER]
-    assert sum(map(code_lines, newer)) <= 1400
+    assert sum(map(code_lines, newer)) <= 1_600
     assert sum(map(code_lines, set(MODULES) - set(newer))) <= 25_000
 
 

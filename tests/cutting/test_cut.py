@@ -46,6 +46,12 @@ def test_a_model_of_transformers_trains_as_in_one_process(family):
     assert found.equal, found
 
 
+def test_attention_weights_that_nobody_reads_do_not_travel_to_the_end():
+    options = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "rotary_dim": 4, "n_positions": 32}
+    made = build("transformers:GPTJForCausalLM", **options, bos_token_id=1, eos_token_id=2).layers
+    assert [num_tensors for _, num_tensors in made.crossing] == [1, 1, 1]
+
+
 class Branches(nn.Module):
     """Two branches that meet; one skips all blocks, so that nothing may be cut inside."""
 

@@ -10,6 +10,7 @@ from tests.pipelines import case_of, grouped
 from tests.testing.equality_models import TOKENS, Twin, make, vectors
 from torch import Tensor, nn
 
+from pipefit import Pipeline
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models import build
 from pipefit.runtime.local import LocalTransport
@@ -192,6 +193,19 @@ def test_evaluation_gives_the_loss_of_the_model_in_evaluation_mode() -> None:
     with torch.no_grad():
         wanted = float(nn.functional.cross_entropy(trained.eval()(x), y))
     assert pipe.evaluate([(x[:7], y[:7]), (x[7:], y[7:])]) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_an_evaluation_builds_no_graph() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            graphs.append(torch.is_grad_enabled())
+            return super().forward(x)
+
+    graphs: list[bool] = []
+    loss = nn.functional.mse_loss
+    pipe = Pipeline([Looks(3, 3), Looks(3, 3)], loss=loss, optimizer=torch.optim.SGD, stages=2, microbatches=1)
+    pipe.evaluate([(torch.randn(2, 3), torch.randn(2, 3))])
+    assert graphs == [False, False]
 
 
 def test_momentum_and_learning_rates_go_on_from_one_call_to_the_next() -> None:

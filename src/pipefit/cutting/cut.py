@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
@@ -249,8 +251,23 @@ def _crossings(shell: Shell, seen: Seen, example: Any) -> dict[int, list[int]]:
                 raise ModelError(
                     f"block {number - 1} is given a {kind} that depends on what came before; only tensors can travel"
                 )
-    crossing[len(shell.blocks) + 1] = [place for place, leaf in enumerate(seen.exits[-1]) if isinstance(leaf, Tensor)]
+    crossing[len(shell.blocks) + 1] = _needed_at_the_end(shell, seen, example)
     return crossing
+
+
+def _needed_at_the_end(shell: Shell, seen: Seen, example: Any) -> list[int]:
+    """Of the leaves that the last block gives, those without which the model's output is another."""
+    leaves, number = seen.exits[-1], len(shell.blocks) + 1
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    wanted = pytree.tree_leaves(shell.result(seen.output))
+    for place in places if len(places) > 1 and not shell.carried else ():
+        fewer = [one for one in places if one != place]
+        shell.crossing = {number: fewer}
+        payload = Payload(example, [leaves[one] for one in fewer], [])
+        with torch.no_grad(), contextlib.suppress(Exception):
+            found = pytree.tree_leaves(shell.run(number, number, payload._asdict(), torch.manual_seed))
+            places = fewer if len(found) == len(wanted) and all(map(_same, found, wanted)) else places
+    return places
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -179,6 +179,10 @@ class _Passage:
         if number == self.first:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             for place, value in zip(self.shell.crossing[number], self.values, strict=True):
+                if getattr(leaves[place], "shape", None) != value.shape:
+                    raise ModelError(
+                        f"what enters block {number - 1} has another shape than its stand-in; no cut there"
+                    )
                 known = self.arrived.setdefault(id(leaves[place]), (leaves[place], value))
                 if known[1] is not value:
                     raise ModelError(f"two values that enter block {number - 1} cannot be distinguished; no cut there")

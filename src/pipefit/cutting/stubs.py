@@ -44,9 +44,16 @@ class Stub:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """NaN in the shapes of the module's output."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        key = tuple((tensor.shape, tensor.dtype) for tensor in given)
-        if key not in self._known:
-            self._known[key] = self._output(args, kwargs)
+        # A module that would write to a cache of keys and values does not run: what is like nothing then, such as
+        # attention weights, has the shape it had in the example.
+        writes = any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values()))
+        if writes or all(place is not None for place in self.alike):
+            output = self._like(args, kwargs)
+        else:
+            key = tuple((tensor.shape, tensor.dtype) for tensor in given)
+            if key not in self._known:
+                self._known[key] = self._computed(args, kwargs)
+            output = self._known[key]
         device = given[0].device if given else torch.get_default_device()
         before = [tensor for tensor in given[:1] if self.is_block and hasattr(tensor, "made_by_stub")]
 
@@ -57,17 +64,19 @@ class Stub:
             made.made_by_stub = True
             return made
 
-        return pytree.tree_map_only(Tensor, stand_in, self._known[key])
+        return pytree.tree_map_only(Tensor, stand_in, output)
 
-    def _output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An output on the meta device."""
-        if all(place is not None for place in self.alike):
-            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            leaves, structure = pytree.tree_flatten(self.example)
-            for index, place in enumerate(self.alike):
-                if place is not None and place >= 0:
-                    leaves[index] = given[place].to("meta")
-            return pytree.tree_unflatten(leaves, structure)
+    def _like(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An output on the meta device, with the shapes of arguments."""
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        leaves, structure = pytree.tree_flatten(self.example)
+        for index, place in enumerate(self.alike):
+            if place is not None and place >= 0:
+                leaves[index] = given[place].to("meta")
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An output on the meta device, by a run there."""
         forward: Callable[..., Any] = self.module.__dict__.pop("forward")
         modes = [(module, module.training) for module in self.module.modules()]
         # A batch norm would count what it sees.

@@ -163,6 +163,8 @@ def _empty(folder: Path) -> nn.Module:
         model.tie_weights()
     except Exception as problem:
         raise ModelError(f"{folder}: {named} cannot be built: {type(problem).__name__}: {problem}") from problem
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
 
 

@@ -21,6 +21,7 @@ from pipefit.ir.program import Program, WeightRule
 from pipefit.parallel import Region, make_mesh, release, shard_layers
 from pipefit.pipeline.assembly import assemble, release_workers
 from pipefit.pipeline.batches import DataComparison
+from pipefit.pipeline.generation import generate
 from pipefit.pipeline.losses import evaluate, finite
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
@@ -265,6 +266,49 @@ class Pipeline:
         """
         loss, measured = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
         return loss if metric is None else (loss, measured)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        max_new_tokens: int,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+    ) -> Tensor:
+        """Text from a causal language model of transformers, in evaluation mode, the same on every rank.
+
+        It is the text of the model's own `generate`, whose further settings (`model.generation_config`) hold here too,
+        but for beams. Each stage keeps the keys and values of its layers; a pass makes one token of every sequence.
+
+        Args:
+            input_ids: the prompts, (sequences, tokens), the same on every rank; shorter ones are padded on their left.
+            attention_mask: 0 where a prompt is padded, else 1; None: as transformers finds it.
+            max_new_tokens: most tokens to add.
+            do_sample: draw each token by its probability; else it is the most probable one.
+            temperature: divides the logits that tokens are drawn by.
+            top_k: only so many of the most probable tokens are drawn; None: all.
+            top_p: only the most probable tokens that together have this probability; None: all.
+            seed: of the draws, which are those of the whole model after `torch.manual_seed(seed)`.
+            eos_token_id: ends a sequence, which is padded from there; None: the model's own.
+
+        Returns:
+            The prompts with what follows them, (sequences, tokens), int64 on the CPU.
+
+        Raises:
+            ModelError: the model generates no text, or cannot do so in stages.
+            DataError: the prompts are no tensor of token ids, or not the same on every rank.
+        """
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
+        if do_sample:
+            options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        if eos_token_id is not None:
+            options["eos_token_id"] = eos_token_id if isinstance(eos_token_id, int) else list(eos_token_id)
+        return generate(self._engine, self.program.header, self.layers, input_ids, attention_mask, seed, options)
 
     # ---- results ---------------------------------------------------------------------------------------------------
 

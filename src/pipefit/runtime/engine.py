@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipefit.errors import InvalidProgramError
 from pipefit.ir import text
@@ -69,6 +70,7 @@ class Engine:
         feed: Feed,
         metric: Callable[[Any, Any], float] | None = None,
         look: Callable[[], None] | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> list[Execution]:
         """Executes a program once on the ranks of this process.
 
@@ -77,6 +79,7 @@ class Engine:
             feed: its data.
             metric: taken of every output in addition to its loss.
             look: called after each instruction.
+            loss: of an output and its target, in place of the training's.
 
         Raises:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
@@ -93,7 +96,7 @@ class Engine:
             progress = self.session.progress if self.session.is_distributed else Progress()
             if worker.scale is not None:
                 worker.scale.begin()
-            self.executions.append(Execution(compiled, worker, transport, feed, progress, metric, look=look))
+            self.executions.append(Execution(compiled, worker, transport, feed, progress, metric, loss=loss, look=look))
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:

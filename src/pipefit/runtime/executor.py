@@ -45,6 +45,7 @@ class Execution:
         norms: of each update, the sum of squares of every rank's gradients.
         index: of the instruction that is running or waiting.
         at_end: done once the list is through.
+        loss: takes the output of the model in place of the training's; None: that.
         look: called after each instruction, when what it made and what it needed are both there.
         starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
     """
@@ -62,6 +63,7 @@ class Execution:
     norms: dict[int, Tensor] = field(default_factory=dict)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     index: int = 0
+    loss: Callable[[Any, Any], Tensor] | None = None
     look: Callable[[], None] | None = None
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)

@@ -55,7 +55,7 @@ def _forward(run: Execution, i: Instruction) -> None:
     """A forward that will be replayed keeps nothing; which of its outputs need gradients it learns the first time."""
     known = run.worker.flags.get((i.stage, run.feed[i.mb].signature))
     replayed = (i.stage, i.mb) in run.compiled.program.recomputed
-    with torch.set_grad_enabled(not replayed or known is None):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (not replayed or known is None)):
         saved, act = _run_stage(run, i, replay=False)
     if not torch.is_grad_enabled():
         run.values["act", i.stage, i.mb] = act
@@ -108,7 +108,7 @@ def _loss(run: Execution, i: Instruction) -> None:
     needed = [leaf for leaf, flag in zip(leaves, act.flags, strict=True) if flag]
     half = run.worker.training.half
     given = leaves if half is None else in_float32(leaves, half)
-    loss = run.worker.training.loss(unflatten(given, act.structure), target)
+    loss = (run.loss or run.worker.training.loss)(unflatten(given, act.structure), target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")

@@ -13,12 +13,13 @@ from typing import NamedTuple
 _LAYOUT = struct.Struct("qqqqd")
 
 # Where a rank can be that is no instruction of a program.
-OUTSIDE, SAVING, LOSS, MEETING = -1, -2, -3, -4
+OUTSIDE, SAVING, LOSS, MEETING, TOKEN = -1, -2, -3, -4, -5
 PLACES = {
     OUTSIDE: "between two passes, in the code of the user",
     SAVING: "saving or loading a checkpoint",
     LOSS: "waiting for the loss of the step",
     MEETING: "making process groups with the others",
+    TOKEN: "waiting for the next token",
 }
 
 

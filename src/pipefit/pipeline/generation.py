@@ -1,0 +1,194 @@
+"""Text from the stages of a pipeline: transformers prepares, filters and stops; each token is one pass of forwards."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.cutting.caches import Past, caching, count, not_filled_once
+from pipefit.cutting.own import is_transformers, without_adapters
+from pipefit.cutting.shell import CutLayer
+from pipefit.errors import DataError, ModelError
+from pipefit.ir.program import Header
+from pipefit.runtime.collectives import broadcast, exchange
+from pipefit.runtime.engine import Engine
+from pipefit.runtime.microbatches import MicroBatch
+from pipefit.runtime.progress import TOKEN
+from pipefit.schedules.forward import forward_only
+from pipefit.stage.split import NamedLayer
+
+_USUAL = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "use_cache": True,
+    "cache_implementation": None,
+    "prefill_chunk_size": None,
+    "max_time": None,  # ranks have different clocks
+}
+"""Options of transformers that are as they are, whatever the model's own generation configuration says."""
+_WHOLE = "save_pretrained, and generate with the whole model"
+
+
+def generate(
+    engine: Engine,
+    header: Header,
+    layers: Sequence[NamedLayer],
+    ids: Tensor,
+    mask: Tensor | None,
+    seed: int,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """The prompts and what follows them, the same on every rank.
+
+    Args:
+        engine: the ranks.
+        header: of the training's program: its stages.
+        layers: of the whole model.
+        ids: prompts of token ids, (sequences, tokens).
+        mask: 0 where a prompt is padded, on its left; None: as transformers finds it.
+        seed: of the tokens that are drawn.
+        options: of `transformers.GenerationConfig`.
+
+    Raises:
+        DataError: the prompts are no such tensor, or not the same on every rank.
+        ModelError: the model generates no text, or cannot do so in stages.
+    """
+    model = _generator(layers)
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
+        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise DataError(f"expected prompts as a tensor of token ids, [sequences, tokens], got {got}")
+    mask = None if mask is None else mask.cpu()
+    told = repr((ids.tolist(), None if mask is None else mask.tolist(), seed, sorted(options.items())))
+    if len(set(exchange(engine.session, hashlib.sha256(told.encode()).hexdigest()))) > 1:
+        raise DataError("ranks were given different prompts or options: every rank must call generate alike")
+    random = torch.Generator().manual_seed(seed)
+
+    def loop(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **given: Any,
+    ) -> Tensor:
+        """Takes the place of `transformers.GenerationMixin._sample`."""
+        padding, going = generation_config._pad_token_tensor, torch.ones(len(input_ids), dtype=torch.bool)
+        with _forwards(engine, header, given, model) as (past, forward):
+            while going.any():
+                inputs = model.prepare_inputs_for_generation(
+                    input_ids,
+                    next_sequence_length=1 if past.length else None,
+                    is_first_iteration=not past.length,
+                    **given,
+                )
+                logits = forward(inputs)
+                given = model._update_model_kwargs_for_generation({}, given)
+                count(past.cache, input_ids.shape[1])
+                past.length = input_ids.shape[1]
+                chosen = torch.empty(len(input_ids), dtype=torch.int64)
+                if logits is not None:
+                    scores = logits_processor(input_ids, logits[:, -1].to("cpu", torch.float32))
+                    chosen = scores.argmax(-1)
+                    if generation_config.do_sample:
+                        chosen = torch.multinomial(scores.softmax(-1), 1, generator=random).squeeze(1)
+                with engine.session.at(TOKEN):
+                    broadcast(engine.session, chosen, header.rank_of(header.last_stage, 0) * header.tensor)
+                chosen = chosen if padding is None else torch.where(going, chosen, padding)
+                input_ids = torch.cat([input_ids, chosen[:, None]], 1)
+                going &= ~stopping_criteria(input_ids, None)
+        return input_ids
+
+    silent = {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
+    # Ranks of one process have copies where they share weights.
+    with _evaluation([layers[0].shell.model for layers in _stages(engine)]):
+        return model.generate(
+            ids.long().cpu(), attention_mask=mask, custom_generate=loop, **_USUAL, **silent, **options
+        )
+
+
+def _generator(layers: Sequence[NamedLayer]) -> Any:
+    """The model that generates, without what peft has wrapped around it."""
+    shell = getattr(layers[0].module, "shell", None)
+    if shell is None or not is_transformers(shell.model) or not without_adapters(shell.model).can_generate():
+        kind = "a sequence of layers" if shell is None else type(shell.model).__name__
+        raise ModelError(
+            f"generate needs a causal language model of transformers, such as LlamaForCausalLM, not {kind}"
+        )
+    model = without_adapters(shell.model)
+    if model.config.is_encoder_decoder:
+        raise ModelError(
+            f"{type(model).__name__} encodes its input before it decodes, which generate cannot do in stages: {_WHOLE}"
+        )
+    if getattr(getattr(shell.model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ModelError(f"adapters that lengthen the prompt cannot generate in stages: {_WHOLE}")
+    return model
+
+
+def _stages(engine: Engine) -> list[list[CutLayer]]:
+    """The layers of each stage of this process."""
+    stages = [stage for worker in engine.workers for stage in worker.stages.values()]
+    return [[layer.module for layer in stage.layers] for stage in stages]
+
+
+@contextlib.contextmanager
+def _evaluation(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Models in evaluation mode, and each of their modules in its own mode afterwards."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: Any) -> Iterator[Any]:
+    """A function that runs one forward over all stages, each of which keeps its keys and values meanwhile.
+
+    Args:
+        engine: the ranks.
+        header: of the training's program.
+        given: arguments that transformers has prepared for the forwards of the model, with an empty cache.
+        model: of transformers.
+
+    Returns:
+        How far the caches are, and the function from arguments to logits; None where others have these.
+    """
+    own_way = (
+        f"{type(model).__name__} keeps earlier tokens in a way of its own, so it cannot generate in stages: {_WHOLE}"
+    )
+    past = Past.of(given)
+    if past is None:
+        raise ModelError(own_way)
+    program = forward_only(header, 1)
+    logits: list[Tensor] = []
+
+    def take(output: Mapping[str, Tensor], target: Any) -> Tensor:
+        logits.append(output["logits"])
+        return torch.zeros(())
+
+    with caching(_stages(engine), past) as caches:
+
+        def forward(inputs: Mapping[str, Any]) -> Tensor | None:
+            batch = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+            options = {name: value for name, value in inputs.items() if name not in (past.name, *batch)}
+            past.options = {**options, "return_dict": True}
+            # What crosses the borders has these shapes, however long the mask has become.
+            signature = f"generate {list(batch['input_ids'].shape)}"
+            logits.clear()
+            engine.run(program, [MicroBatch(batch, {}, 1.0, 0, signature)], loss=take)
+            if not past.length:
+                filled = exchange(engine.session, [cache.filled() for cache in caches])
+                if wrong := not_filled_once(past.cache, filled):
+                    raise ModelError(f"{own_way} (layers {', '.join(map(str, wrong))})")
+            return logits[0] if logits else None
+
+        yield past, forward
