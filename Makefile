@@ -8,10 +8,14 @@ MAKEFLAGS   += --no-print-directory
 .DEFAULT_GOAL := help
 
 PY         := .venv/bin/python
+# Byte code is kept even where the environment says otherwise: without it every process compiles all of torch's Python
+# anew, for as long as it takes to load it.
+unexport PYTHONDONTWRITEBYTECODE
+
 DEMO_ARGS  ?=
 BENCH_ARGS ?= --help
 PYTEST     := $(PY) -m pytest -q
-# A file stays on one worker: what its tests share is made once.
+# Two workers; a file stays on one of them: what its tests share is made once.
 BY_FILE    := -n 2 --dist loadfile
 # The pure half: everything that never imports torch and whose docstrings are run as tests.
 PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules verify simulate cost timeline partition \
@@ -32,9 +36,8 @@ venv: .venv/stamp ## create the environment in .venv (done by every other target
 demo: .venv/stamp ## profile, plan and train a small language model over a pipeline of two processes
 	@scripts/demo $(DEMO_ARGS)
 
-test: .venv/stamp ## all tests: those of one process on two workers, then those of several
-	@$(PYTEST) $(BY_FILE) -m "not dist"
-	@$(PYTEST) -m dist
+test: .venv/stamp ## all tests
+	@$(PYTEST) $(BY_FILE)
 
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
 	@$(PYTEST) $(BY_FILE) -m "not slow and not dist"

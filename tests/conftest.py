@@ -63,9 +63,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def rank_server() -> None:
     """Starts the server that ranks are forked from: loading torch takes seconds, and no test should pay for it."""
     from pipefit.runtime.launch import launch
+    from tests.processes import server
     from tests.runtime import jobs
 
+    server()
     launch(jobs.nothing, 1, quiet=True)
+
+
+@pytest.fixture
+def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is measured in a moment; ranks in processes of their own always do so."""
+    from tests.small_probes import shrink
+
+    shrink(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

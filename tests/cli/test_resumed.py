@@ -14,6 +14,8 @@ from pipefit.cli import main
 from pipefit.run import whole_run as run
 from pipefit.spill.tier_file import TierFile
 
+pytestmark = pytest.mark.usefixtures("small_probes")
+
 WORDS = (
     "train --model gpt --option layers=3,hidden=32,context=16,tied=false,dropout=0.1 --batch 4 --microbatches 2 "
     "--steps 8 --optimizer adam --data {data} --ranks 1 --schedule spilled --chunks 2 --json"

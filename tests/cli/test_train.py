@@ -6,7 +6,7 @@ import pytest
 
 from pipefit.cli import main
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("small_probes")]
 
 SMALL = {"--model": "mlp", "--option": "layers=3,width=16", "--steps": "4", "--batch": "8"}
 HERE = ("--transport", "local")  # where processes would show nothing more

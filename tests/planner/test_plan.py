@@ -1,6 +1,7 @@
 """The search: feasible, deterministic, close to the best there is, and never silent about why."""
 
 import dataclasses
+from functools import cache
 
 import msgspec
 import pytest
@@ -41,16 +42,20 @@ def test_the_winner_is_within_3_percent_of_every_candidate_simulated(seed, bandw
     assert made.prediction.period_s <= 1.03 * best
 
 
+@cache
+def period_s(name: str, method: str) -> float:
+    """Slow links between servers: reductions that overlap, hidden replays and full links decide what is fastest."""
+    levels = (Level("server", 4, 12e9), Level("cluster", 4, 1.25e9))
+    topology, profile = Topology(levels, Device(memory_bytes=32e9)), load_profile(name)
+    made = plan(profile, topology, method=method, global_batch=16 * profile.microbatch_size)
+    assert made.prediction is not None
+    return made.prediction.period_s
+
+
 @pytest.mark.parametrize("method", ["gpipe", "uniform", "ptdp"])
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "gnmt"])
 def test_auto_is_never_behind_what_it_searches_too(name, method):
-    """Slow links between servers: reductions that overlap, hidden replays and full links decide what is fastest."""
-    levels = (Level("server", 4, 12e9), Level("cluster", 4, 1.25e9))
-    topology = Topology(levels, Device(memory_bytes=32e9))
-    profile = load_profile(name)
-    batch = 16 * profile.microbatch_size
-    auto = plan(profile, topology, global_batch=batch).prediction
-    assert auto.period_s <= 1.005 * plan(profile, topology, method=method, global_batch=batch).prediction.period_s
+    assert period_s(name, "auto") <= 1.005 * period_s(name, method)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "breadth-first"])
@@ -288,11 +293,6 @@ def test_bad_files_are_refused_with_the_path_inside(tmp_path):
             Topology.parse(text)
 
 
-def test_small_local_plans_take_well_under_a_second():
-    made = plan(model(12), Topology.local(4), global_batch=64)
-    assert made.plan_seconds < 5  # on an idle core about 0.3; what the machine does beside it is not our cost
-
-
 def test_tensor_width_divides_a_gpt_and_stays_inside_a_server():
     device = Device(memory_bytes=80e9, flops=312e12)
     topology = Topology((Level("server", 8, 300e9, 5e-6), Level("cluster", 2, 5e9, 1e-5)), device)
@@ -346,13 +346,14 @@ def test_pipedream_plans_say_the_published_times():
 
 def test_an_extrapolated_time_is_that_of_the_whole_program():
     profile: Profile = model(8)
-    problem = problem_of(profile, Topology.local(4), 2 * 1600)
+    count = 800
+    problem = problem_of(profile, Topology.local(4), 2 * count)
     for schedule, chunks in [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h2", 1)]:
-        estimated = estimate(problem, Config(schedule, 1, 4, 1, chunks, 2, 1600))
+        estimated = estimate(problem, Config(schedule, 1, 4, 1, chunks, 2, count))
         found = simulated(problem, estimated)
         timing, _ = costs_of(problem, estimated.config, estimated.partition)
         whole = simulate(program_of(plan_of(problem, estimated.config, estimated.partition)), timing, memory=False)
-        assert 0 < found.size < 1600 * 4 * chunks
+        assert 0 < found.size < count * 4 * chunks
         assert found.step_s == pytest.approx(whole.makespan_s, rel=0.005)
 
 

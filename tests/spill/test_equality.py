@@ -16,6 +16,8 @@ from pipefit.pipeline.memory_cap import spill_of
 from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.testing import check
 
+pytestmark = pytest.mark.usefixtures("small_probes")
+
 
 def momentum(parameters):
     return torch.optim.SGD(parameters, 0.1, momentum=0.9)

@@ -14,6 +14,8 @@ from pipefit.errors import InfeasibleError, PlanError
 from pipefit.models import build
 from pipefit.spec.options import Spilled, Updates
 
+pytestmark = pytest.mark.usefixtures("small_probes")
+
 BATCH, MICROBATCHES = 8, 4
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -69,6 +70,7 @@ def trained(pipe, until=STEPS):
     return [pipe.step(*batch(step)) for step in range(pipe.num_updates, until)]
 
 
+@cache
 def whole(**how):
     """Losses and weights of a run that nothing stops."""
     pipe = pipeline(**how)

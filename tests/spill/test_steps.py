@@ -26,6 +26,8 @@ from pipefit.errors import PlanError
 from pipefit.models import build
 from pipefit.spec.options import Parallelism, Spilled
 
+pytestmark = pytest.mark.usefixtures("small_probes")
+
 PLACES = ["device", "host", (0, 3), (1, 2)]
 
 

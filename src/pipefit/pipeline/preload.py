@@ -1,6 +1,7 @@
 """Modules that the fork server loads before the first rank is forked, so that ranks start at once."""
 
 # ruff: noqa: E402  (Ctrl-C is the launcher's to answer, also while this is loading)
+import gc
 import signal
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -14,3 +15,6 @@ torch.set_num_threads(1)
 
 # The first optimizer of a process imports torch's compiler, which takes seconds.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+
+# Ranks keep all of this: their garbage collections need not look through it.
+gc.freeze()

@@ -83,7 +83,6 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 def _no_collection() -> Iterator[None]:
     """No garbage collection in the middle of a measured pass."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
