@@ -406,4 +406,4 @@ class Pipeline:
     def close(self) -> None:
         """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
         release_workers(self.workers)
-        release(self.layers)
+        release(self._engine.mesh)
