@@ -1,8 +1,8 @@
 """Dropout inside modules that others wrote: each process takes its part of the mask that one process would draw.
 
-    attention   (b, heads/t, s, s)      its heads
-    MLP         (b, s, columns/t)       its columns
-    elsewhere   (b, s, h)               the same mask everywhere, from the same seed
+attention   (b, heads/t, s, s)      its heads
+MLP         (b, s, columns/t)       its columns
+elsewhere   (b, s, h)               the same mask everywhere, from the same seed
 """
 
 from __future__ import annotations
