@@ -206,18 +206,19 @@ class Rehearsal(Region):
 
     def sum(self, x: Tensor, op: Any = None, *, spent: bool = False) -> Tensor:
         """The tensor itself."""
-        self.exchanges.append(Exchange("sum", tuple(x.shape), x.dtype))
-        return x
+        return x if x.is_meta else self._noted("sum", x)
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
         """As many copies of the tensor as there are processes."""
-        self.exchanges.append(Exchange("gathered", tuple(x.shape), x.dtype, dim))
-        return torch.cat((x,) * self.size, dim)
+        return torch.cat((x if x.is_meta else self._noted("gathered", x, dim),) * self.size, dim)
 
     def scattered(self, x: Tensor, dim: int) -> Tensor:
         """The own part of the tensor."""
-        self.exchanges.append(Exchange("scattered", tuple(x.shape), x.dtype, dim))
-        return self.own(x, dim).contiguous()
+        return self.own(self._noted("scattered", x, dim), dim).contiguous()
+
+    def _noted(self, name: str, x: Tensor, dim: int | None = None) -> Tensor:
+        self.exchanges.append(Exchange(name, tuple(x.shape), x.dtype, dim))
+        return x
 
 
 def _unchanged(x: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class Tokens(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts, each of which is split: (tokens, h), their experts and these experts' weights -> (tokens, h)."""
+    """A mixture of experts, each of which is split: (tokens, h), the experts of each, their weights -> (tokens, h)."""
 
     region: Region
 
