@@ -9,9 +9,6 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.simulate.simulate import simulate
 
-FEW_SENDS = 4
-"""Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
-
 
 def most_unposted(program: Program) -> int:
     """The most messages of one kind that a rank has sent to another which has not posted their receives yet.

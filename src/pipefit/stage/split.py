@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
@@ -70,6 +71,17 @@ def named_layers(model: Any) -> list[NamedLayer]:
         if places.setdefault(item[0], index) != index:
             raise ModelError(f"layers {places[item[0]]} and {index} are both named {item[0]!r}: give each its own name")
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
+
+
+def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
+    """How many stages at the beginning have no parameter that trains; steps also move the averages of batch norms."""
+
+    def trains(index: int) -> bool:
+        module = layers[index].module
+        tracked = (m.track_running_stats for m in module.modules() if isinstance(m, _BatchNorm))
+        return any(tracked) or any(parameter.requires_grad for parameter in module.parameters())
+
+    return partition.num_frozen(trains)
 
 
 def split(
