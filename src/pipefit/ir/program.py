@@ -93,7 +93,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             )
         if any(min(tie) < self.frozen for tie in self.ties):
             raise ScheduleError(
-                f"ties: a weight that stages share trains, but the first {self.frozen} stages are frozen, got {self.ties}"
+                f"ties: a weight that stages share trains, but stages below {self.frozen} are frozen, got {self.ties}"
             )
 
     @property

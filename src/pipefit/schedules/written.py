@@ -48,8 +48,8 @@ def _read(path: str, changed_ns: int, size_bytes: int) -> Schedule:
         )
     if header.frozen:
         raise ScheduleError(
-            f"{path}: expected the backwards of all stages, got {header.frozen} frozen; a run leaves out those that its "
-            "model does not need"
+            f"{path}: expected the backwards of all stages, got {header.frozen} frozen stages; a run itself leaves out "
+            "what its model does not need"
         )
     orders = [[i for i in instructions if i.op in _ORDERED] for instructions in program.ranks]
     return written(path, header, orders)

@@ -74,7 +74,12 @@ def named_layers(model: Any) -> list[NamedLayer]:
 
 
 def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
-    """How many stages at the beginning have no parameter that trains; steps also move the averages of batch norms."""
+    """How many stages at the beginning have nothing that steps change: parameters that train, averages of batch norms.
+
+    Raises:
+        ModelError: the partition is for another number of layers.
+    """
+    _check(layers, partition)
 
     def trains(index: int) -> bool:
         module = layers[index].module
@@ -101,8 +106,7 @@ def split(
     Raises:
         ModelError: the partition is for another number of layers.
     """
-    if partition.num_layers != len(layers):
-        raise ModelError(f"the partition has {partition.num_layers} layers, the model has {len(layers)}")
+    _check(layers, partition)
     given: set[int] = set()
     owned: set[int] = set()
     result = []
@@ -116,3 +120,8 @@ def split(
         owned |= parameters
         result.append(mine)
     return result
+
+
+def _check(layers: Sequence[NamedLayer], partition: Partition) -> None:
+    if partition.num_layers != len(layers):
+        raise ModelError(f"the partition has {partition.num_layers} layers, the model has {len(layers)}")
