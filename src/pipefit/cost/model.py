@@ -247,7 +247,7 @@ class CostModel:
         return _SIZE[value.kind](self, value.stage)
 
     def held_bytes(self, value: Value) -> float:
-        """Bytes of a value on its device, where weights stay: of versions only what trains, `frozen_bytes` apart."""
+        """Bytes of a value on a device where weights stay: of each version what trains; `frozen_bytes` is the rest."""
         return self.wgrad_bytes[value.stage] if value.kind == Kind.WEIGHTS else self.size_bytes(value)
 
     def frozen_bytes(self, stage: int) -> float:
