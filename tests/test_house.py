@@ -51,6 +51,7 @@ NEWER = {
     ("data", "records.py"),
     ("models", "hub.py"),
     ("models", "hub_folder.py"),
+    ("passes", "frozen.py"),
     ("pipeline", "pretrained.py"),
     ("pipeline", "generation.py"),
 }
