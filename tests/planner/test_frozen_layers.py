@@ -15,7 +15,7 @@ from pipefit.planner.methods import problem_of
 from pipefit.planner.simulated import simulated
 from pipefit.planner.space import Config
 from pipefit.schedules import find, program_of
-from pipefit.spec import Device, Level, Plan, Profile, Topology
+from pipefit.spec import Device, Layer, Level, Plan, Profile, Topology
 from pipefit.verify import verify
 
 SHAPES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved", 2, 2), ("breadth-first", 2, 2), ("zb-h1", 4, 1)]
@@ -36,6 +36,18 @@ def test_stages_of_frozen_layers_get_more_layers_and_the_plan_says_that_they_are
     assert frozen.prediction.peak_bytes[0] < whole.prediction.peak_bytes[0]
     assert "4 stages (the first frozen)" in explain(frozen) and "frozen" not in explain(whole)
     assert program_of(frozen).header.frozen == 1 and verify(program_of(frozen)).ok
+
+
+def test_of_twelve_equal_layers_with_six_frozen_the_first_of_four_devices_gets_six():
+    def chain(frozen: int) -> Profile:
+        def layer(index: int) -> Layer:
+            times = 1e-3, 1e-3 * (index > frozen), 1e-3 * (index >= frozen)
+            return Layer(f"layer{index}", *times, 1e4, 4e4, 1e6, trained_bytes=1e6 * (index >= frozen))
+
+        return Profile("twelve", 1, tuple(map(layer, range(12))))
+
+    assert counts(planned(chain(0))) == [3, 3, 3, 3]
+    assert counts(planned(chain(6))) == [6, 2, 2, 2]
 
 
 def test_a_frozen_stage_replays_nothing_and_is_cut_so():
