@@ -265,7 +265,7 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.DROP: OpSpec(
         ("stage", "version"),
         Lane.COMPUTE,
-        "forget weights[s,w]",
+        "free weights[s,w]",
         needs=("weights[s,w]",),
         consumes=("weights[s,w]",),
     ),
