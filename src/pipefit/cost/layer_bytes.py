@@ -1,4 +1,4 @@
-"""Exact bytes of a model's layers on a device, where the layers are at hand: a cap on memory is compared with them."""
+"""Exact bytes of a model's layers on a device, from the layers themselves, to be compared with a cap on memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class LayerBytes(NamedTuple):
     """Bytes of a layer.
 
     Attributes:
-        weights: as they lie in a record, each aligned.
+        weights: in a record, each aligned.
         states: of the optimizer, likewise.
-        buffers: what stays on the device wherever the layer's weights are.
-        num_tensors: its parameters, each of which has a gradient while it is there.
+        buffers: bytes that stay on the device while the layer's weights are away.
+        num_tensors: number of its parameters, each of which has a gradient while the layer is on the device.
     """
 
     weights: float
@@ -41,8 +41,8 @@ class ModelBytes:
     """Bytes of all layers, and of the weights that they share.
 
     Attributes:
-        layers: each of them, what it shares included.
-        ties: of each group of layers, the weights that they share, which stay on the device where stages do.
+        layers: of each layer, including the weights that it shares.
+        ties: of each group of layers, the shared weights, which stay on the device where stages do.
     """
 
     layers: tuple[LayerBytes, ...]
@@ -99,7 +99,7 @@ def _blocks(num_bytes: float) -> float:
 
 
 def _record(size: float) -> float:
-    """An activation that comes back from the tier: a record of its own, aligned."""
+    """Bytes of an activation that is fetched from the tier: a record of its own, aligned."""
     return _blocks(size) + GRAIN_BYTES if size else 0.0
 
 

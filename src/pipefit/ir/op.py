@@ -108,7 +108,7 @@ class OpSpec(NamedTuple):
         consumes: values that are gone once it is done.
         kinds: what its operand `kind` can be.
         seconds: the figures of a `CostModel` whose sum is its time.
-        is_awaited: whether it completes asynchronously, and the first instruction that needs its value waits for it.
+        is_awaited: whether it completes asynchronously and the first instruction that needs its value waits for it.
         is_collective: whether several ranks take part in it, each with an instruction of its own.
     """
 
@@ -303,7 +303,7 @@ def _ops(fact: Callable[[OpSpec], bool]) -> frozenset[Op]:
 
 
 COMPUTE_OPS: Final = _ops(lambda spec: spec.fields == _VERSIONED)
-"""The operations whose time is the model's: what schedules order. They use a version of a stage's weights."""
+"""The operations of the model's computation, which schedules order. They use a version of a stage's weights."""
 
 BACKWARD_OPS: Final = _ops(lambda spec: "saved[s,m]" in spec.needs)
 """Backwards and their halves."""
@@ -318,7 +318,7 @@ MESSAGE_OPS: Final = _ops(lambda spec: "peer" in spec.fields)
 """Sends and receives."""
 
 COPY_OPS: Final = _ops(lambda spec: spec.lane is Lane.COPY)
-"""Copies between a device and its tier, and steps on the host: what waits for its lane."""
+"""Copies between a device and its tier, and steps on the host: operations that queue on their lane."""
 
 STEP_OPS: Final = (Op.STEP, Op.HOST_STEP)
 """The operations that make an update, on the device or on the host."""

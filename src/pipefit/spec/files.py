@@ -1,4 +1,4 @@
-"""Nouns as files: each says `"format": "pipefit.<noun>/1"`, is checked when read, and is written atomically."""
+"""Files of the data types: each has `"format": "pipefit.<noun>/1"`, is checked when read, and written atomically."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def decode(noun: str, data: object, kind: type[T], error: type[PipefitError], wh
 
 
 def check_format(noun: str, found: object, error: type[PipefitError], where: str) -> None:
-    """Refuses data of another noun or version, or of none."""
+    """Refuses data of another type or version, or without a format."""
     expected = f"pipefit.{noun}/1"
     if found == expected:
         return
@@ -111,7 +111,7 @@ def write_atomically(path: str | Path, content: str | bytes, *, durable: bool = 
     Args:
         path: of the file.
         content: of the file.
-        durable: whether it survives a power cut, too: file and folder are forced to disk.
+        durable: whether it also survives a power cut: file and folder are forced to disk.
 
     Raises:
         PipefitError: the folder is missing, or the path is a directory, or the disk is full.
@@ -142,7 +142,7 @@ def write_atomically(path: str | Path, content: str | bytes, *, durable: bool = 
 
 
 def sync_folder(place: Path) -> None:
-    """Forces a directory's entries to the disk: a rename lasts only then."""
+    """Forces a directory's entries to the disk: only then is a rename durable."""
     handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Batch norm over micro-batches: each is normalised by its own statistics, the running averages see the mini-batch."""
+"""Batch norm over micro-batches: each is normalised by its own statistics; running averages use the mini-batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm whose running averages move once per update, by the statistics of all its micro-batches together.
+    """A batch norm whose running averages change once per update, by the statistics of all its micro-batches together.
 
-    A module becomes one by `DeferredBatchNorm.adopt`, which keeps its parameters, buffers and names; `release` gives it
-    back its own class. `update` says which update the next forward's statistics belong to (several are in flight under
-    an asynchronous schedule); None: to none, as in a replay.
+    `DeferredBatchNorm.adopt` turns a module into one and keeps its parameters, buffers and names; `release` restores
+    its own class. `update` is the update that the next forward's statistics belong to (several are in flight under an
+    asynchronous schedule); None: none, as in a replay.
 
     Source: GPipe (NeurIPS 2019) §2.1.
     """
@@ -68,9 +68,9 @@ def _deferred_class(own: type) -> type:
 
 @torch.no_grad()
 def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
-    """Moves the running averages of batch norms by the mini-batch of an update, once.
+    """Updates the running averages of batch norms by the mini-batch of an update, once.
 
-    The channels of those that are alike are laid side by side: for small layers the number of operations is what costs.
+    The channels of similar ones are concatenated: for small layers the number of operations determines the time.
     """
     alike: dict[tuple[object, ...], list[DeferredBatchNorm]] = {}
     for module in dict.fromkeys(modules):
