@@ -165,7 +165,7 @@ def _bound(estimated: Estimate) -> tuple[float, int]:
 
 
 def _fastest(problem: Problem, ranked: list[Estimate]) -> Estimate | None:
-    """The candidate with the shortest period, of equal ones that with the fewest stages; None: none of those tried fits.
+    """The candidate with the shortest period, of equal ones that with the fewest stages; None: none tried fits.
 
     Where none of the first ones fits in the simulation, those with the least memory are tried.
     """

@@ -31,11 +31,11 @@ def step_seconds(
         clock: of their device.
         repeats: measured steps.
         clips: whether a step takes the norm of the gradients and scales them.
-        before: called before each step, with all other work of a training step, so that the step finds the processor's
-            caches as in training.
+        before: called before each step, with all other work of a training step, so that the processor's caches are as
+            in training.
 
     Returns:
-        The median seconds of a step: taking the gradients over, clipping, the optimizer, letting go.
+        The median seconds of a step: assigning the gradients, clipping, the optimizer, freeing the gradients.
     """
     if not weights:
         return 0.0

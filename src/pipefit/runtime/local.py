@@ -88,7 +88,7 @@ class LocalTransport:
         return self._join(members, key, [whole], lambda all_: part.copy_(all_.sums[0].view(-1, len(part))[index]))
 
     def all_gather(self, members: tuple[int, ...], key: Key, part: Tensor, whole: Tensor) -> Ending:
-        """Gathers the parts of all; this one is copied, since it may be stepped again before the last member reads it."""
+        """Gathers the parts of all; this one is copied, since it may be stepped before the last member reads it."""
         given = [part.clone()]
         return self._join(members, key, given, lambda all_: torch.cat([one for (one,) in all_.given], out=whole))
 

@@ -244,7 +244,7 @@ def make_arena(stores: Iterable[SpilledStore], spill: Spill, device: torch.devic
 
 
 def make_stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    """The stand-in for a tensor of the meta device: without memory for a weight; a buffer gets memory without values."""
+    """The stand-in for a tensor of the meta device: no memory for a weight; memory without values for a buffer."""
     if isinstance(tensor, nn.Parameter):
         return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
