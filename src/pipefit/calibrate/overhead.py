@@ -148,7 +148,7 @@ def _pass_s(timeline: Timeline) -> float:
 
 
 class _Layer(nn.Module):
-    """A linear layer, and some work after which the caches hold other data and code, as after a real model's layer."""
+    """A linear layer, and work after which the caches hold other data and code, as after a real model's layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def export(pipeline: Trained, path: str | Path) -> Path:
         forms = {name: form for name, form in _forms(pipeline).items() if name not in aliases}
         values, first = _whole_tensors(pipeline, forms), session.rank == 0
         outcome = attempt(lambda: _write(path, forms, {"format": "pt"} | aliases, values) if first else None)
-        # The processes wait for each other at each value, so the loop runs to its end even if the file cannot be written.
+        # The processes wait for each other at each value, so the loop always runs to its end.
         rest = attempt(lambda: [None for _ in values] and None)
         agree(session, outcome if "error" in outcome else rest)
     return path

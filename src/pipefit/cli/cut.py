@@ -1,4 +1,4 @@
-"""`pipefit cut`: where a model that nobody wrote for a pipeline can be cut."""
+"""`pipefit cut`: the cut of a model that was not written for a pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipefit.cli.options import Json, verb
 
 @verb()
 def command(model: ModelName, *, option: ModelOptions = None, seed: int = 0, json: Json = False) -> Answer:
-    """Show the layers of a model, what crosses between them, and prove that they compute what the model computes.
+    """Show the layers of a model and the values that cross between them, and prove that the cut changes no result.
 
     Example: pipefit cut transformers:LlamaForCausalLM --option hidden_size=64,num_hidden_layers=4
 

@@ -128,7 +128,7 @@ def called_again(model: nn.Module, calls: Sequence[Call]) -> tuple[str, int] | N
 
 
 def _is_listed(modules: Mapping[str, nn.Module], path: str, order: Sequence[str]) -> bool:
-    """Whether a module is one of several children of a list that are all called once."""
+    """Returns whether a module is one of several children of a list that are all called once."""
     parent = modules.get(path.rpartition(".")[0])
     if not isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not path:
         return False

@@ -75,7 +75,7 @@ def _rows(layers: Sequence[NamedLayer]) -> list[tuple[str, str]]:
 
 
 def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """The arguments of a batch: a dict gives keyword arguments, a tuple positional ones, anything else is the only one."""
+    """The arguments of a batch: keyword arguments of a dict, positional ones of a tuple, else a single argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})

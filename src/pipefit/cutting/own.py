@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 def is_transformers(model: object) -> bool:
-    """Whether a model is one of transformers, or one that peft has wrapped."""
+    """Returns whether a model is one of transformers, or one that peft has wrapped."""
     return any(kind.__name__ in ("PreTrainedModel", "PeftModel") for kind in type(model).__mro__)
 
 
@@ -141,7 +141,7 @@ class Routers:
         return cls(tuple(kinds)) if kinds else None
 
     def __call__(self, module: nn.Module) -> bool:
-        """Whether a module is one of them."""
+        """Returns whether a module is one of them."""
         return isinstance(module, self.kinds)
 
 

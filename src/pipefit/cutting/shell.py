@@ -128,7 +128,7 @@ class Shell:
         return self.result(output)
 
     def holds(self, layers: range, owners: frozenset[int]) -> bool:
-        """Whether one of some layers calls a module."""
+        """Returns whether one of some layers calls a module."""
         return any(owner in layers for owner in owners)
 
 

@@ -166,7 +166,7 @@ def _end(tokenizer: Any) -> list[int]:
 
 
 def _packed(records: Sequence[Tokens], context: int) -> list[Tokens]:
-    """Sequences of `context` tokens; the last may be shorter, but a rest of one token, which predicts nothing, is cut."""
+    """Sequences of `context` tokens; the last may be shorter, but not a single token, which predicts nothing."""
     ids, labels = (list(chain.from_iterable(parts)) for parts in zip(*records, strict=True))
     starts = range(0, len(ids) - 1, context) if len(ids) > 1 else range(len(ids))
     return [Tokens(ids[start : start + context], labels[start : start + context]) for start in starts]

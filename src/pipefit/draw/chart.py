@@ -129,7 +129,7 @@ def hue(index: int) -> tuple[float, float, float]:
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Returns whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 

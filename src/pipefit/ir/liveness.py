@@ -33,7 +33,7 @@ class Lifetime(NamedTuple):
 
 
 def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
-    """Whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
+    """Returns whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
     this, after = instructions[index], instructions[index + 1 : index + 2]
     return bool(after) and after[0].op is Op.DROP and (after[0].stage, after[0].version) == (this.stage, this.version)
 

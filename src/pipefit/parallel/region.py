@@ -132,7 +132,7 @@ class Region:
         return given.sum(0)
 
     def _is_pair(self, x: Tensor) -> bool:
-        """Whether two processes on CPUs exchange whole tensors: the same bytes, with only one wait."""
+        """Returns whether two processes on CPUs exchange whole tensors: the same bytes, with only one wait."""
         return self.size == 2 and not x.is_cuda
 
     def _exchanged(self, x: Tensor) -> Tensor:

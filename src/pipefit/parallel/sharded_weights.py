@@ -116,7 +116,7 @@ class ShardedStore(WeightStore):
                     yield Piece(index, low - start, high - start, number, low - first, nn.Parameter(flat[low:high]))
 
     def is_whole(self, index: int) -> bool:
-        """Whether a parameter is stepped whole."""
+        """Returns whether a parameter is stepped whole."""
         return index in self._whole
 
     def stepped(self, index: int) -> list[nn.Parameter]:

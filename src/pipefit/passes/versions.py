@@ -57,7 +57,7 @@ def with_steps(program: Program) -> Program:
 
 
 def _must_precede(step: tuple[int, int], i: Instruction, program: Program) -> bool:
-    """Whether an instruction uses the version that a step of (stage, update) makes, or adds to the next gradients."""
+    """Returns whether an instruction uses the version made by a step of (stage, update), or adds to later gradients."""
     stage, update = step
     if i.stage != stage or i.op not in COMPUTE_OPS:
         return False
@@ -65,7 +65,7 @@ def _must_precede(step: tuple[int, int], i: Instruction, program: Program) -> bo
 
 
 def steps_at_once(header: Header, stage: int) -> bool:
-    """Whether a stage steps in the slot of the device in which its gradients are complete."""
+    """Returns whether a stage steps in the slot of the device in which its gradients are complete."""
     return header.is_spilled(stage) and not header.clip
 
 

@@ -176,8 +176,7 @@ def _step_on(spill: Spilled, tier: Tier) -> str:
 def _may_keep(spill: Spilled) -> bool:
     if spill.keep not in ("auto", "none"):
         raise PlanError(
-            f"keep: under a cap as many stages keep their activations as fit; expected auto or none, got "
-            f"{spill.keep!r}"
+            f"keep: under a cap as many stages keep their activations as fit; expected auto or none, got {spill.keep!r}"
         )
     return spill.keep == "auto"
 

@@ -197,7 +197,7 @@ class Pipeline:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the run was asked to stop (SIGTERM), known to all ranks at the same step: save and leave."""
+        """Returns whether the run was asked to stop (SIGTERM), known to all ranks at the same step: save and leave."""
         return self._session.stop.agreed
 
     # ---- training --------------------------------------------------------------------------------------------------

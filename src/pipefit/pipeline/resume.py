@@ -1,4 +1,4 @@
-"""Resuming from the records of a disk tier: the required identity with the interrupted run, and the choice of a step."""
+"""Resuming from the records of a disk tier: the identity of the interrupted run, and the choice of a step."""
 
 from __future__ import annotations
 

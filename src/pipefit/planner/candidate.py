@@ -42,7 +42,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Returns whether every rank has the memory."""
         return self.overflow <= 1
 
 

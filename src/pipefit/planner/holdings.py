@@ -147,7 +147,7 @@ def _growth(schedule: str, depth: int, counted: int, chunks: int, recompute: boo
 
 
 def holds_all(schedule: str, chunks: int) -> bool:
-    """Whether a rank holds every micro-batch of an update at once, as GPipe does."""
+    """Returns whether a rank holds every micro-batch of an update at once, as GPipe does."""
     return _in_flight(schedule, min(chunks, 2)) == _SHOWN
 
 

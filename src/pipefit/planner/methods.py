@@ -165,7 +165,7 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchR
 
 
 def _is_even(profile: Profile, config: Config) -> bool:
-    """Whether the blocks of a GPT, all layers but embedding and head, can be split evenly."""
+    """Returns whether the blocks of a GPT, all layers but embedding and head, can be split evenly."""
     return not is_gpt(profile) or config.depth == 1 or (len(profile) - 2) % config.num_stages == 0
 
 

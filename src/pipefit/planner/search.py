@@ -122,7 +122,7 @@ def _most_memory(problem: Problem) -> float:
 
 
 def _alike(a: Estimate, b: Estimate) -> bool:
-    """Whether two candidates have the same cut and differ only in the partitioner that found it."""
+    """Returns whether two candidates have the same cut and differ only in the partitioner that found it."""
     configs = [replace(each.config, partitioner="", recompute="") for each in (a, b)]
     return configs[0] == configs[1] and a.partition == b.partition
 

@@ -124,7 +124,7 @@ def _whole(plan: Plan, timing: CostModel) -> tuple[float, float]:
 
 
 def _crowded(cost: CostModel) -> bool:
-    """Whether a message may be on a link when the next one is sent: then messages must queue there.
+    """Returns whether a message may be on a link when the next one is sent: then messages must queue there.
 
     Between two messages on a link a rank works on a stage at least once. Where that takes longer than any message,
     queues change nothing, and the simulator is faster without them.

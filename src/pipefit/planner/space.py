@@ -284,7 +284,7 @@ def _at_shape(
 
 
 def groups_fit(topology: Topology, tensor: int) -> bool:
-    """Whether the levels of a topology can be split into groups of so many neighbours."""
+    """Returns whether the levels of a topology can be split into groups of so many neighbours."""
     rest = tensor
     for level in topology.levels:
         if rest % level.width and level.width % rest:

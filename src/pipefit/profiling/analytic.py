@@ -31,7 +31,7 @@ _ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer for one micro-batch, and the forms of its input and output as payloads on the meta device."""
+    """The cost of one layer for one micro-batch, with its input and output as payloads on the meta device."""
 
     layer: Layer
     input: Any

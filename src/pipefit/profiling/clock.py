@@ -50,7 +50,7 @@ class Clock:
 
 
 def works_alone(work: Callable[[], object]) -> bool:
-    """Whether the calling thread does all of the work: then its processor time is the time of the work."""
+    """Returns whether the calling thread does all of the work: then its processor time is the time of the work."""
     process, thread = time.process_time(), time.thread_time()
     work()
     process, thread = time.process_time() - process, time.thread_time() - thread

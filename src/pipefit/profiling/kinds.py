@@ -88,7 +88,7 @@ def with_measured_kinds(
         half: the type that autocast computes in; None: no autocast.
 
     Returns:
-        The profile with measured seconds, and with the memory in use in addition to tensors in `saved_bytes`. The layers
+        The profile with measured seconds, and with the memory in use in addition to tensors in `saved_bytes`. Layers
         are unchanged.
     """
     chain, size = named_layers(layers), profile.microbatch_size

@@ -47,7 +47,7 @@ class Roofline(TorchDispatchMode):
 
 
 def _only_looks(func: Any) -> bool:
-    """Whether the operation gives another view of memory, or only asks for a tensor's device, and moves nothing."""
+    """Returns whether the operation moves no data: it makes a view of memory, or reads a tensor's device."""
     return func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE
 
 

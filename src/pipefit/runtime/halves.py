@@ -231,7 +231,7 @@ def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
 
 
 def _overlap(ways: _Ways, group: _Group, roots: Sequence[GradientEdge]) -> bool:
-    """Whether a path from one start of an early group passes another, so that a gradient would count twice.
+    """Returns whether a path from one start of an early group passes another, so that a gradient would count twice.
 
     This happens where a part of the stage without inputs, such as a decoder's first layers, is used at several places.
     """
@@ -248,7 +248,7 @@ def _overlap(ways: _Ways, group: _Group, roots: Sequence[GradientEdge]) -> bool:
 
 
 def _is_early(ways: _Ways, group: _Group) -> bool:
-    """Whether the first half makes the gradients of a group's weights, by necessity or because it costs nothing."""
+    """Returns whether the first half makes the gradients of a group's weights: it must, or it costs nothing."""
     next_ones = (edge.node for node in group.nodes for edge in ways.branches[node])
     hooked = any(getattr(getattr(node, "variable", None), "_backward_hooks", None) for node in next_ones)
     at_once = any(isinstance(node, BackwardCFunction) or node.name() in _AT_ONCE for node in group.nodes)

@@ -49,7 +49,7 @@ class Session:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks are processes."""
+        """Returns whether ranks are processes."""
         return self.num_ranks > 1
 
     def passing(self, program: Program) -> contextlib.AbstractContextManager[None]:

@@ -1,8 +1,8 @@
-"""Ends a rank that waits too long, and says who is to blame: nothing in `torch.distributed` can interrupt a wait.
+"""Ends a rank that waits too long, and names the rank that causes it: `torch.distributed` cannot interrupt a wait.
 
-A thread looks at the rank's position. When it has stood at one instruction for longer than a deadline, the thread
-follows who waits for whom through the ranks' positions to one that waits for nobody, writes one page about it, and ends
-the process; the launcher then ends the others and shows the page's first lines.
+A thread checks the rank's position. When it has been at one instruction for longer than a deadline, the thread follows
+the waits through the ranks' positions to a rank that waits for no other, writes one page about it, and ends the
+process; the launcher then ends the others and shows the page's first lines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIRST_S = 600.0
 _FACTOR = 10.0
 _KEPT_PASSES = 31
 _ANSWER_S = 0.2
-# Where a rank waits for others outside its program, but in nobody's own code.
+# Places at which a rank waits for others outside its program, but not in the user's code.
 _WATCHED = (LOSS, MEETING)
 
 

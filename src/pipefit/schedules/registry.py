@@ -80,7 +80,7 @@ class Schedule:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether every micro-batch of an update uses the weights the update starts from."""
+        """Returns whether every micro-batch of an update uses the weights the update starts from."""
         return self.weights is WeightRule.FLUSH
 
     @property

@@ -84,7 +84,7 @@ def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torc
 
 
 def _moves(value: Tensor, device: torch.device) -> bool:
-    """Whether a state belongs to a record: with a GPU, single numbers stay where the optimizer put them."""
+    """Returns whether a state belongs to a record: with a GPU, single numbers stay where the optimizer put them."""
     return device.type == "cpu" or value.dim() > 0
 
 

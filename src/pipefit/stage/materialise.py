@@ -28,7 +28,7 @@ _INITIALISATION = -1
 
 
 def is_meta(layers: Sequence[NamedLayer]) -> bool:
-    """Whether some weight or buffer of the layers has no memory yet."""
+    """Returns whether some weight or buffer of the layers has no memory yet."""
     modules = [layer.module for layer in layers]
     return any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
 

@@ -45,7 +45,7 @@ def read_structure(text: str) -> pytree.TreeSpec:
 
 
 def carries_gradient(leaf: Tensor) -> bool:
-    """Whether a gradient will come back for this output of a stage."""
+    """Returns whether a gradient will come back for this output of a stage."""
     return leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
 
 

@@ -39,7 +39,7 @@ class Training:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
+        """Returns whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
         return self.clip_norm is not None or self.loss_scale is not None
 
 

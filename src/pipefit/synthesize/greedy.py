@@ -114,7 +114,7 @@ class _Board:
         return found
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether a forward fits in addition to the rest of the oldest micro-batch, so that no rank is ever stuck."""
+        """Returns whether a forward fits in addition to the rest of the oldest micro-batch; so no rank gets stuck."""
         stages, last = self.problem.stages[rank], (2 if self.problem.split else 1) * self.count
         oldest = min(self.done[last + s] for s in stages)
         rest = sum(self.size[s] for s in stages if self.done[s] <= oldest) if self.done[stage] > oldest else 0.0

@@ -18,7 +18,7 @@ RULES: Final[dict[str, str]] = {
     "deadlock": "no cycle of waiting, even when a send waits for its receive and a collective for all its members",
     "collectives": "all members take part in each reduction that is due, in one order, after gradients, before steps",
     "versions": "weights have the version that the header's rule asks for, and are dropped exactly when they are dead",
-    "residency": "what is spilled is fetched into a free slot, from a tier with that version, and is on its tier at the end",
+    "residency": "a spilled value is fetched into a free slot, from a tier with that version, and ends on its tier",
     "memory": "what a rank holds at once fits its capacity",
 }
 """Every rule, and its requirement in one sentence."""
