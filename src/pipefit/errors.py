@@ -32,7 +32,7 @@ class PlanError(PipefitError):
 
 
 class InfeasibleError(PipefitError):
-    """No plan fits; the message says what is missing and the cheapest change that would help."""
+    """No plan fits; the message names the missing memory and the cheapest change that would help."""
 
 
 class ScheduleError(PipefitError):
@@ -77,7 +77,7 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
     Args:
         of: the object whose attributes they are.
         error: the kind of error.
-        place: of the object in what the user wrote, such as "levels[0].".
+        place: of the object in the user's input, such as "levels[0].".
         least: the smallest number that each may be, by name; `ABOVE_0`: any number above 0.
     """
     for name, bound in least.items():

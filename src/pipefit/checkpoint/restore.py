@@ -80,7 +80,7 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     return Checkpoint(path, manifest.step, manifest.extra, tuple(skipped))
 
 
-# ---- which ---------------------------------------------------------------------------------------------------------
+# ---- choosing a checkpoint -----------------------------------------------------------------------------------------
 
 
 def _choose(session: Session, place: Path) -> tuple[Path, Manifest, list[str]]:
@@ -117,7 +117,7 @@ def _verify(session: Session, path: Path) -> None:
         entry.check(path)
 
 
-# ---- what ----------------------------------------------------------------------------------------------------------
+# ---- loading its tensors -------------------------------------------------------------------------------------------
 
 
 class _Saved(NamedTuple):

@@ -175,7 +175,7 @@ def _ranks(num_ranks: int, timeout_s: int) -> _Check:
         return _Check(name, f"no answer within {timeout_s} s", "bad", fix)
     except (PipefitError, CommunicationError, OSError, RuntimeError) as problem:
         return _Check(name, f"failed: {problem}", "bad", "see the log; is the loopback interface up (ip link show lo)?")
-    found = f"start, talk and end in {format_seconds(seconds)}; "
+    found = f"start, communicate and end in {format_seconds(seconds)}; "
     if not links:
         found += "times of messages vary too much for a measurement"
         return _Check(name, found, "warn", "measure when the machine is quiet", {"selftest_s": seconds})

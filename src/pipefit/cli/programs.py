@@ -59,7 +59,7 @@ class Source:
         header = self.program.header
         if len(self.layers) != header.num_stages:
             raise PipefitError(
-                "a .pipe file does not say which layers make a stage; give --layers with a count for each of its "
+                "a .pipe file does not contain the layers of its stages; give --layers with a count for each of its "
                 f"{header.num_stages} stages, got {','.join(map(str, self.layers)) or 'none'}"
             )
         stages = tuple(

@@ -15,7 +15,7 @@ class Quiet:
     """Shows nothing."""
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
-        """The plan stands."""
+        """Takes the plan."""
 
     def counted(self, flop: Any) -> None:
         """The FLOP of model and devices are known."""
@@ -116,7 +116,7 @@ def report(result: Any) -> str:
             lines[-1] += f"   (perplexity {_perplexity(result.held_out_before)} → {_perplexity(result.held_out_loss)})"
     if result.rows:
         alone = len(result.peak_memory_bytes) < len(result.utilisation)
-        turns = " (ranks took turns in this one process; the prediction is for a process each)" if alone else ""
+        turns = " (the ranks alternated in this one process; the prediction is for a process each)" if alone else ""
         lines += ["", f"measured next to predicted{turns}", *columns(_compared(result.rows))]
     who = "process" if len(result.peak_memory_bytes) > len(result.utilisation) else "rank"
     lines += ["", "busy    " + _each("rank", (f"{share:.0%}" for share in result.utilisation))]

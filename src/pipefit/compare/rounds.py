@@ -99,7 +99,7 @@ def _repeat(cells: list[Cell], task: Task, session: Session, say: Say) -> None:
         spent_s = max(_of_ranks(time.monotonic() - started, session))
         another_s = spent_s * (repetition + 2) / (repetition + 1)
         if config.limit and 0 < repetition < config.repeats and another_s > 60 * config.limit:
-            say(f"another repetition would take more than {format_seconds(60 * config.limit)}: {repetition} must do")
+            say(f"another repetition would take more than {format_seconds(60 * config.limit)}: {repetition} were made")
             break
 
 

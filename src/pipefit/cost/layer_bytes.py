@@ -17,7 +17,7 @@ _TENSOR_BYTES = 1024
 2.13 on a 64-bit Linux."""
 
 _LINKS_BYTES = 32 << 10
-"""Memory of Gloo and the transport for messages under way: up to 20 KB in a pipeline of two processes."""
+"""Memory of Gloo and the transport for open messages: up to 20 KB in a pipeline of two processes."""
 
 
 class LayerBytes(NamedTuple):
@@ -60,7 +60,7 @@ class ModelBytes:
         weights, states, fixed, tensors = (
             [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(4)
         )
-        # The first slot begins at a block, wherever the allocator has put it.
+        # The first slot begins at a block, at any address from the allocator.
         for first in range(min(depth, num_stages)):
             # One of its stages computes, another may still have its gradients; losses wait for the end of the pass.
             tensors_there = plan.num_microbatches + sum(sorted(tensors[first::depth])[-2:])

@@ -19,9 +19,9 @@ class RuntimeCosts(NamedTuple):
     """Seconds of the executor.
 
     Attributes:
-        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond what the profile measured.
+        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond the profile's time.
         post_s: of posting one message.
-        host_s: on instructions by operation, beyond what the profile measured.
+        host_s: on instructions by operation, beyond the profile's time.
         pass_s: of a rank before each pass over the program.
         copy_s_per_byte: of a send, on the sender's core.
         arrival_s: on an arrived message, where no core is left for the threads that carry it.

@@ -24,7 +24,7 @@ def is_transformers(model: object) -> bool:
 
 
 def without_adapters(model: nn.Module) -> Any:
-    """The model itself, without what peft has wrapped around it."""
+    """The model without the wrapper of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -50,7 +50,9 @@ def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
             wanted = [leaves[place] for place in shell.crossing[number + 1]]
             worst = _worst(payload["values"], wanted)
             if worst is not None:
-                return Difference(min(number, last - 2), f"what enters it differs from the whole model by {worst}")
+                return Difference(
+                    min(number, last - 2), f"a value that enters it differs from the whole model by {worst}"
+                )
     worst = _worst(pytree.tree_leaves(payload), pytree.tree_leaves(shell.result(seen.output)))
     if worst is not None:
         return Difference(last - 2, f"the output differs from the whole model's by {worst}")

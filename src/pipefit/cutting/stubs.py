@@ -90,7 +90,7 @@ class Stub:
             kind = type(self.module).__name__
             raise ModelError(
                 f"{kind}: the shape of its output cannot be known without computing it ({problem}); give "
-                "cuts=[…] so that it lies before the first cut, or the model as a list of layers"
+                "cuts=[…] so that it is before the first cut, or the model as a list of layers"
             ) from problem
         finally:
             self.module.__dict__["forward"] = forward

@@ -74,7 +74,7 @@ def split_corpus(corpus: bytes, validation: float = 0.1) -> tuple[bytes, bytes]:
         DataError: `validation` is outside (0, 1), or the corpus is too short to be split.
     """
     if not 0.0 < validation < 1.0:
-        raise DataError(f"data: the validation share must lie between 0 and 1, got {validation}")
+        raise DataError(f"data: the validation share must be between 0 and 1, got {validation}")
     cut = round(len(corpus) * (1.0 - validation))
     if not 0 < cut < len(corpus):
         raise DataError(f"data: {len(corpus)} bytes are too few to keep a share of {validation} for validation")

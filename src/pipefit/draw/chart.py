@@ -27,7 +27,7 @@ Series = Mapping[str, Points]
 
 _MARKS, _DASHES = "os^DvPX", ("-", "--", ":", "-.")
 _MOST_LABELS, _MOST_MARKS = 16, 40  # beyond these, bars have no numbers, and lines have a mark only here and there
-_INK = "#010203"  # stands for the ink of either paper until the text is written
+_INK = "#010203"  # placeholder of the ink of both themes until the text is written
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "pipefit",

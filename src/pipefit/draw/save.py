@@ -20,7 +20,7 @@ def _grid(timeline: Timeline, path: Path, **options: Any) -> Path:
 
 
 def save_bitmap(path: str | Path, picture: str) -> Path:
-    """Writes a picture, which is SVG text, as PNG with two pixels for each of its own, atomically.
+    """Writes a picture, which is SVG text, as PNG at twice its size in pixels, atomically.
 
     Raises:
         PipefitError: a required library is not installed.

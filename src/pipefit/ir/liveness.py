@@ -22,7 +22,7 @@ class Lifetime(NamedTuple):
     """A value of a rank, and the indices in the rank's list between which it is held.
 
     Attributes:
-        value: what is held.
+        value: the value held.
         born: the instruction that makes it (−1: there at the start).
         dies: the last that needs it (the length of the list: still there at the end).
     """

@@ -95,7 +95,7 @@ class OpSpec(NamedTuple):
     """Facts about one operation.
 
     `needs`, `makes` and `consumes` name values by their kind and operands: s a stage, m a micro-batch, w a version or
-    update, u the update that micro-batch m belongs to. `pipefit.ir.values` says which values of a program these are.
+    update, u the update that micro-batch m belongs to. `pipefit.ir.values` maps these names to values of a program.
 
     Attributes:
         fields: operands, in the order of the text form.
@@ -106,10 +106,10 @@ class OpSpec(NamedTuple):
         needs: values that must be on the rank before it can run.
         makes: values that are on the rank once it is done.
         consumes: values that are gone once it is done.
-        kinds: what its operand `kind` can be.
+        kinds: possible values of its operand `kind`.
         seconds: the figures of a `CostModel` whose sum is its time.
         is_awaited: whether it completes asynchronously and the first instruction that needs its value waits for it.
-        is_collective: whether several ranks take part in it, each with an instruction of its own.
+        is_collective: whether several ranks take part in it, each with its own instruction.
     """
 
     fields: tuple[str, ...]
@@ -217,7 +217,7 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         ("stage", "mb", "kind", "peer"),
         Lane.COMM,
         "kind[s,m] ← peer",
-        "posts a buffer; whoever needs the value waits",
+        "posts a buffer; an instruction that needs the value waits",
         makes=("kind[s,m]",),
         kinds=_MESSAGES,
         is_awaited=True,

@@ -145,7 +145,7 @@ class FolderWeights:
 
 
 def saved_name(name: str) -> str:
-    """The name of a weight without what peft adds to it."""
+    """The name of a weight without the parts that peft adds."""
     return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name.removeprefix("base_model.model."))
 
 

@@ -147,7 +147,7 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
     rules = [_checked(layer, mesh.tensor) for layer in layers]
     if mesh.region.sequence and not (rules[0].takes_whole and rules[-1].gives_shares):
         raise ModelError(
-            "sequence parallelism shards what flows between layers, so the model must begin with a layer that takes "
+            "sequence parallelism shards the values between layers, so the model must begin with a layer that takes "
             f"the input whole and end with one that joins it; {layers[0].name} … {layers[-1].name} do not"
         )
     shards: dict[str, ShardSpec] = {}

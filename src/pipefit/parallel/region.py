@@ -46,7 +46,7 @@ class Region:
     sequence: bool = False
     moved_bytes: float = 0.0
 
-    # ---- what layers call ------------------------------------------------------------------------------------------
+    # ---- called by layers ------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
         """The input of a column-parallel product: (b, s, h); under sequence parallelism (b, s/t, h)."""
@@ -90,7 +90,7 @@ class Region:
         b, heads, *rest = weights.shape
         return weights * self.own(_mask(weights, (b, heads * self.size, *rest), rate), 1)
 
-    # ---- what moves ------------------------------------------------------------------------------------------------
+    # ---- communication ---------------------------------------------------------------------------------------------
 
     def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM, *, spent: bool = False) -> Tensor:
         """All-reduce, in a new tensor; one that is `spent` may itself become the result."""

@@ -112,4 +112,4 @@ def _longest(fits: NDArray[np.bool_]) -> list[int]:
 def _largest(needed: Array, profile: Profile) -> str:
     layers = np.diagonal(needed, 1)
     index = int(layers.argmax())
-    return f"layer {index} ({profile.layers[index].name}) alone needs {format_bytes(float(layers[index]))}"
+    return f"layer {index} ({profile.layers[index].name}) needs {format_bytes(float(layers[index]))} in isolation"

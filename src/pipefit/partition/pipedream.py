@@ -262,7 +262,7 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     needed = [memory.needed_bytes(layer.weight_bytes, layer.saved_bytes, 1) for layer in layers]
     largest = max(range(len(layers)), key=lambda index: needed[index])
     return (
-        f"nothing fits: layer {largest} ({layers[largest].name}) alone needs {format_bytes(needed[largest])} with one "
+        f"nothing fits: layer {largest} ({layers[largest].name}) needs {format_bytes(needed[largest])} with one "
         f"mini-batch in flight, all layers {format_bytes(_data_parallel_bytes(problem))}, and a device has "
         f"{format_bytes(memory.limit_bytes)}; use a smaller micro-batch, more devices or more memory"
     )

@@ -34,7 +34,7 @@ class DataComparison:
 
     Args:
         session: of the run.
-        seed: of the order of a loader that shuffles and has no generator of its own.
+        seed: of the order of a loader that shuffles without its own generator.
     """
 
     def __init__(self, session: Session, seed: int = 0) -> None:

@@ -88,7 +88,7 @@ def _given(plan: Any) -> Plan | None:
 
 def _measured(request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool) -> Decision:
     """Measures the layers at the micro-batch sizes to choose from, and the links."""
-    x = work.batch("stages or schedule auto: what measures the layers first")[0]
+    x = work.batch("stages or schedule auto, which measures the layers first,")[0]
     counts = [plan.num_microbatches if plan else request.microbatches]
     if plan is None and request.schedule == AUTO:
         counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]

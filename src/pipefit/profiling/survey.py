@@ -111,5 +111,5 @@ def saved_storages(seen: dict[int, Any], persistent: set[int]) -> Iterator[None]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's memory: one for all tensors that share it, while one of them lives."""
+    """Identity of a tensor's memory: one for all tensors that share it, while one of them exists."""
     return tensor.untyped_storage()._cdata

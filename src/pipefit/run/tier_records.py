@@ -38,8 +38,8 @@ def with_tier(config: RunConfig, rank: int) -> RunConfig:
         config = _with_spill(config, replace(config.spill, disk=config.resume))
     elif disk and not config.resume and (step := committed_step(disk, rank)) is not None:
         raise TierError(
-            f"{disk} holds step {step} of a run that was cut off: resume with --resume {disk}, or remove the folder to "
-            "begin anew"
+            f"{disk} holds step {step} of an interrupted run: resume with --resume {disk}, or remove the folder to "
+            "start a new run"
         )
     spill = _checked(config)
     if spill is not None:

@@ -242,7 +242,7 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
     """The error of the rank that failed first: one that refused, raised or died before one that lost its peer."""
     first = min(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime, default=None)
     if first is not None:
-        said, _, rest = first.read_text(encoding="utf-8").partition("where the ranks are:\n")
+        said, _, rest = first.read_text(encoding="utf-8").partition("positions of the ranks:\n")
         return LaunchError(
             f"the run hung: {said.rstrip()}\n  all of it: {first}\n{textwrap.indent(rest.rstrip(), '  ')}"
         )

@@ -113,12 +113,12 @@ def _verdict(culprit: int, place: str, position: Position, state: str) -> str:
     if state == "stopped":
         return f"rank {culprit} is stopped (by SIGSTOP or a debugger), {place}"
     if state == "ended":
-        return f"rank {culprit} has ended without a word, {place}"
+        return f"rank {culprit} has ended without an error message, {place}"
     if position.index == MEETING:
-        return f"rank {culprit} does not meet the others: {place}"
+        return f"rank {culprit} does not join the others: {place}"
     if position.index == OUTSIDE:
         return f"rank {culprit} has been outside the program too long: {place}"
-    return f"rank {culprit} does not go on, though it waits for no other rank: {place}"
+    return f"rank {culprit} does not continue, though it waits for no other rank: {place}"
 
 
 def hang_report(
@@ -146,21 +146,21 @@ def hang_report(
     places = {other: where(program, other, position) for other, position in positions.items()}
     culprit, chain = (rank, []) if program is None else _culprit(program, rank, positions, states)
     if culprit is None:
-        verdict = f"the ranks wait for each other in a circle (for {stood_s:.0f} s)"
+        verdict = f"the ranks wait for each other in a cycle (for {stood_s:.0f} s)"
     elif culprit not in positions:
-        verdict = f"rank {culprit} is to blame: where it is is not known on this machine"
+        verdict = f"rank {culprit} is the cause: its position is not known on this machine"
     else:
         verdict = _verdict(culprit, places[culprit], positions[culprit], states[culprit])
     lines = [
         verdict,
-        f"seen by rank {rank}, which stood still for {stood_s:.1f} s, {places[rank]} "
+        f"detected by rank {rank}, which has waited for {stood_s:.1f} s, {places[rank]} "
         f"(deadline {deadline_s:.1f} s; PIPEFIT_DEADLINE_S changes it, 0 turns it off)",
         *chain,
-        "where the ranks are:",
+        "positions of the ranks:",
     ]
     for other in range(num_ranks):
         mark = f"{states[other]}, " if states.get(other, "there") != "there" else ""
         lines.append(f"  rank {other}: {mark}{places.get(other, 'not known on this machine')}")
     if states.get(culprit) == "there" and (stack := stacks(culprit)):
-        lines += [f"what rank {culprit} was doing (innermost call first):", stack.rstrip()]
+        lines += [f"stack of rank {culprit} (innermost call first):", stack.rstrip()]
     return "\n".join(lines) + "\n"

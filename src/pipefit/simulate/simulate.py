@@ -158,7 +158,7 @@ def _hang(graph: Graph) -> str:
         awaited = run.waits_for(this)
         here = next((side for side in graph.sides(awaited) if graph.ranks[side] == rank), this)
         peer, there = graph.place(awaited)
-        line = f"  rank {rank} stands at instruction {index} ({graph.instructions[this]})"
+        line = f"  rank {rank} is at instruction {index} ({graph.instructions[this]})"
         line += f" and waits for {graph.instructions[here]}" if here != this else ""
         lines.append(
             f"{line}, which rank {peer} has not reached (its instruction {there}: {graph.instructions[awaited]})"

@@ -45,7 +45,7 @@ def check_format(noun: str, found: object, error: type[PipefitError], where: str
         return
     hint = "is this another kind of file?"
     if found is None:
-        hint = "every file says what it is"
+        hint = "every file needs one"
     elif str(found).startswith(f"pipefit.{noun}/"):
         hint = f"this pipefit reads version 1 of a {noun}"
     raise error(f"{where}: format: expected {expected!r}, got {'none' if found is None else repr(found)}; {hint}")
@@ -85,7 +85,7 @@ def read_text(path: str | Path, error: type[PipefitError] = PipefitError) -> str
 
 
 def parse_toml(text: str, error: type[PipefitError], where: str) -> dict[str, Any]:
-    """TOML text as data; what is not TOML is a user's error of kind `error`, with line and column."""
+    """TOML text as data; a mistake in it is a user's error of kind `error`, with line and column."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
@@ -93,7 +93,7 @@ def parse_toml(text: str, error: type[PipefitError], where: str) -> dict[str, An
 
 
 def read_json(path: str | Path, error: type[PipefitError] = PipefitError) -> Any:
-    """The JSON data of a file; what is not JSON is a user's error of kind `error`, with line and column."""
+    """The JSON data of a file; a mistake in it is a user's error of kind `error`, with line and column."""
     try:
         return json.loads(read_text(path, error))
     except json.JSONDecodeError as problem:

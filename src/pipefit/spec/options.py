@@ -48,7 +48,7 @@ class Parallelism:
     Attributes:
         ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, or 2.
         chunks: stages on each rank, for the looped schedules.
-        replicas: copies of each stage, such as 2,1; one number stands for all.
+        replicas: copies of each stage, such as 2,1; one number is for all.
         data_parallel: copies of the whole pipeline.
         tensor: processes that share each rank by tensor parallelism, for models with tensor rules (gpt).
         sequence_parallel: the processes of a rank also split the sequence between them.

@@ -230,7 +230,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.sequence_parallel and widths == {1}:
             raise PlanError("sequence_parallel: expected a tensor width of at least 2, got 1")
         if self.spill is not None and widths != {1}:
-            raise PlanError("spill: stages that live on another tier cannot be sharded by tensor parallelism too")
+            raise PlanError("spill: stages on another tier cannot be sharded by tensor parallelism too")
 
     @property
     def tensor(self) -> int:

@@ -78,11 +78,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     """The layers of a model in an order in which data flows forward, and the edges between them.
 
     Attributes:
-        model: what was profiled.
+        model: name of the profiled model.
         microbatch_size: samples per micro-batch that all figures are for.
         layers: in a topological order of the edges.
         edges: pairs (i, j): layer j takes the output of layer i; None: the layers are a chain.
-        device: what it was measured on, or how it was computed.
+        device: of the measurement, or a description of the computation.
         source: where the figures come from.
         step_s: measured seconds of forward + loss + backward of the whole model; None: not measured.
         loss_s: seconds of the loss, forward and backward: of the last stage, in addition to its layers.

@@ -119,7 +119,7 @@ def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError)
     Args:
         path: of the document.
         form: the format it must have, such as "pipefit.checkpoint/1".
-        error: what to raise.
+        error: the exception to raise.
 
     Raises:
         PipefitError: of kind `error`: it cannot be read, is damaged, or of another version.

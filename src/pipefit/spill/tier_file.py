@@ -319,7 +319,7 @@ def _lock(handle: int, path: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise TierError(f"{path}: another run uses it; give each run a --disk folder of its own") from None
+        raise TierError(f"{path}: another run uses it; give each run its own --disk folder") from None
 
 
 def check_unused(folder: Path, name: str) -> None:

@@ -277,8 +277,7 @@ class TierStore:
             assert disk is not None
             if found.checksum != chunk_sum(memoryview(through.numpy())):
                 raise DamageError(
-                    f"{key} in {disk.path} does not have its checksum: the disk did not keep what was written; "
-                    f"{disk.status()}"
+                    f"{key} in {disk.path} does not have its checksum: the disk has damaged it; {disk.status()}"
                 )
 
         waits = (*after, *([record.written] if record.written else []))

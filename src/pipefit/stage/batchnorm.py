@@ -55,7 +55,7 @@ class DeferredBatchNorm(_BatchNorm):
         return normal
 
     def gathered(self, update: int) -> Tensor | None:
-        """Count, sum and sum of squares (3 × channels) of an update so far; what replicas add up."""
+        """Count, sum and sum of squares (3 × channels) of an update so far, which replicas add up."""
         if update in self._seen:
             self._gathered[update] = _sums([self], update)
         return self._gathered.get(update)

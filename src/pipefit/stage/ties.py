@@ -58,8 +58,8 @@ def _refuse_shared_batchnorm(layers: Sequence[NamedLayer], stage_of: dict[int, i
             known = first.setdefault(id(module), layer)
             if isinstance(module, _BatchNorm) and stage_of[known.index] != stage_of[layer.index]:
                 raise ModelError(
-                    f"layers {known.prefix} and {layer.prefix} share a batch norm but lie in different stages, whose "
-                    "running averages would differ; put both in one stage, or give each a batch norm of its own"
+                    f"layers {known.prefix} and {layer.prefix} share a batch norm but are in different stages, whose "
+                    "running averages would differ; put both in one stage, or give each its own batch norm"
                 )
 
 

@@ -24,7 +24,7 @@ _REACH = 12  # maximum places that a step moves
 
 @dataclass
 class Walk:
-    """A search under way.
+    """A running search.
 
     Attributes:
         problem: of the order.

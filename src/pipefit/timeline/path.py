@@ -100,7 +100,7 @@ _NAMES = {Op.SEND: "message", Op.RECV: "message", Op.REDUCE: "reduction", Op.BAR
 def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
     sides = _sides(timeline, event)
     if "no_rendezvous" in timeline.notes:
-        # The message was under way before its receive was posted, unless that was the last thing to happen.
+        # The message had started before its receive was posted, unless the receive came last.
         sides = [s for s in sides if timeline.instruction(s).op is not Op.RECV or s.start_s >= s.end_s] or sides
     last = max(sides, key=lambda side: (_ready_s(timeline, side), side is event))
     ready = _ready_s(timeline, last)

@@ -102,7 +102,7 @@ def _barriers(s: Subject) -> Iterator[Finding]:
     counts = [sum(i.op is Op.BARRIER for i in instructions) for instructions in s.program.ranks]
     for rank, count in enumerate(counts):
         if count < max(counts):
-            yield Finding("collectives", rank, -1, f"comes to {count} barriers, other ranks to {max(counts)}")
+            yield Finding("collectives", rank, -1, f"has {count} barriers, other ranks have {max(counts)}")
 
 
 def _out_of_order(s: Subject) -> Iterator[Finding]:
@@ -127,5 +127,5 @@ def _out_of_order(s: Subject) -> Iterator[Finding]:
                 for number, mine, theirs in zip(numbers, order, reference, strict=True):
                     if mine != theirs:
                         there = next(n for n in graph.collectives[theirs] if graph.ranks[n] == first)
-                        yield s.at("collectives", number, f"out of order: here rank {first} comes to {s.where(there)}")
+                        yield s.at("collectives", number, f"out of order: here rank {first} has {s.where(there)}")
                         break

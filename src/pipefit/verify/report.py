@@ -32,7 +32,7 @@ class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rank: of the place; −1 when it belongs to no rank.
         index: in the rank's list; −1 when something is missing.
         instruction: its text, "" when index is −1.
-        message: the expectation, and what was found in its place.
+        message: the expectation, and the finding in its place.
         excerpt: the grid around it, with a mark.
     """
 

@@ -118,5 +118,5 @@ def _moved(header: Header, i: Instruction) -> Problems:
 def _slot(header: Header, i: Instruction) -> Problems:
     most = header.spill.slots(i.kind) if header.spill else 0
     if not (0 <= i.slot < most or (not most and i.slot == -1)):
-        expected = f"one of @0 to @{most - 1}" if most else "@*: it lies in no slot"
+        expected = f"one of @0 to @{most - 1}" if most else "@*: it has no slot"
         yield "residency", f"expected slot {expected}, got {'@*' if i.slot < 0 else f'@{i.slot}'}"

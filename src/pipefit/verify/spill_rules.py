@@ -85,7 +85,7 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
     if i.kind == _WGRAD:
         if weights != i.slot:
             place = "nowhere" if weights is None else f"in slot @{weights}"
-            yield f"gradients lie in the twin of their weights' slot, but the weights of stage {i.stage} are {place}"
+            yield f"gradients need the second slot of their weights, but the weights of stage {i.stage} are {place}"
         # The sum continues here: the tier's copy is no longer the newest.
         state.tier.pop((i.kind, i.stage), None)
     state.here[i.kind, i.stage] = i.slot, i.version
@@ -120,7 +120,7 @@ def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
     kept = state.saved.get(i.stage)
     if kept and i.stage not in state.header.spill.keeps:
         mbs = ", ".join(f"m{mb}" for mb in sorted(kept))
-        yield f"what autograd keeps of {mbs} is in this slot and goes too: replay stage {i.stage} before its backward"
+        yield f"tensors saved by autograd for {mbs} leave with this slot: replay stage {i.stage} before its backward"
 
 
 def _forward(state: _Rank, i: Instruction) -> Iterator[str]:

@@ -19,7 +19,7 @@ class Finding(NamedTuple):
         rule: its name.
         rank: of the place; −1 when it belongs to no rank.
         position: the index in the rank's list; −1 when something is missing.
-        message: the expectation, and what was found in its place.
+        message: the expectation, and the finding in its place.
     """
 
     rule: str
