@@ -32,7 +32,7 @@ class TorchPipeline:
         schedule: "torch-gpipe" or "torch-1f1b".
 
     Raises:
-        PlanError: this torch has no pipelining, or it refuses the shape.
+        PlanError: this torch has no pipelining, or it refuses the shape or the kind of batch.
     """
 
     def __init__(self, work: Workload, partition: Partition, num_microbatches: int, schedule: str) -> None:
@@ -46,6 +46,9 @@ class TorchPipeline:
         if schedule == "torch-1f1b" and num_microbatches < ranks:
             raise PlanError(f"it refuses fewer micro-batches ({num_microbatches}) than stages ({ranks})")
         self._rank, self._last = rank, ranks - 1
+        for item in work.example or ():
+            if not isinstance(item, Tensor):
+                raise PlanError(f"it splits tensors only, and a batch of this model is a {type(item).__name__}")
         whole = work.fresh()
         self._module = nn.Sequential(*(whole[index] for index in partition.stages[rank].layers))
         self._tied = _tied(whole, self._module, partition)

@@ -53,8 +53,10 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
     if name.startswith(PREFIX):
         if lora:
             raise ModelError(f"{name}: adapters are trained over weights of a folder, not over random ones")
-        made = _of_class(name, options)
-        return cut(made), _examples(made)
+        # Its buffers are computed as it is built, so it is never built without memory.
+        with torch.device("cpu"):
+            made = _of_class(name, options)
+            return cut(made), _examples(made)
     if options:
         raise ModelError(f"{name}: its configuration is in config.json; options are for {PREFIX}CLASS")
     is_later = torch.get_default_device().type == "meta"

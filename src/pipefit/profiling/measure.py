@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
+from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import MakeOptimizer
 
@@ -97,21 +99,27 @@ def profile_layers(
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
         turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
-        step_s = 0.0
+        whole_s, call_s = 0.0, 0.0
         if optimizer:
-            weights_of = {id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}
-            step_s = step_seconds([*weights_of.values()], optimizer, clock, repeats, clips=clips, before=step.plain)
+            weights = list({id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}.values())
+            norms = [m for layer in chain for m in layer.module.modules() if isinstance(m, DeferredBatchNorm)]
+            steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
+            whole_s = steps_s(weights, optimizer, norms=norms)
+            # A step takes some time however little it has to do: each stage's does.
+            call_s = min(steps_s(sorted(weights, key=torch.numel)[:1], optimizer, norms=norms[:1]), whole_s)
         where = _description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
+    measured = [_layer(index, one, turns) for index, one in enumerate(found)]
+    per_byte_s = (whole_s - call_s) / max(sum(layer.weight_bytes for layer in measured), 1)
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(_layer(index, one, turns) for index, one in enumerate(found)),
+        layers=tuple(msgspec.structs.replace(layer, step_s=layer.weight_bytes * per_byte_s) for layer in measured),
         device=where,
         source=f"measured: {how}; torch {torch.__version__}",
         step_s=median_of([turn.plain for turn in turns]),
         loss_s=median_of([turn.marked.loss_s for turn in turns]) if loss else 0.0,
-        optimizer_s=step_s,
+        optimizer_s=whole_s,
     )
 
 

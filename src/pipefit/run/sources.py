@@ -19,7 +19,7 @@ from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle, build
 from pipefit.models.hub import is_folder, tokenizer_of
 from pipefit.models.registry import hub_bundle
-from pipefit.stage.materialise import can_be_drawn, initialise
+from pipefit.stage.materialise import can_be_drawn, initialise, is_meta
 from pipefit.stage.split import named_layers
 
 _USUAL_CONTEXT, _MOST_HELD_OUT = 512, 32
@@ -188,7 +188,7 @@ def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool, lora:
         bundle = hub_bundle(model, options, lora) if lora else build(model, **options)
     layers, own = named_layers(bundle.layers), getattr(bundle.layers, "initialise_layer", None)
     if own is None or not can_be_drawn(layers, own):
-        return build(model, **options) if empty else bundle
+        return build(model, **options) if is_meta(layers) else bundle
     if not empty and not is_folder(model):
         initialise(layers, seed, own)
     return bundle

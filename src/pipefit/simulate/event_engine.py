@@ -50,6 +50,7 @@ class EventEngine:
     free: dict[Key, float] = field(default_factory=dict)
     taken: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
     ready: list[int] = field(default_factory=list)
+    # (time, rank), or (time, number of ranks + entry) of a transfer that is ready then.
     agenda: list[tuple[float, int]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -73,6 +74,10 @@ class EventEngine:
                 time, rank = machine.end()
             else:
                 time, rank = heapq.heappop(self.agenda)
+            if rank >= num_ranks:
+                n = rank - num_ranks
+                self._try(n, n % len(self.layout.codes), time)
+                continue
             self.clock[rank] = max(self.clock[rank], time)
             next(ranks[rank], None)
 
@@ -129,7 +134,7 @@ class EventEngine:
                         if blocked_on[ranks[q]] == base + q:
                             self._wake(ranks[q], base + q)
                 else:
-                    self._try(n, i)
+                    self._try(n, i, now)
 
     def _work(self, rank: int, now: float, seconds: float) -> Generator[None, None, float]:
         """Works for some seconds on a core of the rank's machine, starting at `now`; returns the time of its end."""
@@ -150,8 +155,12 @@ class EventEngine:
         else:
             self.ready.append(rank)
 
-    def _try(self, n: int, i: int) -> None:
-        """Starts a message, collective or copy if all its sides have issued it and have the values they need."""
+    def _try(self, n: int, i: int, now: float) -> None:
+        """Starts a message, collective or copy if all its sides have issued it and have the values they need.
+
+        A message or collective requests its links and ports when it is ready, not when that time becomes known; the
+        copies of a rank keep their order.
+        """
         layout, prices = self.layout, self.prices
         if self.end[n] >= 0:
             return
@@ -159,6 +168,7 @@ class EventEngine:
         travels, lanes = prices.travel[base > 0], prices.lanes.get(i, ())
         travel = travels[i]
         finish = max([self.free.get(lane, 0) for lane in lanes]) + travel if lanes else 0
+        ready: float = 0
         for side in sides:
             begin = self.posted[base + side]
             if begin < 0:
@@ -170,6 +180,10 @@ class EventEngine:
                     return
                 begin = max(begin, self.end[base + need])
             finish = max(finish, begin + travels[side])
+            ready = max(ready, begin)
+        if lanes and ready > now and i not in prices.copies:
+            heapq.heappush(self.agenda, (ready, len(self.clock) + n))
+            return
         first = finish - travel
         if i in prices.channels and travel:
             first, finish = self._through(prices.channels[i], first, travel)
@@ -185,7 +199,7 @@ class EventEngine:
                 self._wake(rank, base + side)
             for user in layout.users.get(side, ()):
                 if self.posted[base + user] >= 0:
-                    self._try(base + user, user)
+                    self._try(base + user, user, now)
 
     def _through(self, channel: Key, begin: float, seconds: float) -> tuple[float, float]:
         """Reserves a channel for a transfer; returns its begin and end.

@@ -86,7 +86,7 @@ def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
         sizes = [module.num_features for module in group]
         count, total, squares = _sums(group, update)
         mean = total / count
-        variance = (squares / count - mean * mean) * (count / (count - 1).clamp(min=1))
+        variance = (squares - total * mean) / (count - 1).clamp(min=1)
         for name, values in (("running_mean", mean), ("running_var", variance)):
             buffers = [getattr(module, name) for module in group]
             torch._foreach_lerp_(buffers, list(values.to(buffers[0].dtype).split(sizes)), share)
@@ -94,18 +94,21 @@ def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
 
 def _sums(modules: Sequence[DeferredBatchNorm], update: int) -> Tensor:
     """Count, sum and sum of squares (3 × channels) of modules that have seen as much of an update; taken from them."""
-    sums: list[Tensor] = []
+    gathered = None
     if update in modules[0]._gathered:
-        sums.append(torch.cat([module._gathered.pop(update) for module in modules], 1))
-    if update in modules[0]._seen:
-        # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
-        seen = [module._seen.pop(update) for module in modules]
-        sizes = torch.tensor([module.num_features for module in modules])
-        micro_batches = list(zip(*seen, strict=True))
-        mean = torch.stack([torch.cat([mean for mean, _, _ in of]) for of in micro_batches]).double()
-        invstd = torch.stack([torch.cat([invstd for _, invstd, _ in of]) for of in micro_batches])
-        variance = invstd.double().pow(-2) - modules[0].eps
-        counts = torch.tensor([[count for _, _, count in of] for of in micro_batches], dtype=torch.float64)
-        counts = counts.repeat_interleave(sizes, 1).to(mean.device).unsqueeze(1)
-        sums += torch.stack([torch.ones_like(mean), mean, variance + mean * mean], 1) * counts
-    return functools.reduce(torch.add, sums)
+        gathered = torch.cat([module._gathered.pop(update) for module in modules], 1)
+    if update not in modules[0]._seen:
+        assert gathered is not None
+        return gathered
+    # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
+    micro_batches = list(zip(*(module._seen.pop(update) for module in modules), strict=True))
+    mean, invstd = (
+        torch.cat([one[part] for of in micro_batches for one in of]).double().view(len(micro_batches), -1)
+        for part in (0, 1)
+    )
+    squares = invstd.pow(-2).sub_(modules[0].eps).addcmul_(mean, mean)
+    counts = torch.tensor([[count for *_, count in of] for of in micro_batches], dtype=torch.float64)
+    if len(modules) > 1:
+        counts = counts.repeat_interleave(torch.tensor([module.num_features for module in modules]), 1)
+    sums = torch.stack([torch.ones_like(mean), mean, squares], 1).mul_(counts.to(mean.device).unsqueeze(1)).sum(0)
+    return sums if gathered is None else sums + gathered
