@@ -28,7 +28,7 @@ def command(
     Args:
         model: transformers:CLASS with fields of its configuration as options, a folder that save_pretrained wrote, a
             built-in model, or your own as package.module:factory or file.py:factory.
-        output: Picture of the layers and of what crosses between them, as .svg.
+        output: Picture of the layers and of the values that cross between them, as .svg.
         seed: Of the weights.
     """
     from pipefit.cutting import Cut, table

@@ -53,7 +53,7 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
     if name.startswith(PREFIX):
         if lora:
             raise ModelError(f"{name}: adapters are trained over weights of a folder, not over random ones")
-        # Its buffers are computed as it is built, so it is never built without memory.
+        # Its buffers are computed when it is built, so it is always built with memory.
         with torch.device("cpu"):
             made = _of_class(name, options)
             return cut(made), _examples(made)

@@ -105,7 +105,7 @@ def profile_layers(
             norms = [m for layer in chain for m in layer.module.modules() if isinstance(m, DeferredBatchNorm)]
             steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
             whole_s = steps_s(weights, optimizer, norms=norms)
-            # A step takes some time however little it has to do: each stage's does.
+            # The step of each stage takes a fixed time, even with few weights.
             call_s = min(steps_s(sorted(weights, key=torch.numel)[:1], optimizer, norms=norms[:1]), whole_s)
         where = _description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"

@@ -26,7 +26,7 @@ def step_seconds(
     before: Callable[[], object] | None = None,
     norms: Sequence[DeferredBatchNorm] = (),
 ) -> float:
-    """Measures steps as a stage makes them, on copies of the weights; their gradients are used up.
+    """Measures steps as a stage makes them, on copies of the weights; their gradients are consumed.
 
     Args:
         weights: that the optimizer steps; a gradient that is missing counts as zeros.

@@ -38,7 +38,7 @@ class DeferredBatchNorm(_BatchNorm):
         module.update = 0
 
     def release(self) -> None:
-        """Gives the module back its own class."""
+        """Restores the module's own class."""
         own = self._own_class
         del self._own_class, self._seen, self._gathered, self.update
         self.__class__ = own
@@ -93,7 +93,7 @@ def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
 
 
 def _sums(modules: Sequence[DeferredBatchNorm], update: int) -> Tensor:
-    """Count, sum and sum of squares (3 × channels) of modules that have seen as much of an update; taken from them."""
+    """Takes count, sum and sum of squares (3 × channels) from modules with the same micro-batches of an update."""
     gathered = None
     if update in modules[0]._gathered:
         gathered = torch.cat([module._gathered.pop(update) for module in modules], 1)
