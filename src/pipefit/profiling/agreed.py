@@ -37,8 +37,7 @@ def agreed_profile(
     weights yet (meta device) one layer of each kind is measured, so that there is never more than one in memory.
 
     Args:
-        work: whose example is of at least the largest size; as many samples as an update has, where there are batch
-            norms.
+        work: with an example of at least the largest size; with batch norms, of as many samples as an update has.
         microbatch_sizes: the first is the profile's own, further ones are its `others`.
         session: the ranks of the run.
         repeats: as in `profile_layers`.
@@ -89,7 +88,7 @@ def agreed(session: Session, measure: Callable[[], Profile]) -> Profile:
 
 @contextmanager
 def _as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
-    """Lets batch norms gather statistics as they do in a stage; no update follows."""
+    """The context in which batch norms gather statistics as in a stage; no update follows."""
     modules = [module for layer in layers for module in layer.module.modules() if isinstance(module, _BatchNorm)]
     adopted = [module for module in modules if not isinstance(module, DeferredBatchNorm)]
     for module in adopted:
