@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -18,9 +17,10 @@ from pipefit.errors import PlanError
 from pipefit.ir.spill import Spill
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.planner import NOT_FROM_DISK, Cap, plan
-from pipefit.profiling import analytic_profile, measure_device, measure_tier, with_measured_kinds
+from pipefit.profiling import measure_device, measure_tier
 from pipefit.profiling.agreed import agreed
 from pipefit.profiling.clock import Clock
+from pipefit.profiling.kinds import profile_kinds
 from pipefit.profiling.links import links_of
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.workload import Workload
@@ -59,8 +59,8 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))
     topology = msgspec.structs.replace(links, tiers=(tier,), device=device)
     state = state_per_weight(work.layers, work.optimizer)
-    measure = partial(_measured_profile, request, work, example, device, state)
-    profile = agreed(session, measure)
+    size = largest_part(example[0], request.microbatches)
+    profile = agreed(session, lambda: profile_kinds(work, size, device, state, spill.cap_bytes or 0.0))
     cap = Cap(
         spill.cap_bytes,
         tier=tier.name,
@@ -86,28 +86,6 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     )
     found = msgspec.convert(from_first(session, lambda: msgspec.to_builtins(search())), Plan)
     return found, profile, topology
-
-
-def _measured_profile(
-    request: Request, work: Workload, example: tuple[Any, Any], device: Device, state: float
-) -> Profile:
-    """The layers as this rank measures them; of identical layers one is run."""
-    assert request.spill is not None
-    x, y = example
-    size = largest_part(x, request.microbatches)
-    # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
-    with torch.autocast("cpu", work.half, enabled=work.half is not None):
-        computed = analytic_profile(work.layers, x, device, work.loss, y, microbatch_size=size, model="the model")
-    return with_measured_kinds(
-        computed,
-        work.layers,
-        x,
-        work.device,
-        optimizer=work.optimizer,
-        state_per_weight=state,
-        room_bytes=request.spill.cap_bytes or 0.0,
-        half=work.half,
-    )
 
 
 def _equal_copies(request: Request) -> int:

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.errors import ModelError
-from pipefit.profiling.analytic import LayerCost, layer_costs
+from pipefit.profiling.analytic import LayerCost, analytic_profile, layer_costs
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.passes import Step
 from pipefit.profiling.survey import saved_storages, storage_key
 from pipefit.profiling.tensors import batch_of, call_layer, map_tensors, num_bytes, placed, take, tensors_of
 from pipefit.profiling.untouched import random_state_kept, untouched
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.malloc import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
@@ -112,6 +113,40 @@ def with_measured_kinds(
             found[id(cost)] = _Found(seconds, noted_bytes)
             del present, run
     return _corrected(profile, [found.get(id(cost)) for cost in costs])
+
+
+def profile_kinds(
+    work: Workload,
+    microbatch_size: int,
+    device: Device,
+    state_per_weight: float = 2.0,
+    room_bytes: float = float("inf"),
+) -> Profile:
+    """A computed profile of a model with measured kinds of layers; the layers may be on the meta device.
+
+    Args:
+        work: the model and its training, with an example of at least `microbatch_size` samples.
+        microbatch_size: samples per micro-batch.
+        device: its rates, for what is not measured.
+        state_per_weight: see `with_measured_kinds`.
+        room_bytes: see there.
+    """
+    x, y = work.batch("measuring the layers")
+    # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
+    with torch.autocast("cpu", work.half, enabled=work.half is not None):
+        computed = analytic_profile(
+            work.layers, x, device, work.loss, y, microbatch_size=microbatch_size, model="the model"
+        )
+    return with_measured_kinds(
+        computed,
+        work.layers,
+        x,
+        work.device,
+        optimizer=work.optimizer,
+        state_per_weight=state_per_weight,
+        room_bytes=room_bytes,
+        half=work.half,
+    )
 
 
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
