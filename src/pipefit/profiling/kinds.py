@@ -127,9 +127,9 @@ def profile_kinds(
     Args:
         work: the model and its training, with an example of at least `microbatch_size` samples.
         microbatch_size: samples per micro-batch.
-        device: its rates, for what is not measured.
+        device: with rates for the parts that are not measured.
         state_per_weight: see `with_measured_kinds`.
-        room_bytes: see there.
+        room_bytes: likewise.
     """
     x, y = work.batch("measuring the layers")
     # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
