@@ -1,6 +1,6 @@
 """The cost of a cut at run time: a Llama as it is, the same blocks as an `nn.Sequential`, and torch's own pipelining.
 
-All contestants run in the same two processes, each on a core of its own, alternating; medians are taken.
+All contestants run in the same two processes, each on its own core, alternating; medians are taken.
 """
 
 from __future__ import annotations

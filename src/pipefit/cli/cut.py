@@ -1,4 +1,4 @@
-"""`pipefit cut`: where a model that nobody wrote for a pipeline can be cut."""
+"""`pipefit cut`: the cut of a model that was not written for a pipeline."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def command(
     seed: int = 0,
     json: Json = False,
 ) -> Answer:
-    """Show the layers of a model, what crosses between them, and prove that they compute what the model computes.
+    """Show the layers of a model and the values that cross between them, and prove that the cut changes no result.
 
     Example: pipefit cut transformers:LlamaForCausalLM --option hidden_size=64,num_hidden_layers=4
 
     Args:
         model: transformers:CLASS with fields of its configuration as options, a folder that save_pretrained wrote, a
             built-in model, or your own as package.module:factory or file.py:factory.
-        output: Picture of the layers and of what crosses between them, as .svg.
+        output: Picture of the layers and of the values that cross between them, as .svg.
         seed: Of the weights.
     """
     from pipefit.cutting import Cut, table
@@ -47,7 +47,7 @@ def command(
     ]
     merged = dict(made.merged) if isinstance(made, Cut) else {}
     if output is not None:
-        from pipefit.cutting.picture import picture
+        from pipefit.cutting.layers_picture import picture
         from pipefit.spec.files import write_atomically
 
         write_atomically(output, picture(made, model))

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining over the same stages of the same model, to compare with."""
+"""torch.distributed.pipelining over the same stages of the same model, as a baseline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SCHEDULES = {"torch-gpipe": "ScheduleGPipe", "torch-1f1b": "Schedule1F1B"}
 class TorchPipeline:
     """A schedule of torch.distributed.pipelining.
 
-    It knows no weights that stages share; their gradients are summed here after each backward, as its users must.
+    It does not support weights that stages share; their gradients are summed here after each backward, as its users
+    must do.
 
     Args:
         work: the model and its training.
@@ -75,7 +76,7 @@ class TorchPipeline:
 
     @property
     def state_bytes(self) -> float:
-        """Of this rank's stage."""
+        """Bytes of this rank's stage."""
         return bytes_of([self._module], [self._optimizer])
 
 

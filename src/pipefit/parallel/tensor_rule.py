@@ -1,4 +1,4 @@
-"""How weights are sharded over tensor-parallel processes, and the rule that says so for a module."""
+"""Sharding of weights over tensor-parallel processes, and the rule of a module for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ShardSpec:
 
     Attributes:
         dim: the dimension that is split.
-        parts: how many weights are joined along it.
+        parts: number of weights joined along it.
     """
 
     dim: int = 0
@@ -52,14 +52,14 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """How one kind of layer runs over several processes: its class has this as `tensor_rule`.
+    """The tensor parallelism of one kind of layer: its class has this as `tensor_rule`.
 
     A layer that others wrote has rules for modules inside it, as its attribute `tensor_rules` (`Ruled` by paths).
 
     Attributes:
-        becomes: class whose `forward` uses the parts and communicates through `self.region`, derived from the module's
-            own as its last base; that is exchanged for it, and parameters keep their names.
-        shards: how each sharded parameter is split, by its name in the module; all processes hold the others whole.
+        becomes: class whose `forward` uses the parts and communicates through `self.region`; it replaces the module's
+            own class, which is its last base, and the parameters keep their names.
+        shards: the split of each sharded parameter, by its name in the module; all processes hold the others whole.
         sizes: the numbers of a module that must be multiples of the width, by name.
         takes_whole: its input is the model's, the same on every process, even under sequence parallelism.
         gives_shares: its output is split along the last dimension (the vocabulary); the loss joins it.

@@ -26,7 +26,7 @@ def step_seconds(
     before: Callable[[], object] | None = None,
     norms: Sequence[DeferredBatchNorm] = (),
 ) -> float:
-    """Measures steps as a stage makes them, on copies of the weights; their gradients are used up.
+    """Measures steps as a stage makes them, on copies of the weights; their gradients are consumed.
 
     Args:
         weights: that the optimizer steps; a gradient that is missing counts as zeros.
@@ -34,12 +34,12 @@ def step_seconds(
         clock: of their device.
         repeats: measured steps.
         clips: whether a step takes the norm of the gradients and scales them.
-        before: called before each step, with all other work of a training step, so that the step finds the processor's
-            caches as in training.
-        norms: batch norms whose running averages move with the step.
+        before: called before each step, with all other work of a training step, so that the processor's caches are as
+            in training.
+        norms: batch norms whose running averages change with the step.
 
     Returns:
-        The median seconds of a step: taking the gradients over, batch norms, clipping, the optimizer, letting go.
+        The median seconds of a step: assigning gradients, batch norms, clipping, the optimizer, freeing gradients.
     """
     if not weights:
         return 0.0

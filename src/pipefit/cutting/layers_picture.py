@@ -1,4 +1,4 @@
-"""The layers of a cut as a picture: what each of them holds, and what crosses each border."""
+"""The layers of a cut as a picture: parameters of each layer, and bytes that cross each border."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def picture(model: Any, title: str = "") -> str:
-    """Draws the layers from top to bottom, as SVG text: on the left parameters, on the right what crosses borders.
+    """Draws the layers from top to bottom, as SVG text: parameters on the left, bytes across borders on the right.
 
     Args:
-        model: a `Cut`, or a sequence of layers; of the latter it is not known what crosses.
+        model: a `Cut`, or a sequence of layers, for which the bytes across borders are not known.
         title: above it.
 
     Raises:
@@ -35,7 +35,7 @@ def picture(model: Any, title: str = "") -> str:
         left.set_yticks(range(len(layers)), [layer.name for layer in layers])
         left.invert_yaxis()
         words = [f"{format_bytes(size)} in {counted(num, 'tensor')}" for size, num in crossing]
-        # A border lies between two layers.
+        # A border is between two layers.
         places = [index + 0.5 for index in range(len(crossing))]
         _bars(right, "crosses the border, for the example", places, [size for size, _ in crossing], words, 1)
 
