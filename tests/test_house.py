@@ -53,6 +53,7 @@ NEWER = {
     ("models", "hub_folder.py"),
     ("pipeline", "pretrained.py"),
     ("pipeline", "generation.py"),
+    ("pipeline", "loaders.py"),
 }
 """Modules of features that came after the rooms were rebuilt, in addition to the folder `cutting`."""
 

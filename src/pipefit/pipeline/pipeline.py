@@ -22,13 +22,14 @@ from pipefit.parallel import Region, make_mesh, release, shard_layers
 from pipefit.pipeline.assembly import assemble, release_workers
 from pipefit.pipeline.batches import DataComparison
 from pipefit.pipeline.generation import generate
+from pipefit.pipeline.loaders import LoaderPosition, number_of
 from pipefit.pipeline.losses import evaluate, finite
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
-from pipefit.pipeline.training_loop import OnStep, TrainingLoop, number_of
+from pipefit.pipeline.training_loop import OnStep, TrainingLoop
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.session import current
@@ -146,7 +147,8 @@ class Pipeline:
             self._weigh,
             lambda: commit_step(self, self.notes),
         )
-        self._comparison = DataComparison(self._session, updates.seed)
+        self._comparison = DataComparison(self._session)
+        self.position = LoaderPosition(updates.seed)
         # JSON data of the caller that a step on a disk tier is committed with, such as the position in the data, and
         # what the step had that this run resumed from.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
@@ -245,11 +247,14 @@ class Pipeline:
         if self.stop_requested:
             raise SystemExit(128 + signal.SIGTERM)
         on_step = on_step or (lambda step, loss: None)
-        iterator = self._comparison.batches(batches, steps)
+        is_synchronous, number = self.schedule.is_synchronous, number_of(batches)
+        if not is_synchronous and steps is None and (steps := self.position.num_left(batches)) is None:
+            raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
+        iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
         losses: list[float] = []
-        if self.schedule.is_synchronous:
+        if is_synchronous:
             losses = self.loop.run_steps(iterator, steps, on_step, lambda: self.stop_requested)
-        elif steps := number_of(batches, self.schedule.name) if steps is None else steps:
+        elif steps:
             losses = self.loop.run_segment(iterator, steps, on_step)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
@@ -405,5 +410,6 @@ class Pipeline:
 
     def close(self) -> None:
         """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
+        self.position.resume(None)
         release_workers(self.workers)
         release(self.layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipefit.errors import DataError, PipefitError
@@ -129,6 +129,8 @@ class TrainingLoop:
         tell = in_use(workers[0].device) if due and len(workers) == 1 else None
         watch = HeldMemory(workers[0], tell) if tell else None
         runs = self._engine.run(program, feed, look=watch.look if watch else None)
+        # Also what no stage here needed is drawn: all ranks stand at the same place in the data.
+        feed[num_steps * self._size - 1]
         if watch is not None:
             self.held_bytes = watch.held_bytes
         if program is not self._newest:
@@ -165,15 +167,3 @@ class TrainingLoop:
         shifted = [e._replace(start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
         shifted.sort(key=lambda event: (event.rank, event.repeat, event.position))
         return Timeline(self._newest, tuple(shifted), source="measured", num_repeats=len(passes))
-
-
-def number_of(batches: Iterable[Any], schedule: str) -> int:
-    """The number of batches.
-
-    Raises:
-        DataError: they do not know it.
-    """
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        raise DataError(f"{schedule} needs to know its number of steps: give fit(…, steps=N)") from None
