@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -83,6 +83,15 @@ def samples_of(batch: Any) -> int | None:
     """The samples of a batch; None: it has no tensors."""
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return max(sizes, default=None)
+
+
+def size_of(x: Any) -> tuple[int, int]:
+    """The samples of a model's input, and its tokens where it is token ids, without those that are masked."""
+    ids, mask = (x.get("input_ids"), x.get("attention_mask")) if isinstance(x, Mapping) else (x, None)
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
+        return samples_of(x) or 0, 0
+    has_mask = isinstance(mask, Tensor) and mask.shape == ids.shape
+    return len(ids), int(mask.sum()) if has_mask else ids.numel()
 
 
 def _checksum(batch: Any) -> int:

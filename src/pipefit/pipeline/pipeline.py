@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
-from pipefit.pipeline.training_loop import OnStep, TrainingLoop
+from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.session import current
@@ -197,11 +198,6 @@ class Pipeline:
         """The most bytes of tensors that this process held in one pass; None: not measured yet."""
         return self.loop.held_bytes
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether the run was asked to stop (SIGTERM), as all ranks know since the same step: save and leave."""
-        return self._session.stop.agreed
-
     # ---- training --------------------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any) -> float:
@@ -222,21 +218,35 @@ class Pipeline:
                 "fit(batches), which drains at its end"
             )
         self._comparison.batch((x, y))
-        return finite(self.loop.start_step(x, y).wait()[0], self.num_updates)
+        return finite(self.loop.start_step(x, y).losses.wait()[0], self.num_updates)
 
-    def fit(self, batches: Iterable[Any], steps: int | None = None, on_step: OnStep | None = None) -> list[float]:
+    def fit(
+        self,
+        batches: Iterable[Any],
+        steps: int | None = None,
+        *,
+        callbacks: Sequence[Any] = (),
+        held_out: Iterable[Any] | None = None,
+        evaluate_every: int = 0,
+    ) -> list[float]:
         """Trains on batches of (input, target), each one step's worth, and gives the loss of every step.
 
-        An asynchronous schedule runs all steps as one segment and drains at its end. A synchronous one never waits for
+        An asynchronous schedule runs its steps as one segment and drains at its end. A synchronous one never waits for
         a loss: it is read while the next step runs.
 
         When the run is asked to stop (SIGTERM) it ends after the step under way, an asynchronous one at the end of its
         segment, and gives the losses so far; there are then a few seconds to save. Another `fit` leaves the process.
 
         Args:
-            batches: the same on every rank.
+            batches: the same on every rank. Of a loader (a `DataLoader`, or batches with `state_dict`) the ones after
+                those that were trained on: the rest of its epoch, or with `steps` epoch after epoch.
             steps: how many batches to take; None: all.
-            on_step: called on every rank with the step's number (from 1) and loss.
+            callbacks: functions of a `Record`, called at every step, or objects; see `pipefit.pipeline.callbacks`. One
+                that saves, or needs a pause, must be given on all ranks. Training ends three steps after one asks for
+                it, at an evaluation at once.
+            held_out: batches to evaluate on.
+            evaluate_every: steps between evaluations, counted since training began; 0: only at the end. An
+                asynchronous schedule drains for each.
 
         Raises:
             DataError: there is no data, or less than `steps`.
@@ -244,18 +254,18 @@ class Pipeline:
         """
         if steps is not None and steps < 1:
             raise DataError(f"steps: expected at least 1, got {steps}")
-        if self.stop_requested:
+        if evaluate_every and held_out is None:
+            raise DataError(f"evaluate_every={evaluate_every}: give held_out=…, the batches to evaluate on")
+        if self._session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
-        on_step = on_step or (lambda step, loss: None)
-        is_synchronous, number = self.schedule.is_synchronous, number_of(batches)
-        if not is_synchronous and steps is None and (steps := self.position.num_left(batches)) is None:
-            raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
+        number = number_of(batches)
+        if not self.schedule.is_synchronous and steps is None:
+            steps = self.position.num_left(batches)
+            if steps is None:
+                raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
         iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
-        losses: list[float] = []
-        if is_synchronous:
-            losses = self.loop.run_steps(iterator, steps, on_step, lambda: self.stop_requested)
-        elif steps:
-            losses = self.loop.run_segment(iterator, steps, on_step)
+        evaluate = None if held_out is None else partial(self.evaluate, held_out)
+        losses = self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
         return losses
@@ -337,7 +347,7 @@ class Pipeline:
     def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None) -> Path:
         """Saves weights (the user's names, safetensors), optimizers and where the training stands.
 
-        Every rank of a run must call it, between two steps or in `on_step`.
+        Every rank of a run must call it, between two steps or in a callback.
 
         Args:
             path: directory of the run; the checkpoint becomes `path/step-000300`, whole or not at all.
@@ -350,7 +360,9 @@ class Pipeline:
         Raises:
             PipefitError: it could not be saved; earlier checkpoints are as they were.
         """
-        return save(self, path, extra=extra, keep=keep)
+        saved = save(self, path, extra=extra, keep=keep)
+        self.loop.callbacks.follow("checkpoint", path=saved)
+        return saved
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Writes a folder that transformers reads with `from_pretrained`: configuration, weights, tokenizer.
