@@ -54,6 +54,8 @@ NEWER = {
     ("pipeline", "pretrained.py"),
     ("pipeline", "generation.py"),
     ("pipeline", "loaders.py"),
+    ("pipeline", "callbacks.py"),
+    ("pipeline", "loggers.py"),
 }
 """Modules of features that came after the rooms were rebuilt, in addition to the folder `cutting`."""
 

@@ -129,9 +129,6 @@ class _Rest:
     def __init__(self, sampler: Any, skip: int) -> None:
         self.sampler, self.skip = sampler, skip
 
-    def __len__(self) -> int:
-        return len(self.sampler)
-
     def __iter__(self) -> Iterator[Any]:
         skip, self.skip = self.skip, 0
         yield from islice(self.sampler, skip, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -16,17 +17,8 @@ from pipefit.spec.files import write_atomically
 if TYPE_CHECKING:
     from pipefit.pipeline.callbacks import Record
 
-_OF_A_STEP = (
-    "loss",
-    "seconds",
-    "learning_rates",
-    "gradient_norm",
-    "samples_per_s",
-    "tokens_per_s",
-    "bubble",
-    "memory_bytes",
-)
-_COLUMNS = ("step", *_OF_A_STEP, "held_out_loss")
+_OF_A_STEP = "loss seconds learning_rates gradient_norm samples_per_s tokens_per_s bubble memory_bytes".split()
+_COLUMNS = ["step", *_OF_A_STEP, "held_out_loss"]
 
 Write = Callable[[int, Mapping[str, Any]], Any]
 """Writes the figures of a step by their names: numbers, and tuples of numbers."""
@@ -67,35 +59,41 @@ class Logger:
 
 def json_log(path: str | Path) -> Logger:
     """Writes a line of JSON for each step, and one for each evaluation."""
-    place = Path(path)
 
-    def begin(first: int) -> Write:
-        _keep(place, first, lambda line: int(json.loads(line)["step"]))
+    def line(step: int, figures: Mapping[str, Any]) -> str:
+        return json.dumps({"step": step, **figures}) + "\n"
 
-        def write(step: int, figures: Mapping[str, Any]) -> None:
-            with place.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **figures}) + "\n")
-
-        return write
-
-    return Logger(begin, place)
+    return _lines(Path(path), line, lambda line: int(json.loads(line)["step"]))
 
 
 def csv_log(path: str | Path) -> Logger:
     """Writes a table in CSV with a row for each step, and one for each evaluation."""
-    place = Path(path)
+
+    def line(step: int, figures: Mapping[str, Any]) -> str:
+        text = io.StringIO()
+        csv.DictWriter(text, _COLUMNS, lineterminator="\n").writerow({"step": step, **_numbers(figures)})
+        return text.getvalue()
+
+    return _lines(Path(path), line, lambda line: int(line.split(",")[0]), ",".join(_COLUMNS) + "\n")
+
+
+def _lines(
+    path: Path, line_of: Callable[[int, Mapping[str, Any]], str], step_of: Callable[[str], int], header: str = ""
+) -> Logger:
+    """Writes a file of lines; steps before the first one keep theirs, a last line that was cut off does not count."""
 
     def begin(first: int) -> Write:
-        _keep(place, first, lambda line: int(line.split(",")[0]), ",".join(_COLUMNS) + "\n")
+        before = path.read_text(encoding="utf-8").removeprefix(header) if path.exists() else ""
+        lines = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
+        write_atomically(path, header + "".join(line for line in lines if step_of(line) < first))
 
         def write(step: int, figures: Mapping[str, Any]) -> None:
-            with place.open("a", encoding="utf-8", newline="") as file:
-                table = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-                table.writerow({"step": step, **_numbers(figures)})
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line_of(step, figures))
 
         return write
 
-    return Logger(begin, place)
+    return Logger(begin, path)
 
 
 def tensorboard_log(folder: str | Path) -> Logger:
@@ -160,13 +158,6 @@ def log_named(name: str, folder: Path) -> Logger:
     if name == "csv":
         return csv_log(folder / "metrics.csv")
     return tensorboard_log(folder / "tensorboard") if name == "tensorboard" else wandb_log(folder)
-
-
-def _keep(path: Path, first: int, step_of: Callable[[str], int], header: str = "") -> None:
-    """Leaves the header and the lines of the steps before the first one; a last line that was cut off is none."""
-    before = path.read_text(encoding="utf-8").removeprefix(header) if path.exists() else ""
-    lines = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
-    write_atomically(path, header + "".join(line for line in lines if step_of(line) < first))
 
 
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
