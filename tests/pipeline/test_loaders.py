@@ -143,6 +143,18 @@ def test_a_fit_of_some_steps_is_followed_by_the_rest():
     assert [pipe.fit(loader, steps=2), pipe.fit(loader), pipe.fit(loader)] == [losses[:2], losses[2:6], losses[6:]]
 
 
+@pytest.mark.parametrize("every", [0, 4])
+def test_a_checkpoint_of_a_callback_stands_at_the_batches_that_were_trained_on(every, tmp_path):
+    """A loss is read while the next step runs, unless the callback wants a pause."""
+    whole = pipeline()
+    save = pf.Checkpoints(whole, tmp_path, every) if every else lambda record: record.step == 4 and whole.save(tmp_path)
+    losses = whole.fit(loader_named("shuffled"), steps=15, callbacks=[save])
+    second = pipeline()
+    done = second.load(tmp_path / "step-000004" if every else tmp_path).step
+    assert done == (4 if every else 5)
+    assert second.fit(loader_named("shuffled"), steps=15 - done) == losses[done:]
+
+
 def test_batches_that_are_skipped_are_not_loaded(tmp_path):
     first = pipeline()
     first.fit(loader_named("shuffled"), steps=4)
