@@ -1,4 +1,4 @@
-"""The data of a training: ranks compare what they were given before the first step; long programs draw it as needed."""
+"""The data of a training run: ranks compare it before the first step; long programs draw it when needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DataComparison:
             steps: that are wanted.
 
         Raises:
-            DataError: on every rank with the same words: they do not.
+            DataError: on every rank with the same message: they differ.
         """
         if not self._is_due:
             return batches
@@ -63,7 +63,7 @@ class DataComparison:
         """Compares a batch.
 
         Raises:
-            DataError: on every rank with the same words: it differs.
+            DataError: on every rank with the same message: it differs.
         """
         if self._is_due:
             self._compare({_SAMPLES: samples_of(batch), _CONTENT: _checksum(batch)})
@@ -101,20 +101,20 @@ def _checksum(batch: Any) -> int:
 
 
 class BatchStream:
-    """The feed of a program of many steps: draws (input, target) batches in order, each one step's worth.
+    """The feed of a program of many steps: draws (input, target) batches in order, one for each step.
 
     Args:
         batches: as many as the program has steps.
         num_microbatches: of a step.
         first_ordinal: number of the first micro-batch since training began.
-        weigh: how much a micro-batch counts.
+        weigh: from a target to the weight of its micro-batch.
     """
 
     def __init__(
         self, batches: Iterator[Any], num_microbatches: int, first_ordinal: int, weigh: Weigh | None = None
     ) -> None:
         self._batches, self._size, self._first, self._weigh = batches, num_microbatches, first_ordinal, weigh
-        # A micro-batch is out of the pipeline long before this many later ones have entered it.
+        # A micro-batch has left the pipeline long before this many later ones have entered it.
         most_steps = _KEPT_STEPS + -(-_MOST_IN_FLIGHT // num_microbatches)
         self._kept: deque[MicroBatch] = deque(maxlen=most_steps * num_microbatches)
         self._drawn = 0

@@ -1,4 +1,4 @@
-"""The passes of a training, one after the other: a program runs, its losses are collected, the counters move on."""
+"""The passes of a training run: run a program, collect its losses, advance the counters."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class TrainingLoop:
         return (), None
 
     def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
-        """Runs the program of some updates, looking at the memory if that is due, and counts them."""
+        """Runs the program of some updates, measures the memory if due, and counts the updates."""
         program, workers = self._program_of(num_steps), self._engine.workers
         for worker in workers:
             worker.train(True)
@@ -246,7 +246,7 @@ class TrainingLoop:
     def timeline(self, last: int) -> Timeline:
         """The last passes of all ranks, times in seconds since the first of them began.
 
-        Clocks are taken as common, which they are on one machine.
+        Clocks are assumed to be common, as on one machine.
 
         Raises:
             PipefitError: nothing has run yet.

@@ -1,4 +1,4 @@
-"""The result of a run: its figures, and the folder that holds everything it leaves."""
+"""The result of a run: its figures, and the folder of its files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ReadyRun:
 
 @dataclass
 class RunResult:
-    """The figures of a run; the same on every rank but for paths and rows, which rank 0 has."""
+    """The figures of a run; the same on every rank, except paths and rows, which only rank 0 has."""
 
     losses: list[float]
     seconds: float
@@ -103,7 +103,7 @@ def _pictures(folder: Path, measured: Timeline, predicted: Timeline) -> dict[str
 
 
 def _plain(result: RunResult) -> dict[str, Any]:
-    """The result as JSON data. The error of a row follows from its figures, and may be infinite, which JSON has not."""
+    """The result as JSON data, without the errors of rows: they follow from its figures, and may be infinite."""
     data: dict[str, Any] = msgspec.to_builtins(asdict(result))
     data["rows"] = [{key: value for key, value in row._asdict().items() if key != "error"} for row in result.rows]
     return data

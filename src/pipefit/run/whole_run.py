@@ -46,7 +46,7 @@ class Observer(Protocol):
     """An observer of a run and a callback of its training; that of rank 0 shows it to people, the others do nothing."""
 
     def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
-        """The plan stands; training begins."""
+        """The plan is made; training begins."""
 
     def counted(self, flop: ModelFlop | None) -> None:
         """The FLOP of model and devices are known; None: the model's cannot be counted."""
@@ -56,7 +56,7 @@ class Observer(Protocol):
 
 
 def run(config: RunConfig, observer: Observer) -> RunResult:
-    """Runs on this rank; every rank of the run calls it alike.
+    """Runs on this rank; every rank of the run makes the same call.
 
     Raises:
         PipefitError: something in the configuration does not fit; nothing has been trained.
@@ -157,7 +157,7 @@ def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan
         timeline = simulate(pipe.schedule(shape_of(plan, num_steps=steps)), cost)
     prediction = prediction_of(plan, timeline, config.batch)
     if config.spill.cap_bytes is not None and plan.prediction is not None:
-        # Those that were compared with the cap, to the byte.
+        # The bytes that were compared with the cap.
         prediction = msgspec.structs.replace(prediction, peak_bytes=plan.prediction.peak_bytes)
     return msgspec.structs.replace(plan, prediction=prediction)
 
@@ -170,7 +170,7 @@ def _resume(config: RunConfig, pipe: Pipeline) -> None:
         if pipe.num_updates >= config.steps:
             raise PipefitError(
                 f"{config.resume} has done {pipe.num_updates} steps, and --steps {config.steps} counts them all: "
-                f"ask for more than {pipe.num_updates}"
+                f"give more than {pipe.num_updates}"
             )
 
 
