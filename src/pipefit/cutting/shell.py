@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.stubs import Stub, nan_like
-from pipefit.cutting.tensor_plan import tensor_rules
+from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.errors import ModelError
 from pipefit.parallel import Ruled
 
@@ -270,14 +270,17 @@ class CutLayer(nn.Module):
             module._buffers.update({name: fn(value) for name, value in module._buffers.items() if value is not None})
         return self
 
-    @property
-    def tensor_rules(self) -> dict[str, Ruled]:
+    def tensor_rules(self, known: dict[nn.Module, Rules]) -> dict[str, Ruled]:
         """Its modules that have a rule for tensor parallelism, by their paths.
+
+        Args:
+            known: the rules of whole models; gets those of this layer's model.
 
         Raises:
             ModelError: the model has no plan for it, or one that cannot be followed.
         """
-        rules = tensor_rules(self.shell.model)
+        model = self.shell.model
+        known[model] = rules = known[model] if model in known else tensor_rules(model)
         modules = ((path, module if path else self.holder) for path, module in self.named_modules())
         return {path: Ruled(module, rules[module]) for path, module in modules if module in rules}
 

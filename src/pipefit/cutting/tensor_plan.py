@@ -11,33 +11,21 @@ from torch import nn
 from pipefit.cutting.own import is_transformers, without_adapters
 from pipefit.errors import ModelError
 from pipefit.parallel import ShardSpec, TensorRule
-from pipefit.parallel.shared_modules import (
-    Columns,
-    Divided,
-    DividedDropout,
-    Experts,
-    JoinedColumns,
-    OnShards,
-    Rows,
-    SplitRows,
-    Tokens,
-    WholeDropout,
-    mixed,
-)
+from pipefit.parallel import shared_modules as ways
 
 Rules = dict[nn.Module, TensorRule]
 
 _LINEAR = {
-    "colwise": Columns,
-    "colwise_gather_output": JoinedColumns,
-    "colwise_rep": JoinedColumns,
-    "rowwise": Rows,
-    "rowwise_split_input": SplitRows,
-    "rowwise_rep": SplitRows,
+    "colwise": ways.Columns,
+    "colwise_gather_output": ways.JoinedColumns,
+    "colwise_rep": ways.JoinedColumns,
+    "rowwise": ways.Rows,
+    "rowwise_split_input": ways.SplitRows,
+    "rowwise_rep": ways.SplitRows,
 }
 _PARAMETERS = {"colwise": (2, 1), "packed_colwise": (2, 2), "rowwise": (1, 1)}
 """The dimension of a parameter, counted from its last, that is split by a kind, and how many weights it joins."""
-_WHOLE_OUTSIDE = (JoinedColumns, SplitRows, Tokens)
+_WHOLE_OUTSIDE = (ways.JoinedColumns, ways.SplitRows, ways.Tokens)
 
 
 def tensor_rules(model: nn.Module) -> Rules:
@@ -56,7 +44,7 @@ def tensor_rules(model: nn.Module) -> Rules:
             parent = modules[path.rpartition(".")[0]]
             rules |= _rules_of(path, module, kind, parent, plan)
             if kind == "colwise" and parent not in rules:
-                rules[parent] = _rule(Divided, parent)
+                rules[parent] = _rule(ways.Divided, parent)
     if not any("*" in _general(path) for path, module in modules.items() if module in rules):
         raise ModelError(
             f"{type(base).__name__} has no plan for tensor parallelism (`base_model_tp_plan` of its configuration), so "
@@ -75,7 +63,7 @@ def _rule(way: type[nn.Module], module: nn.Module, shards: Mapping[str, ShardSpe
         if (parameter := getattr(module, name, None)) is not None:
             parts = f"/{spec.parts}" if spec.parts > 1 else ""
             sizes[f"{name}.shape[{spec.dim}]{parts}"] = parameter.shape[spec.dim] // spec.parts
-    return TensorRule(mixed(way, type(module)), shards, lambda _: sizes, may_stay_whole=way in _WHOLE_OUTSIDE)
+    return TensorRule(ways.mixed(way, type(module)), shards, lambda _: sizes, may_stay_whole=way in _WHOLE_OUTSIDE)
 
 
 def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: Mapping[str, str]) -> Rules:
@@ -96,14 +84,16 @@ def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: 
         if _is_lora(module):
             return rules | dict(_adapter(module, _LINEAR[kind]))
     elif kind == "embedding_rowwise" and isinstance(module, nn.Embedding):
-        return {module: _rule(Tokens, module, {"weight": ShardSpec(0)})}
+        return {module: _rule(ways.Tokens, module, {"weight": ShardSpec(0)})}
     elif kind == "replicated_with_grad_allreduce" and linear is module:
-        return {module: _rule(OnShards, module)}
+        return {module: _rule(ways.OnShards, module)}
     elif kind == "moe_tp_experts" and (shards := _shards_of(path, dict(module.named_parameters()), plan)):
         if len(shards) == len(list(module.parameters())):
-            return {module: _rule(Experts, module, shards)}
+            return {module: _rule(ways.Experts, module, shards)}
     elif kind == "local_params":
-        return {module: _rule(Divided, module, _shards_of(path, dict(module.named_parameters(recurse=False)), plan))}
+        return {
+            module: _rule(ways.Divided, module, _shards_of(path, dict(module.named_parameters(recurse=False)), plan))
+        }
     raise ModelError(
         f"{path} ({type(module).__name__}): the model's plan for tensor parallelism shards it by {kind!r}, which "
         "pipefit does not know for such a module; use tensor=1"
@@ -124,7 +114,7 @@ def _shards_of(path: str, parameters: Mapping[str, nn.Parameter], plan: Mapping[
 
 
 def _linear(way: type[nn.Module], linear: nn.Module, **sizes: int) -> TensorRule:
-    is_columns = way in (Columns, JoinedColumns)
+    is_columns = way in (ways.Columns, ways.JoinedColumns)
     shards = {"weight": ShardSpec(0), "bias": ShardSpec(0)} if is_columns else {"weight": ShardSpec(1)}
     return _rule(way, linear, shards, **sizes)
 
@@ -137,10 +127,10 @@ def _is_lora(module: Any) -> bool:
 
 def _adapter(module: Any, way: type[nn.Module]) -> Iterator[tuple[nn.Module, TensorRule]]:
     """The rules of a LoRA adapter around a linear layer, one of whose factors is sharded as the layer is."""
-    for factor in (module.lora_B if way in (Columns, JoinedColumns) else module.lora_A).values():
+    for factor in (module.lora_B if way in (ways.Columns, ways.JoinedColumns) else module.lora_A).values():
         yield factor, _linear(way, factor)
-    for dropout in module.lora_dropout.values() if way in (Columns, Rows) else ():
-        yield dropout, _rule(DividedDropout if way is Rows else WholeDropout, dropout)
+    for dropout in module.lora_dropout.values() if way in (ways.Columns, ways.Rows) else ():
+        yield dropout, _rule(ways.DividedDropout if way is ways.Rows else ways.WholeDropout, dropout)
 
 
 def _without_half_tied(base: nn.Module, rules: Rules) -> Rules:

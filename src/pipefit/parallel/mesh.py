@@ -175,7 +175,8 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
     """
     if mesh.region is None:
         return
-    rules = [_checked(layer, mesh.tensor) for layer in layers]
+    found = rules_of(layer.module for layer in layers)
+    rules = [_checked(layer, own, mesh.tensor) for layer, own in zip(layers, found, strict=True)]
     ends = rules[0].get(""), rules[-1].get("")
     mesh.shards_output = ends[1] is not None and ends[1].rule.gives_shares
     if mesh.region.sequence and not (ends[0] and ends[0].rule.takes_whole and mesh.shards_output):
@@ -212,7 +213,7 @@ def release(mesh: Mesh) -> None:
 def widths_of(layers: Sequence[nn.Module], most: int) -> tuple[int, ...]:
     """The tensor widths up to `most` that a model's layers allow; only 1 where one of them has no rule."""
     try:
-        rules = [rules_of(layer) for layer in layers]
+        rules = rules_of(layers)
     except ModelError:
         return (1,)
     ruled = [one for own in rules if own for one in own.values() if not one.rule.may_stay_whole]
@@ -222,14 +223,12 @@ def widths_of(layers: Sequence[nn.Module], most: int) -> tuple[int, ...]:
     return tuple(width for width in range(1, most + 1) if all(size % width == 0 for size in sizes))
 
 
-def _checked(named: NamedLayer, width: int) -> dict[str, Ruled]:
+def _checked(named: NamedLayer, rules: Mapping[str, Ruled] | None, width: int) -> dict[str, Ruled]:
     """The rules of a layer, but of modules that stay whole."""
-    layer = named.module
-    rules = rules_of(layer)
     if rules is None:
         raise ModelError(
-            f"layer {named.name} ({type(layer).__name__}) has no tensor rule, so it cannot be sharded over {width} "
-            "processes; use tensor=1, a gpt, or give its class a `tensor_rule` (pipefit.parallel.TensorRule)"
+            f"layer {named.name} ({type(named.module).__name__}) has no tensor rule, so {width} processes cannot share it; "
+            "use tensor=1, a gpt, or give its class a `tensor_rule` (pipefit.parallel.TensorRule)"
         )
     kept = dict(rules)
     for path, (module, rule) in rules.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class ShardSpec:
 class TensorRule:
     """The tensor parallelism of one kind of layer: its class has this as `tensor_rule`.
 
-    A layer that others wrote has rules for modules inside it, as its attribute `tensor_rules` (`Ruled` by paths).
+    A layer that others wrote has rules for modules inside it, by its method `tensor_rules`.
 
     Attributes:
         becomes: class whose `forward` uses the parts and communicates through `self.region`; it replaces the module's
@@ -81,11 +81,16 @@ class Ruled(NamedTuple):
     rule: TensorRule
 
 
-def rules_of(layer: nn.Module) -> Mapping[str, Ruled] | None:
-    """The modules of a layer that have rules, by their paths, "" for the layer itself; None: it has none.
+def rules_of(layers: Iterable[nn.Module]) -> list[Mapping[str, Ruled] | None]:
+    """The modules of each layer that have rules, by their paths, "" for the layer itself; None: it has none.
 
     Raises:
         ModelError: the plan of a model that was cut cannot be followed.
     """
-    rule = getattr(type(layer), "tensor_rule", None)
-    return {"": Ruled(layer, rule)} if isinstance(rule, TensorRule) else getattr(layer, "tensor_rules", None)
+    found: list[Mapping[str, Ruled] | None] = []
+    known: dict[nn.Module, Any] = {}
+    for layer in layers:
+        rule = getattr(type(layer), "tensor_rule", None)
+        inside: Any = getattr(layer, "tensor_rules", None)
+        found.append({"": Ruled(layer, rule)} if isinstance(rule, TensorRule) else inside and inside(known))
+    return found
