@@ -22,7 +22,7 @@ _PATIENCE_S = 0.5
 
 
 def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
-    """The part of this process in a step's bubble and in the memories of all, which are the sums over all processes."""
+    """This process's summand of a step's bubble and of the peak memories of all processes, which are sums over them."""
     bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
     memory = [0.0] * session.num_ranks
     memory[session.rank] = peak_memory_bytes()
