@@ -27,15 +27,17 @@ def requests(draw):
         options = {"1f1b": {"warmup": draw(st.integers(0, 4))}, "interleaved": {"group": draw(st.integers(0, 6))}}.get(
             name.replace("pipedream-2bw", "1f1b").replace("pipedream", "1f1b"), {}
         )
+    frozen = draw(st.integers(0, max(stages - 1, 0)))
     shape = Shape(
         depth=depth,
         num_microbatches=draw(st.integers(1, 9)),
         num_chunks=chunks,
         num_steps=draw(st.integers(1, 4)),
         replicas=tuple(copies),
-        ties=((0, stages - 1),) if stages > 1 and draw(st.booleans()) else (),
+        ties=((0, stages - 1),) if stages > 1 and not frozen and draw(st.booleans()) else (),
         clip=draw(st.booleans()),
         recompute=draw(st.sampled_from([(), (0,), None])),
+        frozen=frozen,
         ahead=draw(st.integers(0, 3)),
         options=options,
     )

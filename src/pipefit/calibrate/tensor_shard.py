@@ -111,7 +111,7 @@ def _exchanges(
 def _both_ways(
     work: Callable[[Any], Any], payload: Any, rehearsal: Rehearsal
 ) -> tuple[Any, list[Exchange], list[Exchange]]:
-    given = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), payload)
+    given = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), payload)
     rehearsal.exchanges.clear()
     result = work(given)
     forward = rehearsal.exchanges.copy()

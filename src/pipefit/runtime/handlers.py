@@ -55,9 +55,10 @@ def _forward(run: Execution, i: Instruction) -> None:
     """Runs a forward. One that will be replayed saves nothing; its first run finds the outputs that need gradients."""
     known = run.worker.flags.get((i.stage, run.feed[i.mb].signature))
     replayed = (i.stage, i.mb) in run.compiled.program.recomputed
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (not replayed or known is None)):
+    trains = torch.is_grad_enabled() and i.stage >= run.compiled.program.header.frozen
+    with torch.set_grad_enabled(trains and (not replayed or known is None)):
         saved, act = _run_stage(run, i, replay=False)
-    if not torch.is_grad_enabled():
+    if not trains:
         run.values["act", i.stage, i.mb] = act
         return
     if known is None:
@@ -134,7 +135,7 @@ def _backward(run: Execution, i: Instruction) -> None:
             reducing.backward(run, i, lambda: run_backward(tuple(saved.edges), tuple(grads)))
         else:
             run_backward(tuple(saved.edges), tuple(grads))
-    if i.stage:
+    if i.stage > run.compiled.program.header.frozen:
         run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in saved.inputs], saved.inputs)
 
 
@@ -148,7 +149,7 @@ def _backward_input(run: Execution, i: Instruction) -> None:
     grads = run.values.pop(("grad", i.stage, i.mb)).leaves
     run.worker.stores[i.stage].at(i.version)
     found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
-    if i.stage:
+    if i.stage > run.compiled.program.header.frozen:
         run.values["grad", i.stage - 1, i.mb] = _whole(found, saved.inputs)
 
 
@@ -164,7 +165,9 @@ def _backward_weight(run: Execution, i: Instruction) -> None:
 
 
 def _send(run: Execution, i: Instruction) -> None:
-    run.transport.send(i, run.values[WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb])
+    ending = run.transport.send(i, run.values[WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb])
+    if ending is not None:
+        run.endings[run.index] = ending
 
 
 def _receive(run: Execution, i: Instruction) -> None:
@@ -195,6 +198,9 @@ def _reduce(run: Execution, i: Instruction) -> None:
         squares[worker.process] = _local_square(run, i.version)
         run.norms[i.version] = squares
         tensors = [squares]
+        if worker.scale is not None:
+            # A rank whose stages are all frozen has no step that decides.
+            run.at_end.append(partial(worker.scale.decide, i.version, squares))
     elif i.kind == Reduction.TIED:
         tensors = worker.tied_gradients(tied_stages(program.header, i.stage, worker.rank))
     elif i.kind == Reduction.SHARDS:
