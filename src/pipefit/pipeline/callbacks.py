@@ -35,7 +35,8 @@ class Record:
         step: weight updates since training began, over all runs that resumed from each other.
         loss: of the step, the same on every rank.
         seconds: since this `fit` began.
-        learning_rates: of the groups of an optimizer of this process; (): not known.
+        learning_rates: of the groups of an optimizer of this process, or, where it trains nothing, the largest one of
+            the run; (): unknown.
         gradient_norm: of all gradients of the step, before clipping; None: the step did not compute it.
         samples_per_s: from the beginning of the step to that of the next one.
         tokens_per_s: likewise, where inputs are token ids; tokens outside the attention mask do not count.

@@ -18,6 +18,7 @@ from pipefit.pipeline.step_figures import HeldMemory, own_figures
 from pipefit.runtime.collectives import exchange, sum_table
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.handlers import gradient_norm
 from pipefit.runtime.malloc import in_use
 from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
 from pipefit.schedules.registry import Schedule
@@ -33,6 +34,7 @@ class _Pass(NamedTuple):
         first: updates before it.
         runs: of this process's ranks.
         losses: of its steps.
+        norms: of the gradients of its steps.
         sizes: samples and tokens of its batches.
         began: its beginning, in seconds of `time.perf_counter`.
     """
@@ -40,6 +42,7 @@ class _Pass(NamedTuple):
     first: int
     runs: Sequence[Execution]
     losses: PendingLosses
+    norms: Sequence[torch.Tensor | None]
     sizes: Sequence[tuple[int, int]]
     began: float
 
@@ -185,7 +188,10 @@ class TrainingLoop:
         runs = self._run(num_steps, feed)
         figures = own_figures(self._engine.session, runs)
         losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
-        return _Pass(first, runs, losses, sizes, began)
+        header = runs[0].compiled.program.header
+        updates = [header.update_of(header.last_stage, step * self._size) for step in range(num_steps)]
+        norms = [gradient_norm(runs[0], header.last_stage, update) for update in updates]
+        return _Pass(first, runs, losses, norms, sizes, began)
 
     def _read(self, done: _Pass, ended: float | None = None) -> list[float]:
         """Waits for the losses of a pass, and calls the callbacks.
@@ -199,25 +205,27 @@ class TrainingLoop:
         samples, tokens = (
             sum(column) / max((ended or now) - done.began, 1e-9) for column in zip(*done.sizes, strict=True)
         )
-        bubble, *memory_bytes = done.losses.extra
-        for index, loss in enumerate(losses):
+        bubble, *others = done.losses.extra
+        memory, shared = others[: len(others) // 2], others[len(others) // 2 :]
+        for index, (loss, norm) in enumerate(zip(losses, done.norms, strict=True)):
             step = done.first + index + 1
             finite(loss, step)
             if self.callbacks:
-                rates, norm = self._update_of(done.runs, index)
-                seconds, norm = now - self._began, None if norm is None else float(norm)
-                memory = tuple(memory_bytes)
-                self.callbacks.notify(Record(step, loss, seconds, rates, norm, samples, tokens or None, bubble, memory))
+                # A process that trains nothing takes the rate of another.
+                rates = self._rates(done.runs, index) or ((max(shared),) if len(losses) == 1 and any(shared) else ())
+                value = None if norm is None or not norm.isfinite() else float(norm)
+                figures = rates, value, samples, tokens or None, bubble, tuple(memory)
+                self.callbacks.notify(Record(step, loss, now - self._began, *figures))
         return losses
 
-    def _update_of(self, runs: Sequence[Execution], step: int) -> tuple[tuple[float, ...], torch.Tensor | None]:
-        """Learning rates of an update and the norm of its gradients, from a stage of this process."""
-        for run in runs:
-            for stage in run.worker.optimizers:
-                update = run.compiled.program.header.update_of(stage, step * self._size)
-                if (stage, update) in run.updates:
-                    return run.updates[stage, update]
-        return (), None
+    def _rates(self, runs: Sequence[Execution], step: int) -> tuple[float, ...]:
+        """Learning rates of an update of the first stage of this process that trains; (): unknown."""
+        found = ((run, stage) for run in runs for stage in run.worker.optimizers)
+        for run, stage in found:
+            update = run.compiled.program.header.update_of(stage, step * self._size)
+            if (stage, update) in run.rates:
+                return run.rates[stage, update]
+        return ()
 
     def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
         """Runs the program of some updates, measures the memory if due, and counts the updates."""
