@@ -324,6 +324,25 @@ def test_a_loaded_checkpoint_is_committed_before_its_first_step(tmp_path):
     pipe.close()
 
 
+@pytest.mark.parametrize("after", [2, 3, 4])
+def test_the_place_in_a_loader_is_committed_with_each_step(tmp_path, after):
+    def loader():
+        return torch.utils.data.DataLoader([(x, y) for x, y in zip(*batch(0), strict=True)], 4, shuffle=True)
+
+    def small(folder=None, **how):
+        return pipeline(folder, microbatches=2, **how)
+
+    pipe = small()
+    losses = pipe.fit(loader(), steps=9)
+    pipe.close()
+    pipe = small(tmp_path / "tier")
+    pipe.fit(loader(), steps=after)
+    pipe.close()
+    pipe = small(tmp_path / "tier", resume=True)
+    assert pipe.fit(loader(), steps=9 - after) == losses[after:]
+    pipe.close()
+
+
 def test_notes_come_back(tmp_path):
     pipe = pipeline(tmp_path / "tier")
     pipe.notes = lambda: {"position": pipe.num_updates * 2}

@@ -251,10 +251,12 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
     scale = 1 / _steps_in(header, i.stage, i.version)
     if worker.scale is not None:
         scale /= worker.scale.of(run.compiled.program, i.version)
-    factor = None
-    if worker.training.clip_norm is not None:
+    factor = norm = None
+    if i.version in run.norms:
         norm = run.norms[i.version].sum().sqrt() * scale
-        # The norm is copied to the host now: the thread of a host step does not wait for the stream that computes it.
+    if worker.training.clip_norm is not None:
+        assert norm is not None
+        # To the host now, where that steps: its thread knows nothing of the stream that has yet to compute the norm.
         place = optimizer.param_groups[0]["params"][0].device
         factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(place)
 
@@ -264,6 +266,7 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
             torch._foreach_mul_(gradients, scale)
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        run.updates[i.stage, i.version] = tuple(float(group["lr"]) for group in optimizer.param_groups), norm
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
