@@ -427,4 +427,4 @@ class Pipeline:
         """
         self.position.resume(None)
         release_workers(self.workers)
-        release(self.layers)
+        release(self._engine.mesh)

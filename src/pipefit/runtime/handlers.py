@@ -225,6 +225,7 @@ def _step(run: Execution, i: Instruction) -> None:
     worker = run.worker
     store, optimizer = worker.stores[i.stage], worker.optimizers.get(i.stage)
     worker.forget_idle_gradients(i.stage)
+    worker.mesh.compare(i.stage, ((owned.name, owned.parameter) for owned in worker.owned[i.stage]))
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
     batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
     # Every rank decides about every update, even if it trains nothing: all must have one scale.
