@@ -118,6 +118,30 @@ def test_tokens_are_those_that_no_mask_hides():
     assert size_of({"input_ids": words, "attention_mask": mask}) == (4, 16)
 
 
+def frozen(_=None):
+    """Learning rates and norms of a run whose first stage trains nothing, on each rank."""
+    torch.manual_seed(0)
+    model, records = network(), []
+    model[0].requires_grad_(False)
+    pipe = pf.Pipeline(
+        model,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.4),
+        stages=[2, 3],
+        microbatches=2,
+        updates=pf.Updates(clip_norm=0.5, scheduler=halving),
+    )
+    pipe.fit(batches(3), callbacks=[records.append])
+    return [(record.learning_rates, record.gradient_norm) for record in records]
+
+
+@pytest.mark.dist
+def test_a_process_that_trains_nothing_gets_the_figures_too():
+    expected = frozen()
+    assert [rates for rates, _ in expected] == [(0.4,), (0.4,), (0.2,)] and all(norm for _, norm in expected)
+    assert launch(frozen, 2, None, threads=1) == [expected, expected]
+
+
 def test_an_asynchronous_segment_tells_its_steps_at_its_end():
     pipe, listener = pipeline(schedule="pipedream-2bw", clip_norm=None), Listener()
     pipe.fit(batches(4), callbacks=[listener], held_out=batches(1), evaluate_every=2)

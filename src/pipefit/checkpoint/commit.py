@@ -44,8 +44,8 @@ def save(
     Args:
         pipeline: between two steps.
         directory: of the run, on a file system that all ranks see; the checkpoint is `step-000300` inside it.
-        extra: JSON data of the caller's, given back by `load`. That of rank 0 counts.
-        keep: how many of the newest checkpoints stay; None: all.
+        extra: JSON data of the caller, returned by `load`. That of rank 0 counts.
+        keep: number of the newest checkpoints that stay; None: all.
 
     Returns:
         The directory of the new checkpoint.

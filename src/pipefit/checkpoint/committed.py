@@ -43,8 +43,8 @@ class RankState(msgspec.Struct, frozen=True):
         known: of each spilled stage, the states that its optimizer has made.
         resident: (stage, names of its tensors) of each record of those that stay on the device.
         places: of these records, as `ParkedTensors.describe` gives them.
-        extra: the caller's own data.
-        position: in the loader that is trained on.
+        extra: the caller's data.
+        position: in the loader of the training data.
     """
 
     reason: str = ""

@@ -46,9 +46,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files: all of them.
         aliases: further names of tied weights, each with the name it is saved under.
         optimization: of each stage.
-        extra: the caller's own data.
-        loss_scale: its value and how it came to be; None: the loss was not scaled.
-        position: in the loader that is trained on; None: no loader has come yet, or what is trained on has no position.
+        extra: the caller's data.
+        loss_scale: its value and history; None: the loss was not scaled.
+        position: in the loader of the training data; None: there is none.
     """
 
     step: int

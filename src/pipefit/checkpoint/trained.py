@@ -15,7 +15,7 @@ from pipefit.stage.training import Training
 class Trained(Protocol):
     """The run that is saved and loaded: a `pipefit.Pipeline`.
 
-    Its `loop` counts updates and micro-batches, its `position` says where it stands in its loader.
+    Its `loop` counts updates and micro-batches, its `position` is that in its loader.
     """
 
     layers: list[NamedLayer]

@@ -57,7 +57,7 @@ class Watcher:
             self._print(f"MFU: {flop.convention}")
 
     def step(self, record: Any) -> None:
-        """Moves the line on, at most ten times a second; steps count from 1, or from where an earlier run ended."""
+        """Updates the line, at most ten times a second; steps count from 1, or from the end of an earlier run."""
         step, seconds = record.step, record.seconds
         self._first = self._first or step
         moving = self._stream.isatty()

@@ -29,19 +29,19 @@ _CURE = (
 
 
 class DataComparison:
-    """Compares the first data of a run among its ranks, once; afterwards it costs nothing."""
+    """Compares the first data of a run among its ranks, once; later calls cost nothing."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._is_due = session.is_distributed
 
     def batches(self, batches: Iterator[Any], number: int | None, steps: int | None) -> Iterator[Any]:
-        """The same batches; all ranks bring as many, and the same first one.
+        """The batches, after a check that all ranks have equally many and the same first one.
 
         Args:
-            batches: to be trained on.
-            number: of batches in an epoch; None: not known.
-            steps: that are wanted.
+            batches: of the training.
+            number: of batches in an epoch; None: unknown.
+            steps: number of batches to take; None: all.
 
         Raises:
             DataError: on every rank with the same message: they differ.
@@ -80,13 +80,13 @@ class DataComparison:
 
 
 def samples_of(batch: Any) -> int | None:
-    """The samples of a batch; None: it has no tensors."""
+    """Number of samples of a batch; None: it has no tensors."""
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return max(sizes, default=None)
 
 
 def size_of(x: Any) -> tuple[int, int]:
-    """The samples of a model's input, and its tokens where it is token ids, without those that are masked."""
+    """Number of samples of a model's input, and of tokens where it consists of token ids; masked ones do not count."""
     ids, mask = (x.get("input_ids"), x.get("attention_mask")) if isinstance(x, Mapping) else (x, None)
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
         return samples_of(x) or 0, 0

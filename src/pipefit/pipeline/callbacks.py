@@ -1,4 +1,4 @@
-"""Callbacks of a training: what they are told, and those that come with pipefit."""
+"""Callbacks of a training: their record, and those that come with pipefit."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ class _Answer(enum.Enum):
 
 
 STOP: Final = _Answer.STOP
-"""A callback that returns it, or raises StopIteration, ends the training on all ranks."""
+"""The return value of a callback that ends the training on all ranks; raising StopIteration does the same."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a callback is told: the figures of the last step, and of what followed it.
+    """The argument of a callback: the figures of the last step, and of the event that followed it.
 
     Attributes:
         step: weight updates since training began, over all runs that resumed from each other.
         loss: of the step, the same on every rank.
         seconds: since this `fit` began.
-        learning_rates: of the groups of an optimizer of this process; (): not known.
-        gradient_norm: of all gradients of the step before clipping; None: the step did not need it.
+        learning_rates: of the groups of an optimizer of this process, or, where it trains nothing, the largest one of
+            the run; (): unknown.
+        gradient_norm: of all gradients of the step, before clipping; None: the step did not compute it.
         samples_per_s: from the beginning of the step to that of the next one.
-        tokens_per_s: likewise, where inputs are token ids; padding does not count where there is an attention mask.
+        tokens_per_s: likewise, where inputs are token ids; tokens outside the attention mask do not count.
         bubble: share of the step without forward or backward, the mean over ranks.
-        memory_bytes: the most that each process has held so far: of its GPU, or resident; of those that share a rank,
-            the first one's.
-        held_out_loss: that was evaluated after the step; None: none was.
-        path: of the checkpoint that was saved after the step; None: none was.
-        ended: why training ends: "done", "STOP" (a callback) or "SIGTERM"; "": it does not.
+        memory_bytes: peak memory of each process so far: of its GPU, or resident; of those that share a rank, the
+            first one's.
+        held_out_loss: of the evaluation after the step; None: there was none.
+        path: of the checkpoint that was saved after the step; None: there was none.
+        ended: reason why training ends: "done", "STOP" (a callback) or "SIGTERM"; "": it does not end.
     """
 
     step: int
@@ -65,16 +66,16 @@ class Callbacks:
     """The callbacks of a `fit`.
 
     Each has some of the methods `step`, `evaluation`, `checkpoint` and `end`, which take a `Record`; a plain function
-    is told every step. Further attributes, both optional: `every`, a number of steps at whose multiples `step` is
-    called before the next one begins (otherwise a loss is read while the next step runs), and `evaluating()`, a context
-    in which the model is evaluated.
+    is called at every step. Two more attributes are optional. `every` is a number of steps: after each multiple of it
+    the training pauses, and `step` is called before the next step begins; without it a loss is read while the next step
+    runs. `evaluating()` is a context in which the model is evaluated.
 
     Args:
         all: in the order in which they are called.
-        stop: where the process notes that one wants to end the training.
+        stop: shared with the training loop; notes that one of them wants to end the training.
 
     Raises:
-        PipefitError: one is nothing that could be called.
+        PipefitError: one of them has none of the methods and is no function.
     """
 
     def __init__(self, all: Sequence[Any], stop: Stop) -> None:
@@ -87,14 +88,14 @@ class Callbacks:
 
     @property
     def pauses(self) -> list[int]:
-        """The numbers of steps at whose multiples the training rests."""
+        """Numbers of steps; the training pauses at their multiples."""
         return [every for one in self._all if (every := getattr(one, "every", 0))]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
         return bool(self._all)
 
-    def tell(self, record: Record, event: str = "step") -> None:
+    def notify(self, record: Record, event: str = "step") -> None:
         """Calls the methods for an event."""
         self.last = record
         for one in self._all:
@@ -107,9 +108,9 @@ class Callbacks:
                     self._stop.wanted = True
 
     def follow(self, event: str, **facts: Any) -> None:
-        """Calls the methods for what follows the last step, if there was one."""
+        """Calls the methods for an event that follows the last step, if there was a step."""
         if self.last is not None:
-            self.tell(replace(self.last, **facts), event)
+            self.notify(replace(self.last, **facts), event)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -122,13 +123,13 @@ class Callbacks:
 
 
 class Checkpoints:
-    """Saves the training, also when it ends.
+    """Saves checkpoints of a training, also when it ends.
 
     Args:
-        pipe: to be saved.
+        pipe: that is trained.
         folder: see `Pipeline.save`.
         every: steps between checkpoints; 0: only at the end.
-        keep: how many of the newest stay; None: all.
+        keep: number of the newest checkpoints that stay; None: all.
     """
 
     def __init__(self, pipe: Any, folder: str | Path, every: int = 0, keep: int | None = None) -> None:
@@ -136,24 +137,24 @@ class Checkpoints:
         self._saved = -1
 
     def step(self, record: Record) -> None:
-        """Saves where it is due."""
+        """Saves a checkpoint when it is due."""
         if self.every and record.step % self.every == 0:
             self._saved = record.step
             self._pipe.save(self._folder, keep=self._keep)
 
     def end(self, record: Record) -> None:
-        """Saves what is not saved yet."""
+        """Saves a checkpoint, unless that of the last step exists."""
         if self._saved != record.step:
             self._pipe.save(self._folder, keep=self._keep)
 
 
 class EarlyStopping:
-    """Ends a training whose held-out loss gets no better, and goes back to the best weights.
+    """Ends a training whose held-out loss no longer improves, and restores the best weights.
 
     Args:
         pipe: that is trained.
-        patience: evaluations without a better loss after which it ends; 0: never.
-        folder: where the best weights are kept, and where they come back from at the end; None: they do not.
+        patience: evaluations without a better loss after which training ends; 0: no limit.
+        folder: keeps the best weights, which are restored from it at the end; None: they are not kept.
     """
 
     def __init__(self, pipe: Any, patience: int = 0, folder: str | Path | None = None) -> None:
@@ -161,7 +162,7 @@ class EarlyStopping:
         self._best, self._since = math.inf, 0
 
     def evaluation(self, record: Record) -> Any:
-        """Takes the loss of the weights as they are now; every rank has the same."""
+        """Takes the loss of the current weights, which is the same on every rank."""
         assert record.held_out_loss is not None
         self._since += 1
         if record.held_out_loss < self._best:
@@ -171,7 +172,7 @@ class EarlyStopping:
         return STOP if 0 < self._patience <= self._since else None
 
     def end(self, record: Record) -> None:
-        """Goes back to the best weights, unless the process has to leave."""
+        """Restores the best weights, unless the process must leave."""
         if self._since and self._folder is not None and record.ended != "SIGTERM":
             self._pipe.load(self._folder, weights_only=True)
 
@@ -179,8 +180,8 @@ class EarlyStopping:
 class EMA:
     """The exponential moving average of the weights: average ← decay · average + (1 − decay) · weights after each step.
 
-    The model is evaluated with it; `evaluating()` has it in the model for as long as something else takes, such as
-    saving it. It begins with the weights that the model has when it is made.
+    Evaluations use it, and so does whatever runs inside `evaluating()`, such as a save. Its first value is that of the
+    weights when it is made.
 
     Args:
         pipe: that is trained: by a synchronous schedule, with all its stages on the device.
@@ -201,12 +202,12 @@ class EMA:
         self._average = get_ema_multi_avg_fn(decay)
 
     def step(self, record: Record) -> None:
-        """Takes the new weights into the average."""
+        """Adds the new weights to the average."""
         self._average(self._averages, [weight.detach() for weight in self._weights], None)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Has the average in the model, in place of the weights."""
+        """Puts the average into the model in place of the weights, and restores these."""
         self._swap()
         try:
             yield

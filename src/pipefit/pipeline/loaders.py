@@ -1,4 +1,4 @@
-"""The position in a loader: which batch comes next, also after a checkpoint."""
+"""The position in a loader: the batch that comes next, also after a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _Pass:
     """A pass over a loader.
 
     Attributes:
-        loader: that is passed over.
-        epoch: passes before this one.
-        batches: taken so far.
-        order: the loader's random numbers before the pass, as JSON data.
-        iterator: over the rest of the pass; None: it has not begun in this process.
+        loader: its batches.
+        epoch: number of earlier passes.
+        batches: number of batches taken.
+        order: state of the loader's generators before the pass, as JSON data.
+        iterator: over the rest of the pass; None: not begun in this process.
     """
 
     loader: Any
@@ -44,39 +44,39 @@ class _Pass:
 
 
 class LoaderPosition:
-    """The place of a training in its loader: a torch `DataLoader`, or batches with a `state_dict` of their own.
+    """The position of a training in its loader: a torch `DataLoader`, or batches with their own `state_dict`.
 
-    Every `fit` with the same loader takes up the batch after the last one trained on. Other iterables have no position.
+    Every `fit` with the same loader continues after the last batch trained on. Other iterables have no position.
 
     Args:
-        seed: of the order of a loader that shuffles and has no generator of its own.
+        seed: of the order of a loader that shuffles without its own generator.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._saved: dict[str, Any] | None = None
-        # One pass at most. It is let go of as such: as part of a cycle of garbage its workers would end slowly.
-        self._under_way: list[_Pass] = []
-        weakref.finalize(self, self._under_way.clear)
+        # At most one pass. It is freed separately: in a cycle of garbage its worker processes end only after seconds.
+        self._current: list[_Pass] = []
+        weakref.finalize(self, self._current.clear)
 
     def resume(self, state: dict[str, Any] | None) -> None:
-        """Goes to a position that `state` gave; the next loader that comes is put there."""
+        """Sets the position that `state` returned; it is that of the next loader."""
         self._saved = state
-        self._under_way.clear()
+        self._current.clear()
 
     def state(self) -> dict[str, Any] | None:
-        """The position as JSON data; None: no loader has come yet."""
-        if not self._under_way:
+        """Returns the position as JSON data; None: there was no loader yet."""
+        if not self._current:
             return self._saved
-        at = self._under_way[0]
+        at = self._current[0]
         is_new = at.iterator is None or _has_state(at.loader)
         state = _packed(_state_of(at.loader)) if is_new else at.order
         return {**_kind(at.loader), "epoch": at.epoch, "batches": at.batches, "state": state}
 
     def batches(self, batches: Iterable[Any], endless: bool) -> Iterator[Any]:
-        """The batches from the position on: the rest of an epoch, or epoch after epoch.
+        """The batches from the position on: the rest of an epoch, or of endless epochs.
 
-        A `DataLoader` without a generator is given one, so that it shuffles alike on every rank.
+        A `DataLoader` without a generator gets one, so that it shuffles alike on every rank.
 
         Raises:
             DataError: the position is one of another loader.
@@ -84,27 +84,27 @@ class LoaderPosition:
         return self._from_here(endless) if self._take_up(batches) else iter(batches)
 
     def num_left(self, batches: Iterable[Any]) -> int | None:
-        """The number of batches in the rest of the epoch; None: they do not know it."""
+        """Number of batches in the rest of the epoch; None: unknown."""
         number = number_of(batches)
-        return number - self._under_way[0].batches % number if number and self._take_up(batches) else number
+        return number - self._current[0].batches % number if number and self._take_up(batches) else number
 
     def _take_up(self, batches: Any) -> bool:
-        """Whether batches have a position; the pass under way is then one over them."""
+        """Makes batches that have a position those of the current pass; returns whether they have one."""
         is_torchs = isinstance(batches, DataLoader)
         if not is_torchs and not _has_state(batches):
             return False
         if is_torchs:
             _seed(batches, self._seed)
-        if not self._under_way or self._under_way[0].loader is not batches:
+        if not self._current or self._current[0].loader is not batches:
             at = _Pass(batches)
             if self._saved is not None:
                 _restore(batches, self._saved)
                 at.epoch, at.batches = self._saved["epoch"], self._saved["batches"]
-            self._saved, self._under_way[:] = None, [at]
+            self._saved, self._current[:] = None, [at]
         return True
 
     def _from_here(self, endless: bool) -> Iterator[Any]:
-        at = self._under_way[0]
+        at = self._current[0]
         while True:
             if at.iterator is None or not isinstance(at.loader, DataLoader):
                 at.iterator = at.begin()
@@ -119,11 +119,11 @@ class LoaderPosition:
 
 
 class _Rest:
-    """A sampler without its first choices, the first time that it is asked.
+    """A sampler whose first iteration skips some choices.
 
     Attributes:
-        sampler: whose choices they are.
-        skip: choices that are still to be skipped.
+        sampler: the whole sampler.
+        skip: number of choices that are still to be skipped.
     """
 
     def __init__(self, sampler: Any, skip: int) -> None:
@@ -135,19 +135,19 @@ class _Rest:
 
 
 def _after(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
-    """A pass over a loader from a batch on; where a sampler chooses them, those before are not loaded."""
+    """A pass over a loader without its first batches, which are not loaded where a sampler chooses them."""
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     if not skip or isinstance(loader.dataset, IterableDataset) or place not in vars(loader):
         return islice(iter(loader), skip, None)
     rest = _Rest(vars(loader)[place], skip)
-    # torch lets nobody set it, so that workers and sampler agree; both see the same one here.
+    # torch refuses to set it, because workers and sampler must agree; here both see the same one.
     vars(loader)[place] = rest
     try:
         iterator = iter(loader)
         first = list(islice(iterator, 1))
     finally:
         vars(loader)[place] = rest.sampler
-    # Workers that persist know the sampler that they began with, and have not asked this one.
+    # Persistent workers keep their first sampler, and have not used this one.
     return islice(iterator, rest.skip - 1, None) if rest.skip else chain(first, iterator)
 
 
@@ -156,17 +156,17 @@ def _has_state(batches: Any) -> bool:
 
 
 def _sampler(loader: DataLoader[Any]) -> Any:
-    """The sampler that draws random numbers; None: none does."""
+    """The sampler that draws random numbers; None: there is none."""
     samplers = (getattr(loader.batch_sampler, "sampler", None), loader.batch_sampler, loader.sampler)
     return next((sampler for sampler in samplers if hasattr(sampler, "generator")), None)
 
 
 def _seed(loader: DataLoader[Any], seed: int) -> None:
-    """Gives a loader that shuffles from torch's global random numbers, which differ among ranks, its own."""
+    """Gives its own generator to a loader that would shuffle by torch's global one, which differs among ranks."""
     sampler = _sampler(loader)
     if sampler is not None and sampler.generator is None:
         sampler.generator = torch.Generator().manual_seed(seed)
-    # Workers that persist are seeded once: by a generator of their own they leave the order of every epoch as it is.
+    # Persistent workers are seeded once; with a separate generator this changes the order of no epoch.
     shared = sampler is not None and loader.generator is sampler.generator and loader.persistent_workers
     if loader.generator is None or shared:
         loader.generator = torch.Generator().manual_seed(seed)
@@ -179,13 +179,13 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
 
 
 def _state_of(loader: Any) -> Any:
-    """The loader's own state, or that of its random numbers."""
+    """The loader's own state, or the states of its generators."""
     return loader.state_dict() if _has_state(loader) else [one.get_state() for one in _generators(loader)]
 
 
 def _restore(loader: Any, saved: dict[str, Any]) -> None:
     wanted, given = ({name: of[name] for name in ("kind", "length")} for of in (saved, _kind(loader)))
-    cure = "give the same loader, or start it anew with fit(iter(loader), …)"
+    cure = "give the same loader, or start it again with fit(iter(loader), …)"
     if wanted != given:
         was, now = (f"a {of['kind']} of {of['length'] or 'unknown'} batches" for of in (wanted, given))
         raise DataError(f"the checkpoint stands at batch {saved['batches']} of {was}, but fit was given {now}; {cure}")
@@ -198,7 +198,7 @@ def _restore(loader: Any, saved: dict[str, Any]) -> None:
                 generator.set_state(own)
     except PipefitError:
         raise
-    except Exception as problem:  # of whatever kind the user's loader raises
+    except Exception as problem:  # of any kind, for the loader is the user's
         raise DataError(f"{given['kind']} does not take the state in the checkpoint: {problem}; {cure}") from None
 
 
@@ -207,7 +207,7 @@ def _kind(loader: Any) -> dict[str, Any]:
 
 
 def number_of(batches: Iterable[Any]) -> int | None:
-    """The number of batches; None: they do not know it."""
+    """Number of batches; None: unknown."""
     try:
         return len(batches)  # type: ignore[arg-type]
     except TypeError:
@@ -215,7 +215,7 @@ def number_of(batches: Iterable[Any]) -> int | None:
 
 
 def _packed(state: Any) -> Any:
-    """A state as JSON data: as it is, or what `torch.save` makes of it."""
+    """A state as JSON data: unchanged, or the bytes of `torch.save`."""
     try:
         if json.loads(json.dumps(state)) == state:
             return state

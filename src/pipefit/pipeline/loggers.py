@@ -1,4 +1,4 @@
-"""Loggers: callbacks that write the figures of a training for others to show. Only the first process writes."""
+"""Loggers: callbacks that write the figures of a training to files. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _OF_A_STEP = "loss seconds learning_rates gradient_norm samples_per_s tokens_per
 _COLUMNS = ["step", *_OF_A_STEP, "held_out_loss"]
 
 Write = Callable[[int, Mapping[str, Any]], Any]
-"""Writes the figures of a step by their names: numbers, and tuples of numbers."""
+"""Writes the figures of a step by name: numbers, and tuples of numbers."""
 
 
 class Logger:
-    """A callback that hands figures of steps and evaluations to a writer.
+    """A callback that passes the figures of steps and evaluations to a writer.
 
     Args:
-        begin: from the first step that will be written to what writes. A training that resumes comes with a later one.
-        place: that is written to, for messages.
+        begin: from the number of the first step to a writer; when a training resumes it is more than 1.
+        place: of the files, for messages.
     """
 
     def __init__(self, begin: Callable[[int], Write], place: Path) -> None:
@@ -37,7 +37,7 @@ class Logger:
         self._write: Write | None = None
 
     def step(self, record: Record) -> None:
-        """Writes the figures of a step, as far as they are known."""
+        """Writes the known figures of a step."""
         figures = {name: getattr(record, name) for name in _OF_A_STEP}
         self._add(record.step, {name: value for name, value in figures.items() if value is not None and value != ()})
 
@@ -58,7 +58,7 @@ class Logger:
 
 
 def json_log(path: str | Path) -> Logger:
-    """Writes a line of JSON for each step, and one for each evaluation."""
+    """A logger that writes a line of JSON for each step, and one for each evaluation."""
 
     def line(step: int, figures: Mapping[str, Any]) -> str:
         return json.dumps({"step": step, **figures}) + "\n"
@@ -67,7 +67,7 @@ def json_log(path: str | Path) -> Logger:
 
 
 def csv_log(path: str | Path) -> Logger:
-    """Writes a table in CSV with a row for each step, and one for each evaluation."""
+    """A logger that writes a CSV table with a row for each step, and one for each evaluation."""
 
     def line(step: int, figures: Mapping[str, Any]) -> str:
         text = io.StringIO()
@@ -80,7 +80,7 @@ def csv_log(path: str | Path) -> Logger:
 def _lines(
     path: Path, line_of: Callable[[int, Mapping[str, Any]], str], step_of: Callable[[str], int], header: str = ""
 ) -> Logger:
-    """Writes a file of lines; steps before the first one keep theirs, a last line that was cut off does not count."""
+    """A logger that adds a line to a file; complete lines of earlier steps stay, others are removed."""
 
     def begin(first: int) -> Write:
         before = path.read_text(encoding="utf-8").removeprefix(header) if path.exists() else ""
@@ -97,7 +97,7 @@ def _lines(
 
 
 def tensorboard_log(folder: str | Path) -> Logger:
-    """Writes event files for TensorBoard.
+    """A logger that writes event files of TensorBoard.
 
     Raises:
         PipefitError: it is not installed.
@@ -121,10 +121,10 @@ def tensorboard_log(folder: str | Path) -> Logger:
 
 
 def wandb_log(folder: str | Path, **settings: Any) -> Logger:
-    """Logs a run of Weights & Biases: offline, unless WANDB_MODE or `mode` says otherwise.
+    """A logger that writes a run of Weights & Biases: offline, unless WANDB_MODE or `mode` is set.
 
     Args:
-        folder: where it keeps its files.
+        folder: of its files.
         settings: of `wandb.init`, such as `project`.
 
     Raises:
@@ -144,7 +144,7 @@ def wandb_log(folder: str | Path, **settings: Any) -> Logger:
 
 
 def check_installed(name: str) -> None:
-    """Checks that the package of a logger is there.
+    """Checks that the package of a logger is installed.
 
     Raises:
         PipefitError: it is not.
@@ -161,5 +161,5 @@ def log_named(name: str, folder: Path) -> Logger:
 
 
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Of several figures, the largest."""
+    """The figures as single numbers: of a tuple the largest."""
     return {name: max(value) if isinstance(value, tuple) else value for name, value in figures.items()}

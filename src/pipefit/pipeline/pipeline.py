@@ -150,8 +150,8 @@ class Pipeline:
         )
         self._comparison = DataComparison(self._session)
         self.position = LoaderPosition(updates.seed)
-        # JSON data of the caller that a step on a disk tier is committed with, such as the position in the data, and
-        # what the step had that this run resumed from.
+        # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
+        # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
         self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
 
@@ -229,7 +229,7 @@ class Pipeline:
         held_out: Iterable[Any] | None = None,
         evaluate_every: int = 0,
     ) -> list[float]:
-        """Trains on batches of (input, target), each one step's worth, and gives the loss of every step.
+        """Trains on batches of (input, target), one for each step, and returns the loss of every step.
 
         An asynchronous schedule runs its steps as one segment and drains at its end. A synchronous one never waits for
         a loss: it is read while the next step runs.
@@ -238,12 +238,12 @@ class Pipeline:
         segment, and returns the losses so far; then a few seconds remain to save. Another `fit` ends the process.
 
         Args:
-            batches: the same on every rank. Of a loader (a `DataLoader`, or batches with `state_dict`) the ones after
-                those that were trained on: the rest of its epoch, or with `steps` epoch after epoch.
-            steps: how many batches to take; None: all.
+            batches: the same on every rank. A loader (a `DataLoader`, or batches with `state_dict`) continues after the
+                last batch trained on: to the end of its epoch, or with `steps` for as many epochs as needed.
+            steps: number of batches to take; None: all.
             callbacks: functions of a `Record`, called at every step, or objects; see `pipefit.pipeline.callbacks`. One
-                that saves, or needs a pause, must be given on all ranks. Training ends three steps after one asks for
-                it, at an evaluation at once.
+                that saves or pauses must be given on all ranks. Training ends three steps after one of them returns
+                STOP, immediately after an evaluation.
             held_out: batches to evaluate on.
             evaluate_every: steps between evaluations, counted since training began; 0: only at the end. An
                 asynchronous schedule drains for each.
@@ -421,7 +421,10 @@ class Pipeline:
                 worker.spilling.settle()
 
     def close(self) -> None:
-        """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
+        """Restores the classes of batch norms; the model can then be used without pipefit, unless it was spilled.
+
+        Worker processes of a loader end.
+        """
         self.position.resume(None)
         release_workers(self.workers)
         release(self._engine.mesh)

@@ -22,11 +22,13 @@ _PATIENCE_S = 0.5
 
 
 def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
-    """The part of this process in a step's bubble and in the memories of all, which are the sums over all processes."""
+    """This process's summand of a step's bubble, and of the peak memories and learning rates of all processes."""
     bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
     memory = [0.0] * session.num_ranks
     memory[session.rank] = peak_memory_bytes()
-    return [sum(bubbles) / runs[0].compiled.program.header.num_ranks, *memory]
+    rates = [0.0] * session.num_ranks
+    rates[session.rank] = max((max(own) for run in runs for own in run.rates.values()), default=0.0)
+    return [sum(bubbles) / runs[0].compiled.program.header.num_ranks, *memory, *rates]
 
 
 def _bubble(instructions: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -> float:

@@ -18,6 +18,7 @@ from pipefit.pipeline.step_figures import HeldMemory, own_figures
 from pipefit.runtime.collectives import exchange, sum_table
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.handlers import gradient_norm
 from pipefit.runtime.malloc import in_use
 from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
 from pipefit.schedules.registry import Schedule
@@ -27,19 +28,21 @@ _KEPT_PASSES = 16
 
 
 class _Pass(NamedTuple):
-    """A pass whose losses are on their way.
+    """A pass whose losses are being sent.
 
     Attributes:
         first: updates before it.
         runs: of this process's ranks.
         losses: of its steps.
+        norms: of the gradients of its steps.
         sizes: samples and tokens of its batches.
-        began: when it did, in seconds of `time.perf_counter`.
+        began: its beginning, in seconds of `time.perf_counter`.
     """
 
     first: int
     runs: Sequence[Execution]
     losses: PendingLosses
+    norms: Sequence[torch.Tensor | None]
     sizes: Sequence[tuple[int, int]]
     began: float
 
@@ -59,7 +62,7 @@ class TrainingLoop:
         num_updates: updates so far.
         next_ordinal: micro-batches so far, which seed the random numbers of the next one.
         callbacks: of the `fit` that runs.
-        held_bytes: the most bytes of tensors that this process held in one pass; None: not measured yet.
+        held_bytes: peak bytes of tensors of this process in one pass; None: not measured yet.
         moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
     """
 
@@ -92,13 +95,13 @@ class TrainingLoop:
         evaluate: Callable[[], float] | None = None,
         evaluate_every: int = 0,
     ) -> list[float]:
-        """Trains on batches, and rests after the steps where an evaluation or a callback needs it.
+        """Trains on batches, with pauses after the steps where an evaluation or a callback needs one.
 
         Args:
             batches: of (input, target).
-            steps: how many; None: until the batches end, of a synchronous schedule.
+            steps: number of updates; None: until the batches end; an asynchronous schedule needs a number.
             callbacks: see `Callbacks`.
-            evaluate: gives the loss on held-out data; None: there is none.
+            evaluate: returns the loss on held-out data; None: there is none.
             evaluate_every: steps between evaluations, counted since training began; 0: only at the end.
 
         Returns:
@@ -124,12 +127,12 @@ class TrainingLoop:
     def _until_the_end(
         self, batches: Iterator[Any], steps: int | None, evaluate: Callable[[], float] | None, evaluate_every: int
     ) -> list[float]:
-        """The losses of all steps; after the last one there may still be something to evaluate."""
+        """Runs all steps, with the evaluations between them; returns their losses."""
         losses: list[float] = []
         run = self._run_steps if self._schedule.is_synchronous else self._run_segment
         while not (self._stop.agreed or self._stop.ended) and (steps is None or len(losses) < steps):
-            rests = [every - self.num_updates % every for every in (evaluate_every, *self.callbacks.pauses) if every]
-            count = min(rests if steps is None else [*rests, steps - len(losses)], default=None)
+            pauses = [every - self.num_updates % every for every in (evaluate_every, *self.callbacks.pauses) if every]
+            count = min(pauses if steps is None else [*pauses, steps - len(losses)], default=None)
             part = run(batches, count)
             losses += part
             if len(part) != count:
@@ -139,7 +142,7 @@ class TrainingLoop:
         return losses
 
     def _evaluate(self, evaluate: Callable[[], float]) -> None:
-        """Evaluates; all ranks then know whether one wants to stop."""
+        """Evaluates; then all ranks agree on whether to stop."""
         self._evaluated = self.num_updates
         with self.callbacks.evaluating():
             self.callbacks.follow("evaluation", held_out_loss=evaluate())
@@ -147,7 +150,7 @@ class TrainingLoop:
         self._stop.ended |= bool(sum_table(self._engine.session, wanted))
 
     def start_step(self, x: Any, y: Any) -> _Pass:
-        """Runs one update; its loss is still on its way."""
+        """Runs one update; its loss is still being sent."""
         began = time.perf_counter()
         self._engine.mesh.check(x)
         feed = feed_of((x, y), self._size, self.next_ordinal, "train", self._weigh)
@@ -185,39 +188,44 @@ class TrainingLoop:
         runs = self._run(num_steps, feed)
         figures = own_figures(self._engine.session, runs)
         losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
-        return _Pass(first, runs, losses, sizes, began)
+        header = runs[0].compiled.program.header
+        updates = [header.update_of(header.last_stage, step * self._size) for step in range(num_steps)]
+        norms = [gradient_norm(runs[0], header.last_stage, update) for update in updates]
+        return _Pass(first, runs, losses, norms, sizes, began)
 
     def _read(self, done: _Pass, ended: float | None = None) -> list[float]:
-        """Waits for the losses of a pass, and tells the callbacks.
+        """Waits for the losses of a pass, and calls the callbacks.
 
         Args:
             done: the pass.
-            ended: when it did; None: now.
+            ended: its end, in seconds of `time.perf_counter`; None: now.
         """
         losses = list(done.losses.wait())
         now = time.perf_counter()
         samples, tokens = (
             sum(column) / max((ended or now) - done.began, 1e-9) for column in zip(*done.sizes, strict=True)
         )
-        bubble, *memory_bytes = done.losses.extra
-        for index, loss in enumerate(losses):
+        bubble, *others = done.losses.extra
+        memory, shared = others[: len(others) // 2], others[len(others) // 2 :]
+        for index, (loss, norm) in enumerate(zip(losses, done.norms, strict=True)):
             step = done.first + index + 1
             finite(loss, step)
             if self.callbacks:
-                rates, norm = self._update_of(done.runs, index)
-                seconds, norm = now - self._began, None if norm is None else float(norm)
-                memory = tuple(memory_bytes)
-                self.callbacks.tell(Record(step, loss, seconds, rates, norm, samples, tokens or None, bubble, memory))
+                # A process that trains nothing takes the rate of another.
+                rates = self._rates(done.runs, index) or ((max(shared),) if len(losses) == 1 and any(shared) else ())
+                value = None if norm is None or not norm.isfinite() else float(norm)
+                figures = rates, value, samples, tokens or None, bubble, tuple(memory)
+                self.callbacks.notify(Record(step, loss, now - self._began, *figures))
         return losses
 
-    def _update_of(self, runs: Sequence[Execution], step: int) -> tuple[tuple[float, ...], torch.Tensor | None]:
-        """Learning rates of an update, and the norm of its gradients, as a stage of this process knows them."""
-        for run in runs:
-            for stage in run.worker.optimizers:
-                update = run.compiled.program.header.update_of(stage, step * self._size)
-                if (stage, update) in run.updates:
-                    return run.updates[stage, update]
-        return (), None
+    def _rates(self, runs: Sequence[Execution], step: int) -> tuple[float, ...]:
+        """Learning rates of an update of the first stage of this process that trains; (): unknown."""
+        found = ((run, stage) for run in runs for stage in run.worker.optimizers)
+        for run, stage in found:
+            update = run.compiled.program.header.update_of(stage, step * self._size)
+            if (stage, update) in run.rates:
+                return run.rates[stage, update]
+        return ()
 
     def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
         """Runs the program of some updates, measures the memory if due, and counts the updates."""
@@ -229,7 +237,7 @@ class TrainingLoop:
         tell = in_use(workers[0].device) if due and len(workers) == 1 else None
         watch = HeldMemory(workers[0], tell) if tell else None
         runs = self._engine.run(program, feed, look=watch.look if watch else None)
-        # Also what no stage here needed is drawn: all ranks stand at the same place in the data.
+        # Batches that no stage here needs are drawn too, so that all ranks have the same position in the data.
         feed[num_steps * self._size - 1]
         if watch is not None:
             self.held_bytes = watch.held_bytes

@@ -38,9 +38,9 @@ class RunConfig:
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.
         checkpoint_every: steps between checkpoints; 0: only at the end.
-        evaluate_every: steps between evaluations on held-out data, of which the best is kept; 0: only at the end.
-        patience: evaluations without a better loss after which training ends; 0: never.
-        log: writes the figures of every step: csv, tensorboard or wandb; may be repeated.
+        evaluate_every: steps between evaluations on held-out data; the best weights are kept; 0: only at the end.
+        patience: evaluations without a better loss after which training ends; 0: no limit.
+        log: further form of the figures of every step: csv, tensorboard or wandb; may be repeated.
         sample: bytes to generate at the end, for language models.
     """
 

@@ -22,7 +22,7 @@ from pipefit.timeline import Timeline, save_trace
 from pipefit.timeline.compare import Row
 
 METRICS = "metrics.jsonl"
-"""The figures of every step, written as they become known: a run that is killed has lost its last at most."""
+"""The figures of every step, written as soon as they are known: a killed run loses at most the last ones."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class ReadyRun:
         plan: with its prediction on this machine.
         profile: of the layers, at the size of its micro-batches.
         cost: of its operations on these ranks.
-        pipe: what is trained.
+        pipe: the pipeline.
     """
 
     config: RunConfig

@@ -31,7 +31,7 @@ class Source:
 
     Attributes:
         name: for people.
-        batches: (input, target), one step's worth each, in passes that know their position.
+        batches: (input, target), one for each step, with `state_dict` and `load_state_dict`.
         held_out: batches to evaluate on; () when there are none.
         baseline: a loss that a trained model should beat, and its name; None when there is none.
         tokens_per_sample: mean of a text; 0 otherwise.

@@ -43,7 +43,10 @@ from pipefit.timeline.compare import compare
 
 
 class Observer(Protocol):
-    """An observer of a run and a callback of its training; that of rank 0 shows it to people, the others do nothing."""
+    """An observer of a run and callback of its training, such as the display of the command line.
+
+    Only rank 0 has one that does anything.
+    """
 
     def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
         """The plan is made; training begins."""
@@ -79,7 +82,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
     result = _result(ready, losses, seconds, report)
     result.held_out_before = before
-    # What lives on a tier may be more than the host can hold.
+    # A model on a tier may be larger than the host's memory.
     state = {} if ready.plan.spill or is_folder(config.model) else pipe.state_dict()
     if config.output and is_folder(config.model):
         result.paths["model"] = str(pipe.save_pretrained(Path(config.output) / "model"))
@@ -138,7 +141,7 @@ def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workloa
 
 
 def _cost(config: RunConfig, work: Workload, made: Decision) -> CostModel:
-    """Costs of the plan on these ranks; spilled stages of a plan without a cap need the tier's rates too."""
+    """Costs of the plan on these ranks; spilled stages of a plan without a cap also need the tier's rates."""
     plan, profile, topology = made
     assert profile is not None and topology is not None
     if (config.request.spill or plan.spill) is not None and not topology.tiers:
@@ -175,7 +178,7 @@ def _resume(config: RunConfig, pipe: Pipeline) -> None:
 
 
 def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[Any]:
-    """The callbacks of the training: what people see, the files in the run's folder, the best weights."""
+    """Callbacks of the training: the display, files in the run's folder, the best weights."""
     folder = Path(config.output) if config.output else None
     found: list[Any] = [observer]
     if folder is not None:

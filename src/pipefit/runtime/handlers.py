@@ -247,15 +247,11 @@ def _host_step(run: Execution, i: Instruction) -> None:
 
 def _update(run: Execution, i: Instruction) -> Callable[[], None]:
     """Returns the function that makes an update once the optimizer has the gradients; the rank is looked up now."""
-    worker, header = run.worker, run.compiled.program.header
+    worker = run.worker
     optimizer, scheduler = worker.optimizers[i.stage], worker.schedulers.get(i.stage)
-    scale = 1 / _steps_in(header, i.stage, i.version)
-    if worker.scale is not None:
-        scale /= worker.scale.of(run.compiled.program, i.version)
-    factor = norm = None
-    if i.version in run.norms:
-        norm = run.norms[i.version].sum().sqrt() * scale
+    scale, factor = _scale(run, i.stage, i.version), None
     if worker.training.clip_norm is not None:
+        norm = gradient_norm(run, i.stage, i.version)
         assert norm is not None
         # To the host now, where that steps: its thread knows nothing of the stream that has yet to compute the norm.
         place = optimizer.param_groups[0]["params"][0].device
@@ -267,12 +263,23 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
             torch._foreach_mul_(gradients, scale)
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-        run.updates[i.stage, i.version] = tuple(float(group["lr"]) for group in optimizer.param_groups), norm
+        run.rates[i.stage, i.version] = tuple(float(group["lr"]) for group in optimizer.param_groups)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
 
     return update
+
+
+def gradient_norm(run: Execution, stage: int, update: int) -> Tensor | None:
+    """Norm of all gradients of an update of a stage, before clipping; None: no instruction has computed it."""
+    return run.norms[update].sum().sqrt() * _scale(run, stage, update) if update in run.norms else None
+
+
+def _scale(run: Execution, stage: int, update: int) -> float:
+    """The factor of summed gradients that gives those of the mean loss."""
+    scale = 1 / _steps_in(run.compiled.program.header, stage, update)
+    return scale if run.worker.scale is None else scale / run.worker.scale.of(run.compiled.program, update)
 
 
 def _steps_in(header: Any, stage: int, update: int) -> int:

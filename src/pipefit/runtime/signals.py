@@ -32,7 +32,7 @@ class Stop:
         requested: this process got the request.
         agreed: all ranks know it, since the same step.
         wanted: this process wants the training to end.
-        ended: all ranks know that one of them does, since the same step.
+        ended: all ranks know that one process does, since the same step.
     """
 
     requested: bool = False
