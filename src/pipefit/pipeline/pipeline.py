@@ -36,6 +36,7 @@ from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
+from pipefit.stage.compiler import backend_of
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
@@ -66,7 +67,7 @@ class Pipeline:
         example: one batch, (input, target) or a dict, to measure with and to cut by.
         parallelism: how the model is spread over processes: ranks, chunks, replicas, tensor width and the like.
         precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32;
-            or a `Precision`, with the first scale of the loss.
+            or a `Precision`, with the first scale of the loss, or with `compile=True`: layers train by torch.compile.
         updates: learning-rate schedule, clipping, weights of micro-batches, seed.
         spill: stages live on the host or on disk; with a cap on the device's memory and `example` it makes the stages
             itself.
@@ -103,10 +104,10 @@ class Pipeline:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
-        half = half_of(precision.dtype)
+        half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
         name = type(model).__name__
-        work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name)
+        work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name, compiler)
         self.plan = decide(request, work, self._session).plan
         self.schedule = find(self.plan.schedule)
         num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
@@ -120,6 +121,7 @@ class Pipeline:
             updates.seed,
             half=half,
             loss_scale=first_scale(half, precision.loss_scale),
+            compiler=compiler,
         )
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}

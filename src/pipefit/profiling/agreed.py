@@ -20,6 +20,7 @@ from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage.compiler import compiled_forwards, replaced_forwards
 from pipefit.stage.materialise import lent_weights
 from pipefit.stage.split import NamedLayer
 
@@ -56,7 +57,8 @@ def agreed_profile(
         optimizer=work.optimizer,
         clips=work.clips,
     )
-    with lent_weights(nn.ModuleList([layer.module for layer in work.layers])), _as_trained(work.layers):
+    compiled = replaced_forwards(compiled_forwards(work.layers, work.compiler))
+    with lent_weights(nn.ModuleList([layer.module for layer in work.layers])), _as_trained(work.layers), compiled:
         return agreed(session, measure)
 
 

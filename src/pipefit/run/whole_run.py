@@ -37,6 +37,7 @@ from pipefit.schedules import shape_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import Parallelism
+from pipefit.stage.compiler import backend_of
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
@@ -117,15 +118,17 @@ def _build(config: RunConfig) -> _Subject:
     if config.evaluate_every and not source.held_out:
         raise PipefitError(f"--evaluate-every: {source.name} has no held-out part")
     device = config.request.parallelism.device
+    place = torch.device(device) if device else default_device()
     work = Workload(
         named_layers(bundle.layers),
         bundle.loss,
         make_optimizer(config.optimizer, config.lr),
-        torch.device(device) if device else default_device(),
+        place,
         example_of(bundle, source, config.batch),
         bool(config.updates.clip_norm),
         half_of(config.precision.dtype),
         bundle.name,
+        backend_of(config.precision.compile, place),
     )
     return _Subject(bundle, source, work)
 
