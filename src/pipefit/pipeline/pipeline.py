@@ -36,7 +36,7 @@ from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
-from pipefit.stage.compiler import backend_of
+from pipefit.stage.compiler import backend_of, compile_seconds
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
@@ -387,7 +387,9 @@ class Pipeline:
 
     def report(self, last: int = 8) -> PipelineReport:
         """Where the time of the last passes went: print it. Every rank of a run must ask together."""
-        return PipelineReport.of(self.timeline(last), self.plan, self._session, self.loop.moved_bytes, self.held_bytes)
+        compile_s = compile_seconds() if self._training.compiler else 0.0
+        own = self.loop.moved_bytes, self.held_bytes, compile_s
+        return PipelineReport.of(self.timeline(last), self.plan, self._session, *own)
 
     def draw(self) -> Drawing:
         """The picture of the schedule under unit costs; it shows itself in a notebook."""

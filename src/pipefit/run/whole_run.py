@@ -288,6 +288,7 @@ def _result(
         traffic=report.traffic,
         peak_memory_bytes=report.peak_memory_bytes,
         held_bytes=report.held_bytes,
+        compile_s=report.compile_s,
     )
 
 

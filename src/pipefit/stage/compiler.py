@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,11 +55,12 @@ def backend_of(choice: bool | str, device: torch.device) -> str | None:
     Raises:
         PipefitError: torch has no such backend, or it has no C++ compiler for a CPU.
     """
-    if choice is False:
+    if not choice:
         return None
     import torch._functorch.config
     import torch._inductor.exc
     from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.hub import tqdm
 
     name = "inductor" if choice is True else choice
     known = torch.compiler.list_backends(exclude_tags=None)
@@ -77,14 +79,16 @@ def backend_of(choice: bool | str, device: torch.device) -> str | None:
             ) from None
     # Buffers given away to the first backward would be missing in the second half of a split one.
     torch._functorch.config.donated_buffer = False
+    # The compiler's progress bar would make a semaphore of the system, which a rank leaves behind at its end.
+    if hasattr(tqdm, "set_lock"):
+        tqdm.set_lock(threading.RLock())
     return name
 
 
 def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict[nn.Module, Forward]:
     """The modules of some layers that are compiled, with their compiled forwards; see `replaced_forwards`.
 
-    Of a cut model these are its blocks. A single layer of torch's own has nothing to fuse, and batch norms gather
-    statistics that the compiler cannot follow: such layers stay as they are.
+    Of a cut model these are its blocks. A single layer of torch's own stays as it is: it has nothing to fuse.
 
     Raises:
         ModelError: blocks whose forwards hand out what the model's own code gathers cannot be compiled.
@@ -101,7 +105,7 @@ def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict
 
 def _is_worth_it(module: nn.Module) -> bool:
     is_single = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-    return not is_single and not any(isinstance(part, _BatchNorm) for part in module.modules())
+    return not is_single and not isinstance(module, _BatchNorm)
 
 
 def _run(forward: Forward, *args: Any, **kwargs: Any) -> Any:

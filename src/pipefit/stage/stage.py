@@ -88,7 +88,7 @@ class Stage:
             update: that batch norms count the micro-batch for.
         """
         for module in self.batchnorms:
-            module.update = None if replay else update
+            module.begin()
         state = self._generator.get_state()
 
         def seed(layer: int) -> None:
@@ -107,6 +107,8 @@ class Stage:
                 return payload
         finally:
             self._generator.set_state(state)
+            for module in self.batchnorms:
+                module.count(None if replay else update)
 
     def _run(self, layer: NamedLayer, forward: Callable[[], Any]) -> Any:
         try:
