@@ -53,6 +53,7 @@ NEWER = {
     ("models", "hub_folder.py"),
     ("pipeline", "pretrained.py"),
     ("pipeline", "generation.py"),
+    ("stage", "compiler.py"),
 }
 """Modules of features that came after the rooms were rebuilt, in addition to the folder `cutting`."""
 

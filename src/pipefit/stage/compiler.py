@@ -77,8 +77,10 @@ def backend_of(choice: bool | str, device: torch.device) -> str | None:
                 "torch.compile needs a C++ compiler on a CPU, and found none: install g++, or name one in the "
                 'environment variable CXX; or give compile="aot_eager", which needs none and fuses nothing'
             ) from None
-    # Buffers given away to the first backward would be missing in the second half of a split one.
+    # Buffers given away to the first backward would be missing in the second half of a split one. What is set holds for
+    # this thread; the default for those of autograd and of the caller, too.
     torch._functorch.config.donated_buffer = False
+    torch._functorch.config._config["donated_buffer"].default = False  # type: ignore[attr-defined]
     # The compiler's progress bar would make a semaphore of the system, which a rank leaves behind at its end.
     if hasattr(tqdm, "set_lock"):
         tqdm.set_lock(threading.RLock())
