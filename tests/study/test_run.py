@@ -261,7 +261,7 @@ def test_a_full_tier_ends_the_study_in_one_message_and_loses_nothing(tmp_path, m
         return real(file, data, position)
 
     monkeypatch.setattr(TierFile, "write", write)
-    with pytest.raises(TierError, match="what was committed is kept: repair that, and resume the study"):
+    with pytest.raises(TierError, match="all committed state is kept: repair that, and resume the study"):
         study(given, tmp_path / "s").run()
     monkeypatch.setattr(TierFile, "write", real)
     result = study(given, tmp_path / "s").run(resume=True)
@@ -325,7 +325,7 @@ def test_a_study_that_was_damaged_names_the_file_when_it_is_resumed(kind, tmp_pa
         change("state/t01/trial.commit", '"turn": ', '"turn":  ')
         rows = resumed().trials
         assert rows[0].losses == alone(given[0])[0] and rows[1].status == "failed"
-        assert "trial.commit: damaged" in rows[1].reason and "train it anew" in rows[1].reason
+        assert "trial.commit: damaged" in rows[1].reason and "train it again" in rows[1].reason
         return
     if kind == "results":
         resumed()

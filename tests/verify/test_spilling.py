@@ -29,7 +29,8 @@ def spilling(draw):
     depth = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3)) if find(name).chunks else 1
     num_stages = depth * chunks
-    ties = ((0, num_stages - 1),) if num_stages > 1 and draw(st.booleans()) else ()
+    frozen = draw(st.just(0) | st.integers(0, num_stages - 1))
+    ties = ((0, num_stages - 1),) if num_stages > 1 and not frozen and draw(st.booleans()) else ()
     stages = draw(st.sets(st.integers(0, num_stages - 1), min_size=1)) | set(ties[0] if ties else ())
     slots = draw(st.integers(2 if ties else 1, 3))
     optim = draw(st.integers(0, 2))
@@ -49,6 +50,7 @@ def spilling(draw):
         recompute=draw(st.sampled_from([(), None])),
         spill=Spill(tier, slots, optim, tuple(sorted(stages)), draw(st.booleans()), *some),
         prefetch=draw(st.sampled_from([None, 0, 1, 2])),
+        frozen=frozen,
     )
     return name, shape
 
@@ -105,7 +107,7 @@ def test_a_stage_may_not_leave_while_autograd_keeps_a_view_of_its_slot():
     forward = own.index(parse_instruction("fwd s0 m1 w0"))
     own[forward + 1 : forward + 1] = map(parse_instruction, ["drop s0 w0", "fetch s0 weights w0 host @0"])
     (message,) = told(program.with_ranks([own, list(program.ranks[1])]))
-    assert message == "what autograd keeps of m0, m1 is in this slot and goes too: replay stage 0 before its backward"
+    assert message == "tensors saved by autograd for m0, m1 leave with this slot: replay stage 0 before its backward"
 
 
 def test_a_stage_that_keeps_what_autograd_saved_may_leave_but_must_be_back_for_its_backward():
@@ -115,7 +117,7 @@ def test_a_stage_that_keeps_what_autograd_saved_may_leave_but_must_be_back_for_i
     assert verify(program).ok
     without_leave = type(program)(replace(program.header, spill=Spill.of(3)), program.ranks)
     (message,) = told(without_leave)
-    assert message == "what autograd keeps of m0 is in this slot and goes too: replay stage 0 before its backward"
+    assert message == "tensors saved by autograd for m0 leave with this slot: replay stage 0 before its backward"
     back, backward = map(parse_instruction, ["fetch s0 weights w0 host @0", "bwd s0 m0 w0"])
     own.reverse()  # the second of its fetches
     own.remove(back)

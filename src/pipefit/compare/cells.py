@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Cell:
     Attributes:
         strategy: its name.
         num_microbatches: per update.
-        trainer: the strategy at work on this rank.
+        trainer: the strategy as it runs on this rank.
         steps: updates of one repetition that are measured.
         warm_up: updates before them.
         seconds: per update, of each repetition.
@@ -74,7 +74,7 @@ class Task:
         work: the model and its training.
         description: of the model, in one line.
         source: name of the data.
-        batches: that every cell trains on, in the same order.
+        batches: of every cell, in the same order.
         profiles: of the model, by the number of micro-batches; each repetition adds one.
         partition: layers of each stage, one stage per rank.
     """
@@ -89,7 +89,7 @@ class Task:
 
 
 def make_task(config: CompareConfig, session: Session) -> Task:
-    """Builds the model, takes the data and profiles the layers; every rank calls it alike.
+    """Builds the model, takes the data and profiles the layers; every rank makes the same call.
 
     Raises:
         PipefitError: an unknown strategy or model, or data or stages that do not fit.
@@ -133,7 +133,7 @@ def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batc
             if names:
                 raise
             continue
-        batches = list(islice(source.endless(), count))
+        batches = list(islice(chain.from_iterable(repeat(source.batches)), count))
         if _shapes(batches[0]) == expected:
             return source.name, batches
     raise DataError(f"{source.name}: one sample is {_shapes(batches[0])}, {bundle.name} takes {expected}")
@@ -145,7 +145,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
 
 def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], list[Refusal]]:
-    """Builds every cell. All ranks refuse alike, since they look at the same data."""
+    """Builds every cell. All ranks refuse the same ones, because they check the same data."""
     config = task.config
     cells, refused = [], []
     for name in [name for name in STRATEGIES if name in (config.names or STRATEGIES)]:

@@ -1,4 +1,4 @@
-"""Exact bytes of a model's layers on a device, where the layers are at hand: a cap on memory is compared with them."""
+"""Exact bytes of a model's layers on a device, from the layers themselves, to be compared with a cap on memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ _TENSOR_BYTES = 1024
 2.13 on a 64-bit Linux."""
 
 _LINKS_BYTES = 32 << 10
-"""Memory of Gloo and the transport for messages under way: up to 20 KB in a pipeline of two processes."""
+"""Memory of Gloo and the transport for open messages: up to 20 KB in a pipeline of two processes."""
 
 
 class LayerBytes(NamedTuple):
     """Bytes of a layer.
 
     Attributes:
-        weights: as they lie in a record, each aligned.
+        weights: in a record, each aligned.
         states: of the optimizer, likewise.
-        buffers: what stays on the device wherever the layer's weights are.
-        num_tensors: its parameters, each of which has a gradient while it is there.
+        buffers: bytes that stay on the device while the layer's weights are away.
+        num_tensors: number of its parameters that train, each of which has a gradient while the layer is on the device.
+        gradients: of the weights that train, as they lie in a record.
     """
 
     weights: float
     states: float
     buffers: float = 0.0
     num_tensors: int = 0
+    gradients: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class ModelBytes:
     """Bytes of all layers, and of the weights that they share.
 
     Attributes:
-        layers: each of them, what it shares included.
-        ties: of each group of layers, the weights that they share, which stay on the device where stages do.
+        layers: of each layer, including the weights that it shares.
+        ties: of each group of layers, the shared weights, which stay on the device where stages do.
     """
 
     layers: tuple[LayerBytes, ...]
@@ -57,10 +59,10 @@ class ModelBytes:
         """
         stages, num_stages = plan.partition.stages, len(plan.partition.stages)
         depth = num_stages // plan.num_chunks
-        weights, states, fixed, tensors = (
-            [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(4)
+        weights, states, fixed, tensors, gradients = (
+            [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(5)
         )
-        # The first slot begins at a block, wherever the allocator has put it.
+        # The first slot begins at a block, at any address from the allocator.
         for first in range(min(depth, num_stages)):
             # One of its stages computes, another may still have its gradients; losses wait for the end of the pass.
             tensors_there = plan.num_microbatches + sum(sorted(tensors[first::depth])[-2:])
@@ -74,6 +76,7 @@ class ModelBytes:
             shared[users[0]] = shared.get(users[0], 0) + tie.weights
             for user in users:
                 weights[user] -= tie.weights
+                gradients[user] -= tie.gradients
                 states[user] -= tie.states
             # Weights and gradients; and a copy of these that is on its way to the other ranks.
             for user in {user % depth: user for user in users}.values():
@@ -81,6 +84,7 @@ class ModelBytes:
         on_tier = plan.spill is not None and plan.spill.activations
         return {
             "weight_bytes": tuple(map(_blocks, weights)),
+            "wgrad_bytes": tuple(map(_blocks, gradients)),
             "optim_bytes": tuple(map(_blocks, states)),
             "fixed_bytes": tuple(fixed),
             "act_bytes": _with_objects(map(_record, cost.act_bytes) if on_tier else cost.act_bytes),
@@ -99,7 +103,7 @@ def _blocks(num_bytes: float) -> float:
 
 
 def _record(size: float) -> float:
-    """An activation that comes back from the tier: a record of its own, aligned."""
+    """Bytes of an activation that is fetched from the tier: a record of its own, aligned."""
     return _blocks(size) + GRAIN_BYTES if size else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The one way from a profile, a plan and a topology to costs, and what the executor itself adds."""
+"""Costs of a plan from its profile and topology, and the costs of the executor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RuntimeCosts(NamedTuple):
     """Seconds of the executor.
 
     Attributes:
-        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond what the profile measured.
+        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond the profile's time.
         post_s: of posting one message.
-        host_s: on instructions by operation, beyond what the profile measured.
+        host_s: on instructions by operation, beyond the profile's time.
         pass_s: of a rank before each pass over the program.
         copy_s_per_byte: of a send, on the sender's core.
-        arrival_s: on a message that has come, where no core is left for the threads that carry it.
+        arrival_s: on an arrived message, where no core is left for the threads that carry it.
     """
 
     overhead_s: float
@@ -36,14 +36,14 @@ class RuntimeCosts(NamedTuple):
 
 
 USUAL = RuntimeCosts(10e-6, 20e-6)
-"""Where nothing was measured: ranks in one process, or a GPU, whose work hides it."""
+"""Usual costs where nothing was measured: ranks in one process, or a GPU, whose work hides these costs."""
 
 FREE = RuntimeCosts(0.0, 0.0, copy_s_per_byte=0.0)
-"""An executor that costs nothing: what the planner and `pipefit simulate` compare plans with."""
+"""An executor without costs, with which the planner and `pipefit simulate` compare plans."""
 
 
 def usual_state(profile: Profile) -> float:
-    """Optimizer bytes per weight byte where nobody says: Adam's, with a master copy for a profile by arithmetic."""
+    """Default of optimizer bytes per weight byte: Adam's, with a master copy for a profile by arithmetic."""
     return 6.0 if profile.source.startswith(ARITHMETIC) else 2.0
 
 
@@ -58,19 +58,19 @@ def of_plan(
 ) -> CostModel:
     """Costs of a plan's stages on a topology.
 
-    Devices that differ scale by their usable FLOP/s, relative to the topology's `device` (which the profile is then
-    taken to be measured on), or to the first of `devices`. Ranks of one machine share the rates of its tiers.
+    Devices that differ scale by their usable FLOP/s, relative to the topology's `device` (on which the profile is then
+    assumed to be measured), or to the first of `devices`. Ranks of one machine share the rates of its tiers.
 
     Args:
         profile: seconds and bytes per layer; they are taken at the plan's micro-batch size. With tensor parallelism
             they are those of one process of a rank: measured (`pipefit.calibrate.tensor_shard`) or computed
             (`pipefit.cost.tensor.tensor_shard`).
-        plan: stages, their ranks, and what else decides costs: sharded optimizer, tensor width, what is spilled.
+        plan: stages, their ranks, and other settings that affect costs: sharded optimizer, tensor width, spilling.
         topology: links, device speeds and tiers.
-        state_per_weight: optimizer bytes per weight byte: 0 for SGD, 1 with momentum, 2 for Adam; None: see
-            `usual_state`.
+        state_per_weight: optimizer bytes per byte of the weights that train: 0 for SGD, 1 with momentum, 2 for Adam;
+            None: see `usual_state`.
         runtime: costs of the executor; `FREE` compares plans.
-        sizes: exact bytes of the layers, where they are at hand; None: what the profile says.
+        sizes: exact bytes of the layers; None: those of the profile.
 
     Raises:
         PlanError: plan and profile, or plan and topology, do not belong together.
@@ -88,30 +88,33 @@ def of_plan(
     def total(figure: Callable[[Layer], float]) -> tuple[float, ...]:
         return tuple(sum(figure(profile.layers[index]) for index in stage.layers) for stage in partition.stages)
 
-    # Each replica steps, and keeps the states of, its part.
+    # Each replica steps its part and keeps the states of it.
     parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
     steps_s = tuple(profile.optimizer_of(s.layers) / num for s, num in zip(partition.stages, parts, strict=True))
     inputs_s, weights_s = total(lambda layer: layer.backward_input_s), total(lambda layer: layer.backward_weight_s)
     grads = _crossing(profile, partition, lambda x: x.output_bytes if x.grad_bytes is None else x.grad_bytes)
-    weights = total(lambda layer: layer.weight_bytes)
+    trained = total(lambda layer: layer.wgrad_bytes)
+    first = plan.frozen
+    none = (0.0,) * first
     tiers = topology.tiers_among(num_ranks)
     host_rate = next((tier.step_bytes_per_s for tier in tiers if tier.name == "host"), 0.0)
     cost = CostModel(
         forward_s=total(lambda layer: layer.forward_s),
-        # The model's input needs no gradient: all of the first stage's backward can wait for its second half.
-        backward_input_s=(0.0, *inputs_s[1:]),
-        backward_weight_s=(inputs_s[0] + weights_s[0], *weights_s[1:]),
-        split_s=(0.0, *total(lambda layer: layer.split_s or 0)[1:]),
-        split_input_s=(0.0, *total(lambda layer: layer.split_input_s)[1:]),
+        # No stage below the first one that trains needs a gradient: all of its backward can wait for its second half.
+        backward_input_s=(*none, 0.0, *inputs_s[first + 1 :]),
+        backward_weight_s=(*none, inputs_s[first] + weights_s[first], *weights_s[first + 1 :]),
+        split_s=(*none, 0.0, *total(lambda layer: layer.split_s or 0)[first + 1 :]),
+        split_input_s=(*none, 0.0, *total(lambda layer: layer.split_input_s)[first + 1 :]),
         step_s=steps_s,
-        host_step_s=tuple(size / host_rate for size in weights) if host_rate else steps_s,
+        host_step_s=tuple(size / host_rate for size in trained) if host_rate else steps_s,
         loss_s=profile.loss_s,
         act_bytes=_crossing(profile, partition, lambda layer: layer.output_bytes),
         grad_bytes=grads,
         saved_bytes=total(lambda layer: layer.saved_bytes),
-        half_bytes=(grads[0], *total(lambda layer: layer.kept_bytes)[1:]),
-        weight_bytes=weights,
-        optim_bytes=tuple(size * state / num for size, num in zip(weights, parts, strict=True)),
+        half_bytes=(*none, grads[first], *total(lambda layer: layer.kept_bytes)[first + 1 :]),
+        weight_bytes=total(lambda layer: layer.weight_bytes),
+        wgrad_bytes=trained,
+        optim_bytes=tuple(size * state / num for size, num in zip(trained, parts, strict=True)),
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,

@@ -1,15 +1,15 @@
-"""A model's own forward as a shell: some of its modules compute, the others only say which shapes they give.
+"""A model's own forward as a shell: some of its modules compute, the others only return tensors of their shapes.
 
-A cut model is a row of layers: 0, what runs before the first block; 1 to n, the blocks; n + 1, what runs after them. A
-stage runs the forward that the model's author wrote, from its start, so that masks, positions and rotary tables are
-made anew from the small inputs that every stage has:
+A cut model is a sequence of layers: 0, the code before the first block; 1 to n, the blocks; n + 1, the code after them.
+A stage runs the model's own forward from its start, so that masks, positions and rotary tables are recomputed from the
+small inputs that every stage has:
 
-    module of a layer before the stage    a stub: gives NaN of the right shapes
+    module of a layer before the stage    a stub: returns NaN of the right shapes
     first block of the stage              entered with the values that crossed the border
     modules of the stage                  compute
     first block after the stage           reached: its arguments are the values that cross the next border
 
-Which arguments of a block cross its border is no guess: those that the stubs could not make equal to the whole model's.
+The arguments of a block that cross its border are not guessed: they are those that the stubs cannot reproduce.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.stubs import Stub, nan_like
+from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.errors import ModelError
+from pipefit.parallel import Ruled
 from pipefit.stage.compiler import replaced_forwards
 
 Enter = Callable[[int], None]
-"""Called when the forward comes to a layer that computes, with the layer's number."""
+"""Called when the forward reaches a layer that computes, with the layer's number."""
 
 
 class _Reached(BaseException):
-    """The forward came to the end of the stage; no `Exception`, so that no model's own handler takes it."""
+    """The forward reached the end of the stage; not an `Exception`, so that no handler of the model catches it."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
@@ -60,13 +62,13 @@ class Shell:
         spine: modules that hold blocks; their forwards are the code between the layers.
         shared: modules without weights that this code calls, such as rotary tables; every stage has them.
         arguments: from a batch to the positional and keyword arguments of the model.
-        result: from the output of the model to what the loss gets.
+        result: from the output of the model to the input of the loss.
         carried: of each block, the modules in it whose outputs the model gathers from hooks for its end, such as the
-            routers of a mixture of experts; they travel with what crosses the borders.
+            routers of a mixture of experts; they are sent with the values that cross the borders.
         crossing: of each border k (0: none), the positions of the leaves that cross it among the arguments of block k,
             and for the last among the outputs of the last block.
-        writes: what crossed a border is also written into the tensor whose place it takes, for models whose own code
-            uses that again, as in x + block(x); otherwise it only takes its place in the arguments of blocks.
+        writes: values that crossed a border are also written into the tensors that they replace, for models whose own
+            code uses these again, as in x + block(x); otherwise they only replace arguments of blocks.
     """
 
     model: nn.Module
@@ -83,7 +85,7 @@ class Shell:
 
     @property
     def num_layers(self) -> int:
-        """The blocks, and what runs before and after them."""
+        """Number of layers: the blocks, and the code before and after them."""
         return len(self.blocks) + 2
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
@@ -92,7 +94,7 @@ class Shell:
         Args:
             first: number of the first layer.
             last: number of the last layer.
-            payload: a batch for layer 0; for others what the layer before gave: the batch and the values that cross.
+            payload: a batch for layer 0; for others the output of the layer before: the batch and the crossing values.
             enter: called as a layer begins.
 
         Returns:
@@ -113,7 +115,7 @@ class Shell:
         return self.result(output)
 
     def holds(self, layers: range, owners: frozenset[int]) -> bool:
-        """Whether one of some layers calls a module."""
+        """Returns whether one of some layers calls a module."""
         return any(owner in layers for owner in owners)
 
 
@@ -123,12 +125,12 @@ class _Passage:
     def __init__(self, shell: Shell, first: int, last: int, begin: Payload, enter: Enter) -> None:
         self.shell, self.first, self.last, self.values, self.enter = shell, first, last, begin.values, enter
         self.carried = list(begin.carried)
-        # What crossed the border, by the stub's tensor whose place it takes wherever the forward uses that again.
+        # Values that crossed the border, by the stub's tensor that they replace wherever the forward uses it again.
         self.arrived: dict[int, tuple[Any, Any]] = {}
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """The model with the forwards of its modules replaced as this run needs it."""
+        """The context of a run, in which the forwards of modules are replaced."""
         shell, inside = self.shell, range(self.first, self.last + 1)
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         for unit, owners in shell.units:
@@ -166,7 +168,7 @@ class _Passage:
             for place, value in zip(self.shell.crossing[number], self.values, strict=True):
                 if getattr(leaves[place], "shape", None) != value.shape:
                     raise ModelError(
-                        f"what enters block {number - 1} has another shape than its stand-in; no cut there"
+                        f"a value that enters block {number - 1} has another shape than its stand-in; no cut there"
                     )
                 known = self.arrived.setdefault(id(leaves[place]), (leaves[place], value))
                 if known[1] is not value:
@@ -198,7 +200,7 @@ class _Passage:
             self.carried.append(kept)
 
     def _skipped(self, number: int, stub: Stub, *args: Any, **kwargs: Any) -> Any:
-        """The output of an earlier block, where the model's end runs: the model's own hooks see what was carried."""
+        """The output of an earlier block, where the model's end runs: the model's own hooks get the carried outputs."""
         if self.shell.carried:
             for module, output in zip(self.shell.carried[number - 1], self.carried[number - 1], strict=True):
                 with replaced_forwards({module: lambda output=output: output}):
@@ -236,15 +238,16 @@ class CutLayer(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = holder.__dict__[name]
         self.shell, self.number = shell, number
+        self.__dict__["holder"] = holder
 
     def train(self, mode: bool = True) -> CutLayer:
-        """Training or evaluation mode of the layer, and of all that runs between the layers."""
+        """Training or evaluation mode of the layer, and of all modules between the layers."""
         super().train(mode)
         self.shell.model.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> CutLayer:
-        """Moves or converts the layer, and what every stage has."""
+        """Moves or converts the layer, and the modules that every stage has."""
         super()._apply(fn, recurse)
         for module in self.shell.shared:
             module._apply(fn)
@@ -265,6 +268,20 @@ class CutLayer(nn.Module):
                 "each micro-batch; train it without compile, or with output_router_logits=False"
             )
         return self.shell.blocks[self.number - 1] if 0 < self.number <= len(self.shell.blocks) else None
+
+    def tensor_rules(self, known: dict[nn.Module, Rules]) -> dict[str, Ruled]:
+        """Its modules that have a rule for tensor parallelism, by their paths.
+
+        Args:
+            known: the rules of whole models; gets those of this layer's model.
+
+        Raises:
+            ModelError: the model has no plan for it, or one that cannot be followed.
+        """
+        model = self.shell.model
+        known[model] = rules = known[model] if model in known else tensor_rules(model)
+        modules = ((path, module if path else self.holder) for path, module in self.named_modules())
+        return {path: Ruled(module, rules[module]) for path, module in modules if module in rules}
 
     def forward(self, payload: Any) -> Any:
         """The payload of the next layer."""

@@ -1,24 +1,38 @@
-"""Random batches of the right shapes, for benchmarks, where what the data say does not matter."""
+"""Random batches of the right shapes, for benchmarks, where the content of the data does not matter."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipefit.data.position import Resumable
 from pipefit.errors import DataError
 
 
-def synthetic(example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
+class SyntheticBatches(Resumable):
     """Endless batches (x, y) made by a model's `example(batch, seed)`.
 
-    A few batches are made once and then repeat, so that a benchmark does not measure the making.
+    A few batches are made once and then repeated, so that a benchmark does not measure their making.
 
     Args:
         example: gives random (x, y) for a batch size and a seed, as `ModelBundle.example` does.
         batch: samples per batch.
         seed: of the first batch; the others follow.
     """
-    if batch < 1:
-        raise DataError(f"data: batch must be at least 1, got {batch}")
-    return itertools.cycle([example(batch, seed + index) for index in range(4)])
+
+    def __init__(self, example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> None:
+        if batch < 1:
+            raise DataError(f"data: batch must be at least 1, got {batch}")
+        self._batch, self._seed = batch, seed
+        self._made = [example(batch, seed + index) for index in range(4)]
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Continues at the current position, which moves with every batch taken."""
+        return self._until(None)
+
+    def batch_at(self, index: int) -> tuple[Any, Any]:
+        """Batch number `index`, without moving the position."""
+        return self._made[index % len(self._made)]
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._seed, "batch": self._batch}

@@ -1,8 +1,8 @@
 """One search of PipeDream's partitioner: states, levels, rules, and the costs of a stage.
 
-Every cost is local to a stage once the cut 2a/(B·min(m_left, m_right)) is read as max(2a/(B·m_left), 2a/(B·m_right)):
-a stage pays for its computation and reduction, for what it receives and for what it sends, and the time per
-mini-batch is the largest of all these.
+Every cost is local to a stage if the cut 2a/(B·min(m_left, m_right)) is read as max(2a/(B·m_left), 2a/(B·m_right)):
+the costs of a stage are its computation and reduction, its receiving and its sending, and the time per mini-batch is
+the largest of all these.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Array = NDArray[np.float64]
 class Memory:
     """The memory of a device, and its use by a stage.
 
-    A stage with weights W and saved bytes A and k mini-batches in flight holds k·(versions·W + A) + state·W; k is
-    ceil(devices from the stage on / its replicas).
+    A stage with weights W that train, F that do not, saved bytes A and k mini-batches in flight holds
+    k·(versions·W + A) + state·W + F; k is ceil(devices from the stage on / its replicas).
 
     Attributes:
         limit_bytes: of one device; infinite: no limit.
@@ -41,12 +41,12 @@ class Memory:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is a limit at all."""
+        """Returns whether there is a limit."""
         return math.isfinite(self.limit_bytes)
 
-    def needed_bytes(self, weight_bytes: Any, saved_bytes: Any, in_flight: Any) -> Any:
+    def needed_bytes(self, in_flight: Any, trained_bytes: Any, frozen_bytes: Any, saved_bytes: Any) -> Any:
         """Bytes of a stage with this many mini-batches in flight; numbers or arrays."""
-        return in_flight * (self.versions * weight_bytes + saved_bytes) + self.state * weight_bytes
+        return in_flight * (self.versions * trained_bytes + saved_bytes) + self.state * trained_bytes + frozen_bytes
 
 
 @dataclass
@@ -61,7 +61,7 @@ class CutProblem:
     bases: dict[tuple[int, Fraction], Array] = field(default_factory=dict, repr=False)
 
     def replica_counts(self, components: int) -> range:
-        """The replica counts a stage may have with this many components left."""
+        """The possible replica counts of a stage with this many remaining components."""
         return range(1, (1 if self.straight else components) + 1)
 
     def totals(self, level: int) -> range:
@@ -73,8 +73,8 @@ class CutProblem:
         """Devices behind a stage for each of its copies, when it has `replicas` of the `components` from it on.
 
         `beyond` is the same figure for the level above. On level 0, where copies are devices, ceil(1 + this) is
-        ceil(devices from the stage on / its replicas): its mini-batches in flight. Without a memory limit that
-        decides nothing, and this is 0 so that all stages share one table.
+        ceil(devices from the stage to the end / its replicas): its mini-batches in flight. Without a memory limit it
+        has no effect, and is 0 so that all stages share one table.
         """
         if not self.memory.is_limited:
             return Fraction(0)
@@ -86,7 +86,7 @@ class CutProblem:
     def compute_s(self) -> Array:
         """Array [a, b]: seconds per mini-batch of the layers from state a to b on one device; infinite where none.
 
-        What ends with the last layer has the loss, too.
+        A stage with the last layer includes the loss.
         """
         between = self.states.between
         total = between("forward_s") + between("backward_input_s") + between("backward_weight_s")
@@ -94,9 +94,14 @@ class CutProblem:
         return total
 
     @cached_property
-    def weight_bytes(self) -> Array:
-        """Array [a, b]: bytes of the weights; 0 where there is no such stage."""
-        return np.where(self.states.inside, self.states.between("weight_bytes"), 0.0)
+    def trained_bytes(self) -> Array:
+        """Array [a, b]: bytes of the weights that train; 0 where there is no such stage."""
+        return np.where(self.states.inside, self.states.between("wgrad_bytes"), 0.0)
+
+    @cached_property
+    def frozen_bytes(self) -> Array:
+        """Array [a, b]: bytes of the other weights; 0 where there is no such stage."""
+        return np.where(self.states.inside, self.states.between("frozen_bytes"), 0.0)
 
     @cached_property
     def saved_bytes(self) -> Array:
@@ -112,7 +117,8 @@ class CutProblem:
         if not self.memory.is_limited:
             return compute
         in_flight = 1 + np.ceil(beyond)
-        needed = self.memory.needed_bytes(self.weight_bytes[row, columns], self.saved_bytes[row, columns], in_flight)
+        held = (array[row, columns] for array in (self.trained_bytes, self.frozen_bytes, self.saved_bytes))
+        needed = self.memory.needed_bytes(in_flight, *held)
         return np.where(needed <= self.memory.limit_bytes, compute, np.inf)
 
     def stage_s(
@@ -133,18 +139,18 @@ class CutProblem:
             replicas: m, or an array (p, 1) of them for one row.
             row: state the stage starts at (all for a matrix).
             columns: states it may end at.
-            first: nothing is received; as the first stage of its level.
-            last: nothing is sent inside the level.
+            first: the first stage of its level, which receives nothing.
+            last: the last stage of its level, which sends nothing inside the level.
         """
         bandwidth = self.levels[level - 1][1]
         below = self.levels[level - 2][0] if level > 1 else 1
-        cost: Array = stage_s(self.rule, base, self.weight_bytes[row, columns], replicas, bandwidth, below, first)
+        cost: Array = stage_s(self.rule, base, self.trained_bytes[row, columns], replicas, bandwidth, below, first)
         link_s = 2 * self.states.crossing_bytes / bandwidth
         share = replicas if self.rule.divides else 1
         if not first:
             received = link_s[row]
             cost = np.maximum(cost, (received if isinstance(row, int) else received[:, None]) / share)
-        # The released optimizer's exceptions: the first stage sends for nothing, the last of several sends out.
+        # The released optimizer's exceptions: sending costs the first stage nothing; the last of several sends out.
         if (self.rule.released and not first) if last else not (self.rule.released and first):
             cost = np.maximum(cost, link_s[columns] / share)
         return cost

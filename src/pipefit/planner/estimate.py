@@ -1,4 +1,4 @@
-"""Estimate of one candidate: where it is cut, what its ranks hold, how long its step takes."""
+"""Estimate of one candidate: its cut, the memory of its ranks, the seconds of its step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pipefit.errors import ScheduleError
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.closed_forms import estimate_s
 from pipefit.planner.cuts import Within, cut
-from pipefit.planner.holdings import Both, holdings_of, mixed, peaks
+from pipefit.planner.holdings import holdings_of, mixed, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.spec import Partition
@@ -21,7 +21,7 @@ def estimate(problem: Problem, config: Config) -> Estimate:
 
 
 def _estimate(problem: Problem, config: Config) -> Estimate:
-    """The first cut that fits; where none does, the last that was made for time only."""
+    """The first cut that fits; where none does, the last one that was made for time only."""
     try:
         holdings = holdings_of(config)
     except ScheduleError as refusal:
@@ -33,11 +33,11 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
     def measured(recomputed: set[int]) -> Estimate:
         partition = cut(problem, config, recomputed)
         assert partition is not None
-        return _measure(problem, config, partition, recomputed, holdings, limits)
+        return _measure(problem, config, partition, recomputed, limits)
 
     found = measured(recomputed)
     if config.recompute == "some":
-        # A replay on the ranks that lack memory makes them slower, so they get fewer layers, so look again.
+        # Replays on the ranks that lack memory make these slower, so they get fewer layers, and the loop tries again.
         for _ in range(3):
             short = {r for r, (need, limit) in enumerate(zip(found.peak_bytes, limits, strict=True)) if need > limit}
             if short <= recomputed:
@@ -48,7 +48,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
         for again in (recomputed, every) if config.recompute == "some" and recomputed != every else (recomputed,):
             tight = cut(problem, config, again, Within(mixed(holdings, again), limits))
             if tight is not None:
-                return _measure(problem, config, tight, again, holdings, limits)
+                return _measure(problem, config, tight, again, limits)
     return found
 
 
@@ -57,10 +57,10 @@ def _measure(
     config: Config,
     partition: Partition,
     recomputed: set[int],
-    both: Both,
     limits: list[float],
 ) -> Estimate:
     timing, sizes = costs_of(problem, config, partition)
+    both = holdings_of(config, problem.profile.num_frozen(partition))
     owner = positions(config)
     stages_of = [tuple(s for s, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
     needed = peaks(mixed(both, recomputed), sizes, stages_of)

@@ -26,7 +26,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> str:
         if prediction.minibatch_s != prediction.period_s:
             lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
         ahead = prediction.speedup_over_data_parallel
-        # Of data parallelism itself it says nothing.
+        # For data parallelism the ratio would say nothing.
         lines[-1] += f", {ahead:.2f} × plain data parallelism" if ahead and plan.schedule != "data-parallel" else ""
     lines += spill_lines(plan)
     losers = [candidate for candidate in plan.candidates if candidate.why_lost]
@@ -75,8 +75,9 @@ def _replayed(plan: Plan) -> float:
 
 def _counts(plan: Plan) -> str:
     size = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
+    frozen = f" (the first{f' {plan.frozen}' if plan.frozen > 1 else ''} frozen)" if plan.frozen else ""
     words = [
-        counted(len(plan.partition.stages), "stage"),
+        counted(len(plan.partition.stages), "stage") + frozen,
         counted(plan.num_microbatches, "micro-batch", "micro-batches") + f"{size} per update",
     ]
     words += [f"{plan.num_chunks} chunks per rank"] * (plan.num_chunks > 1)
@@ -91,7 +92,8 @@ def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        row = [str(index), _layers(stage.layers), _ranks(ranks), "yes" if stage.recompute else "no"]
+        replays = stage.recompute and index >= plan.frozen
+        row = [str(index), _layers(stage.layers), _ranks(ranks), "yes" if replays else "no"]
         peaks = plan.prediction.peak_bytes if plan.prediction else ()
         row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
         if figures:
@@ -131,7 +133,7 @@ def spill_lines(plan: Plan) -> list[str]:
         rest = "" if len(spill.keeps) == num_stages else "; the others replay their forwards"
         lines.append(f"activations: {len(spill.keeps)} of {num_stages} stages keep theirs{rest}")
     if spill.activations:
-        lines.append("activations: what enters a stage waits on the tier until its replay")
+        lines.append("activations: inputs of stages wait on the tier until their replay")
     if spill.peak_bytes:
         share = spill.peak_bytes / spill.device_bytes
         lines.append(

@@ -13,7 +13,7 @@ from pipefit.timeline import Timeline, by_kind
 
 
 def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
-    """The profile with its seconds scaled so that each stage takes what it took in the run.
+    """The profile with its seconds scaled so that each stage takes its measured time.
 
     For every stage and kind of instruction the median of the measured times is compared with the sum of the profile's
     layers; the layers of a stage keep their proportions. Backwards in one piece scale both halves alike, the loss and
@@ -66,7 +66,7 @@ def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[i
     for stage, layers in enumerate(stages):
         shares = [profile.layers[index].step_s for index in layers]
         if not any(shares):
-            shares = [profile.layers[index].weight_bytes for index in layers]
+            shares = [profile.layers[index].wgrad_bytes for index in layers]
         for index, share in zip(layers, shares, strict=True):
             found[index] = steps.get(stage, 0.0) * share / sum(shares) if share else 0.0
     return found

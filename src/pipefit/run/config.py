@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipefit.errors import PipefitError
+from pipefit.pipeline.loggers import check_installed
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Precision, Request, Spilled, Updates, as_flat, setting
 
@@ -23,11 +24,11 @@ class RunConfig:
         lora: train adapters of peft over the weights of a folder, like r=8,alpha=16,target=all-linear; targets are
             names of modules with + between them, or all-linear.
         data: data sets: text, digits, synthetic, or your own files: text, or records as .jsonl or .parquet with
-            text, prompt and completion, or messages; default: what the model is made for.
-        context: the most tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.
+            text, prompt and completion, or messages; default: the data that suits the model.
+        context: maximum tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.
         pack: records follow each other without padding, in sequences of that many tokens.
         request: the pipeline.
-        precision: the type that layers compute in.
+        precision: the type in which layers compute.
         updates: clipping and seed.
         batch: samples per step.
         steps: weight updates.
@@ -37,8 +38,9 @@ class RunConfig:
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.
         checkpoint_every: steps between checkpoints; 0: only at the end.
-        evaluate_every: steps between evaluations on held-out data, of which the best is kept; 0: only at the end.
-        patience: evaluations without a better loss after which training ends; 0: never.
+        evaluate_every: steps between evaluations on held-out data; the best weights are kept; 0: only at the end.
+        patience: evaluations without a better loss after which training ends; 0: no limit.
+        log: further form of the figures of every step: csv, tensorboard or wandb; may be repeated.
         sample: bytes to generate at the end, for language models.
     """
 
@@ -61,6 +63,7 @@ class RunConfig:
     checkpoint_every: int = 0
     evaluate_every: int = setting(0, least=0)
     patience: int = setting(0, least=0)
+    log: Sequence[str] = setting((), typed=list[Literal["csv", "tensorboard", "wandb"]])
     sample: int = 200
 
     @property
@@ -70,7 +73,7 @@ class RunConfig:
 
 
 def with_defaults(config: RunConfig) -> RunConfig:
-    """The configuration with the schedule and the number of processes that follow from the rest."""
+    """The configuration with the schedule and the number of processes that follow from the other options."""
     request, spread = config.request, config.request.parallelism
     is_capped = config.spill.cap_bytes is not None
     if spread.ranks is None:
@@ -79,6 +82,10 @@ def with_defaults(config: RunConfig) -> RunConfig:
         request = replace(request, parallelism=replace(spread, ranks=usual))
     if config.patience and not config.evaluate_every:
         raise PipefitError("--patience counts evaluations: give --evaluate-every too")
+    if config.log and not config.output:
+        raise PipefitError("--log writes into the folder of the run: give -o FOLDER too")
+    for name in config.log:
+        check_installed(name)
     schedule = request.schedule or (AUTO if is_capped else "1f1b")
     return replace(config, request=replace(request, schedule=schedule))
 
@@ -89,16 +96,17 @@ _FREE = (
     "checkpoint_every",
     "evaluate_every",
     "patience",
+    "log",
     "sample",
     "disk",
     "host_memory",
     "commit_every",
     "plan",
 )
-"""Options that another run may have when it resumes from the records of this one."""
+"""Options that may differ when another run resumes from the records of this one."""
 
 
 def facts_of(config: RunConfig) -> dict[str, Any]:
-    """The options of a run that decide its numbers, by their names on the command line, as JSON data."""
+    """The options of a run that determine its numbers, by their names on the command line, as JSON data."""
     facts = {f"--{name.replace('_', '-')}": value for name, value in as_flat(config).items() if name not in _FREE}
     return dict(json.loads(json.dumps(facts)))

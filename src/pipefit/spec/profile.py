@@ -1,4 +1,4 @@
-"""Profile: what each layer of a model costs at one micro-batch size, and which layer feeds which."""
+"""Profile: seconds and bytes of each layer of a model at one micro-batch size, and the edges between layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import msgspec
 
 from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
+from pipefit.spec.plan import Partition
 
 ARITHMETIC = "GPT arithmetic"
-"""How the source of a computed profile begins (`pipefit.planner.computed_profile`)."""
+"""The first words of a computed profile's source (`pipefit.planner.computed_profile`)."""
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,9 +33,10 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         spread_s: half the distance between the quartiles of the measured forward + backward time.
         step_s: seconds of the optimizer's step on its weights, a part of the profile's `optimizer_s`.
         split_s: seconds that the second half of a backward takes beyond `backward_weight_s`; None: not measured.
-        split_input_s: those that the first half takes beyond `backward_input_s`.
+        split_input_s: seconds that the first half takes beyond `backward_input_s`.
         half_bytes: bytes that a backward in two halves keeps from the first to the second, in addition to those saved;
             None: not known.
+        trained_bytes: bytes of the parameters that train; None: of all.
     """
 
     name: str
@@ -50,6 +52,17 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split_s: float | None = None
     split_input_s: float = 0.0
     half_bytes: float | None = None
+    trained_bytes: float | None = None
+
+    @property
+    def wgrad_bytes(self) -> float:
+        """Bytes of the gradients of the weights: of those that train."""
+        return self.weight_bytes if self.trained_bytes is None else self.trained_bytes
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of the parameters that do not train: they have no gradients, no optimizer states and one version."""
+        return self.weight_bytes - self.wgrad_bytes
 
     @property
     def kept_bytes(self) -> float:
@@ -69,20 +82,20 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FIXED = ("weight_bytes", "step_s")
 _UNKNOWN = ("grad_bytes", "split_s", "half_bytes")
-"""Figures that may be None, and scale too where they are not."""
+"""Figures that may be None; where they are given they scale as the others do."""
 
-_SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", *_FIXED, *_UNKNOWN))
+_SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The layers of a model in an order in which data flows forward, and the edges between them.
 
     Attributes:
-        model: what was profiled.
+        model: name of the profiled model.
         microbatch_size: samples per micro-batch that all figures are for.
         layers: in a topological order of the edges.
         edges: pairs (i, j): layer j takes the output of layer i; None: the layers are a chain.
-        device: what it was measured on, or how it was computed.
+        device: of the measurement, or a description of the computation.
         source: where the figures come from.
         step_s: measured seconds of forward + loss + backward of the whole model; None: not measured.
         loss_s: seconds of the loss, forward and backward: of the last stage, in addition to its layers.
@@ -113,6 +126,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                 )
             seen[layer.name] = index
             check_finite(layer, (*_SCALED, *_FIXED), f"layers[{index}].")
+            if not 0 <= layer.wgrad_bytes <= layer.weight_bytes:
+                raise ProfileError(
+                    f"layers[{index}].trained_bytes: expected 0 to {layer.weight_bytes} (weight_bytes), "
+                    f"got {layer.trained_bytes}"
+                )
         check_finite(self, ("loss_s", "optimizer_s"), "")
         for index, (tail, head) in enumerate(self.edges or ()):
             if not (0 <= tail < len(self.layers) and 0 <= head < len(self.layers)):
@@ -156,20 +174,27 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                 crossing[cut] += layer.output_bytes
         return tuple(crossing)
 
+    def num_frozen(self, partition: Partition) -> int:
+        """How many stages of a partition, from the first on, have no layer that trains."""
+        return partition.num_frozen(lambda index: self.layers[index].trained_bytes != 0)
+
     def optimizer_of(self, layers: Iterable[int]) -> float:
         """Seconds of one optimizer step on some of the layers.
 
-        What every step costs and what the layers' weights add; their share by bytes where no layer was measured.
+        The fixed cost of every step and the share of the layers' weights; by bytes where no layer was measured.
 
         >>> layers = (Layer("a", 1, 1, 1, 8, 0, 30, step_s=1), Layer("b", 1, 1, 1, 8, 0, 10, step_s=3))
         >>> Profile("m", 1, layers, optimizer_s=6).optimizer_of([1])
         5
         """
+        layers = list(layers)
+        if not any(self.layers[index].wgrad_bytes for index in layers):
+            return 0.0
         own = sum(layer.step_s for layer in self.layers)
         if own:
             return max(self.optimizer_s - own, 0) + sum(self.layers[index].step_s for index in layers)
-        weights = sum(layer.weight_bytes for layer in self.layers)
-        return self.optimizer_s * sum(self.layers[index].weight_bytes for index in layers) / weights if weights else 0.0
+        weights = sum(layer.wgrad_bytes for layer in self.layers)
+        return self.optimizer_s * sum(self.layers[index].wgrad_bytes for index in layers) / weights if weights else 0.0
 
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """This profile with those of other micro-batch sizes attached, by size."""
@@ -178,7 +203,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     def at(self, microbatch_size: int) -> Profile:
         """The profile at a micro-batch size: as measured, else on the line through the two nearest sizes.
 
-        With one size only, seconds and bytes grow with the samples; weights and the optimizer's step never do.
+        With one size only, seconds and bytes are proportional to the samples; weights and the optimizer's step are not.
 
         >>> small, large = (Profile("m", b, (Layer("a", 1 + b, 0, 0, 8 * b, 0, 4),)) for b in (2, 4))
         >>> both = small.with_others([large])
@@ -216,7 +241,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
 
 
 def check_finite(of: object, names: Iterable[str], place: str) -> None:
-    """Refuses figures that are negative or no finite number; `place` is that of the object in the file."""
+    """Refuses figures that are negative or not finite; `place` is that of the object in the file."""
     for name in names:
         value = getattr(of, name)
         if not (math.isfinite(value) and value >= 0):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
@@ -17,9 +18,9 @@ class NamedLayer(NamedTuple):
 
     Attributes:
         index: from 0.
-        prefix: of the names of its parameters; "" where they have nothing in common.
+        prefix: of the names of its parameters; "" where they have no common one.
         module: from one payload to the next.
-        label: what it is called where the prefix says too little.
+        label: its name where the prefix is not enough.
     """
 
     index: int
@@ -29,7 +30,7 @@ class NamedLayer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people and profiles; no two layers of a model have the same."""
+        """Its name for people and profiles, unique in its model."""
         return self.label or self.prefix
 
     @property
@@ -46,7 +47,7 @@ def named_layers(model: Any) -> list[NamedLayer]:
             that was cut (its own layers); layers that have names already stay as they are.
 
     Raises:
-        ModelError: the model is none of these, or has no layers; an item is no module; two layers have one name.
+        ModelError: the model is none of these, or has no layers; an item is not a module; two layers have one name.
     """
     found = getattr(model, "layers", model)
     if isinstance(found, list | tuple) and found and all(isinstance(layer, NamedLayer) for layer in found):
@@ -59,7 +60,7 @@ def named_layers(model: Any) -> list[NamedLayer]:
     else:
         raise ModelError(
             f"expected an nn.Sequential or a list of modules, got {type(model).__name__}; "
-            "write the model as a sequence of layers, each taking what the one before gives"
+            "write the model as a sequence of layers, each taking the output of the one before"
         )
     if not named:
         raise ModelError("the model has no layers: expected at least one")
@@ -70,6 +71,22 @@ def named_layers(model: Any) -> list[NamedLayer]:
         if places.setdefault(item[0], index) != index:
             raise ModelError(f"layers {places[item[0]]} and {index} are both named {item[0]!r}: give each its own name")
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
+
+
+def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
+    """How many stages at the beginning have nothing that steps change: parameters that train, averages of batch norms.
+
+    Raises:
+        ModelError: the partition is for another number of layers.
+    """
+    _check(layers, partition)
+
+    def trains(index: int) -> bool:
+        module = layers[index].module
+        tracked = (m.track_running_stats for m in module.modules() if isinstance(m, _BatchNorm))
+        return any(tracked) or any(parameter.requires_grad for parameter in module.parameters())
+
+    return partition.num_frozen(trains)
 
 
 def split(
@@ -89,8 +106,7 @@ def split(
     Raises:
         ModelError: the partition is for another number of layers.
     """
-    if partition.num_layers != len(layers):
-        raise ModelError(f"the partition has {partition.num_layers} layers, the model has {len(layers)}")
+    _check(layers, partition)
     given: set[int] = set()
     owned: set[int] = set()
     result = []
@@ -104,3 +120,8 @@ def split(
         owned |= parameters
         result.append(mine)
     return result
+
+
+def _check(layers: Sequence[NamedLayer], partition: Partition) -> None:
+    if partition.num_layers != len(layers):
+        raise ModelError(f"the partition has {partition.num_layers} layers, the model has {len(layers)}")
