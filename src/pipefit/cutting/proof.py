@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, observe
 from pipefit.cutting.shell import Shell
+from pipefit.cutting.traced import Traced
 from pipefit.errors import ModelError
 
 
@@ -64,7 +65,76 @@ def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
     )
     if worst is not None:
         return Difference(None, f"several layers together differ from the same ones one by one by {worst}")
-    return _gradients(shell, example, payload)
+    args, kwargs = shell.arguments(example)
+    worst = _gradients(shell.model, payload, lambda: shell.result(_whole(shell, args, kwargs)))
+    return None if worst is None else Difference(None, worst)
+
+
+def prove_trace(shell: Traced, model: nn.Module, example: Any) -> str | None:
+    """Compares the layers of a trace with the whole model: outputs and buffers in both modes, and gradients.
+
+    Args:
+        shell: its layers hold the model's own weights.
+        model: the whole one.
+        example: a batch.
+
+    Returns:
+        What differs; None: nothing does.
+    """
+    args, kwargs = shell.arguments(example)
+    own, modes = model.training, [(module, module.training) for module in model.modules()]
+    restore = buffers_of(model)
+
+    def begin(layer: int = 0) -> None:
+        if layer == 0:
+            torch.manual_seed(0)
+            restore()
+
+    def whole() -> Any:
+        begin()
+        return shell.result(model(*args, **kwargs))
+
+    def after(run: Callable[[], Any]) -> list[Any]:
+        return [*pytree.tree_leaves(run()), *(buffer.clone() for buffer in model.buffers())]
+
+    try:
+        for mode in (not own, own):
+            shell.train(mode)
+            for module, flag in modes:
+                module.training = flag if mode == own else mode
+            with torch.no_grad():
+                try:
+                    got = after(lambda: shell.run(0, shell.num_layers - 1, example, begin))
+                except ModelError:
+                    if mode == own:
+                        raise
+                    continue  # there is no trace of this mode
+                worst = _worst(got, after(whole))
+            if worst is not None:
+                return f"its {'training' if mode else 'evaluation'} differs from the whole model's by {worst}"
+        payload = example
+        for number in range(shell.num_layers):
+            payload = shell.run(number, number, payload, begin)
+        return _gradients(model, payload, whole)
+    finally:
+        shell.train(own)
+        for module, flag in modes:
+            module.training = flag
+
+
+def buffers_of(model: nn.Module) -> Callable[[], None]:
+    """A function that gives a model its buffers back, also those that its forward has replaced by others."""
+    kept = [(module, dict(module._buffers)) for module in model.modules()]
+    values = {id(buffer): buffer.clone() for buffer in model.buffers()}
+
+    @torch.no_grad()
+    def restore() -> None:
+        for module, buffers in kept:
+            module._buffers.update(buffers)
+        for buffer in model.buffers():
+            buffer.copy_(values[id(buffer)])
+
+    return restore
 
 
 def _worst(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
@@ -89,13 +159,14 @@ def _worst(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
     return None
 
 
-def _gradients(shell: Shell, example: Any, payload: Any) -> Difference | None:
-    got = _sums_of_gradients(shell.model, payload)
-    if got is None:
+def _gradients(model: nn.Module, payload: Any, whole: Callable[[], Any]) -> str | None:
+    try:
+        got = _sums_of_gradients(model, payload)
+        wanted = got and _sums_of_gradients(model, whole())
+    except RuntimeError as problem:
+        return f"its backward fails: {problem}"
+    if got is None or wanted is None:
         return None
-    args, kwargs = shell.arguments(example)
-    wanted = _sums_of_gradients(shell.model, shell.result(_whole(shell, args, kwargs)))
-    assert wanted is not None
     scale = max((float(sums.abs().nan_to_num(0).max()) for sums in wanted.values() if sums.numel()), default=0.0)
     for name in {**wanted, **got}:
         one = next(sums[name] for sums in (wanted, got) if name in sums)
@@ -105,7 +176,7 @@ def _gradients(shell: Shell, example: Any, payload: Any) -> Difference | None:
         distance = float(far.max()) if far.numel() else 0.0
         most = max(float(other.abs().nan_to_num(0).max()) if other.numel() else 0.0, scale / 100)
         if not distance <= 1e4 * torch.finfo(one.dtype).eps * most:
-            return Difference(None, f"the gradient of {name} differs from the whole model's by {distance / most:.1e}")
+            return f"the gradient of {name} differs from the whole model's by {distance / most:.1e}"
     return None
 
 

@@ -127,6 +127,10 @@ class Shell:
             raise ModelError(f"the forward ended before block {last} was called, though it was in the example")
         return self.result(output)
 
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode of all that runs between the layers."""
+        self.model.train(mode)
+
     def holds(self, layers: range, owners: frozenset[int]) -> bool:
         """Whether one of some layers calls a module."""
         return any(owner in layers for owner in owners)
@@ -241,12 +245,12 @@ class CutLayer(nn.Module):
     """A layer of a cut model: the weights of some of its modules, under their own names, and its part of the forward.
 
     Args:
-        shell: of the whole model, the same for all its layers.
+        shell: of the whole model, the same for all its layers: a `Shell`, or what takes its place.
         number: of the layer.
         holder: a module whose parameters, buffers and children are the layer's; they stay shared with it.
     """
 
-    def __init__(self, shell: Shell, number: int, holder: nn.Module) -> None:
+    def __init__(self, shell: Any, number: int, holder: nn.Module) -> None:
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = holder.__dict__[name]
@@ -255,7 +259,7 @@ class CutLayer(nn.Module):
     def train(self, mode: bool = True) -> CutLayer:
         """Training or evaluation mode of the layer, and of all that runs between the layers."""
         super().train(mode)
-        self.shell.model.train(mode)
+        self.shell.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> CutLayer:
@@ -274,3 +278,14 @@ class CutLayer(nn.Module):
     def through(self, last: CutLayer, payload: Any, enter: Enter) -> Any:
         """The payload after this layer and those that follow up to `last`; see `Shell.run`."""
         return self.shell.run(self.number, last.number, payload, enter)
+
+
+def node_at(root: nn.Module, path: str) -> nn.Module:
+    """The module at a path below another one; a bare one is made where there is none."""
+    for name in path.split(".") if path else ():
+        if name not in root._modules:
+            root._modules[name] = nn.Module()
+        child = root._modules[name]
+        assert child is not None
+        root = child
+    return root

@@ -1,0 +1,362 @@
+"""The forward of a model as a graph of `torch.export`, with what it reads and writes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+import random
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, optimization_hint
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipefit.errors import ModelError
+
+_CHEAP = 16
+"""The most FLOP per byte for which an operation on the batch alone is done again instead of sending its result."""
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and buffers are on the meta device."""
+    return _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+def _copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        made = make(tensor)
+        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as problem:
+        raise ModelError(f"{type(model).__name__} cannot be copied: {problem}") from problem
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """The operations of a forward.
+
+    Attributes:
+        nodes: in order.
+        inputs: the leaves of the batch.
+        state: the names of the parameters and buffers that a placeholder stands for: one tensor, or a batch norm's.
+        constants: what else the operations take.
+        parameters: those of `state` that are parameters.
+        outputs: nodes or plain values.
+        structure: of the output.
+        guards: raises an `AssertionError` for the leaves of a batch that the graph is not for.
+    """
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    state: Mapping[fx.Node, tuple[str, ...]]
+    constants: Mapping[fx.Node, Any]
+    parameters: list[fx.Node]
+    outputs: Sequence[Any]
+    structure: pytree.TreeSpec
+    guards: Callable[..., None]
+
+    @cached_property
+    def storages(self) -> dict[fx.Node, frozenset[int]]:
+        """The memory of each node's tensors, as in the export."""
+        every = chain(self.inputs, self.state, self.constants, self.nodes)
+        return {node: frozenset(_storages(node)) for node in every}
+
+    @cached_property
+    def writers(self) -> dict[int, list[fx.Node]]:
+        """The nodes that write into each memory, in order."""
+        found: dict[int, list[fx.Node]] = defaultdict(list)
+        for node in self.nodes:
+            for storage in {storage for given in _written(node) for storage in self.storages[given]}:
+                found[storage].append(node)
+        return found
+
+    @cached_property
+    def kept(self) -> frozenset[int]:
+        """The memory of parameters, buffers and constants that is written into."""
+        every = chain.from_iterable(self.storages[node] for node in chain(self.state, self.constants))
+        return frozenset(storage for storage in every if storage in self.writers)
+
+    @cached_property
+    def free(self) -> set[fx.Node]:
+        """Nodes that need no parameter, no random numbers and little time: done again wherever they are used."""
+        tainted = self.kept.union(*(self.storages[node] for node in self.parameters))
+        while True:
+            found: set[fx.Node] = set()
+            for node in self.nodes:
+                before = [given for given in node.all_input_nodes if given.op == "call_function"]
+                if found.issuperset(before) and not self.touched(node) & tainted and _is_cheap(node):
+                    found.add(node)
+            written = {storage for storage, nodes in self.writers.items() if not found.issuperset(nodes)}
+            if written <= tainted:
+                return found
+            tainted |= written
+
+    def touched(self, node: fx.Node) -> frozenset[int]:
+        """The memory that a node reads, writes or gives."""
+        return self.storages[node].union(*(self.storages[given] for given in node.all_input_nodes))
+
+    def needed(self, wanted: Sequence[Any], here: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
+        """The nodes that some values need, those included.
+
+        Args:
+            wanted: nodes; other values need nothing.
+            here: whether a node is computed here; what others give is there already.
+        """
+        found: set[fx.Node] = set()
+        rest = [node for node in wanted if isinstance(node, fx.Node)]
+        while rest:
+            node = rest.pop()
+            if node not in found:
+                found.add(node)
+                rest += [one for storage in self.storages[node] for one in self.writers.get(storage, ()) if here(one)]
+                rest += node.all_input_nodes if here(node) else ()
+        return found
+
+    @cached_property
+    def effects(self) -> list[fx.Node]:
+        """The nodes that write into parameters, buffers and constants."""
+        found = {node for storage in self.kept for node in self.writers[storage]}
+        return [node for node in self.nodes if node in found]
+
+    @cached_property
+    def computed(self) -> list[fx.Node]:
+        """The nodes that an output or a buffer needs and that are not free."""
+        live = self.needed([*self.outputs, *self.effects])
+        return [node for node in self.nodes if node in live and node not in self.free]
+
+    def state_of(self, node: fx.Node) -> list[str]:
+        """The names of the parameters and buffers that a node takes."""
+        return [name for given in node.all_input_nodes for name in self.state.get(given, ())]
+
+
+def num_bytes(node: fx.Node) -> float:
+    """Bytes of a node's tensor for the example; infinite for what is no tensor, which cannot be sent."""
+    value = node.meta.get("val")
+    return optimization_hint(value.numel()) * value.itemsize if isinstance(value, Tensor) else float("inf")
+
+
+def modules_of(node: fx.Node) -> list[str]:
+    """The paths of the modules in whose forwards an operation is, the outermost first."""
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
+def _storages(node: fx.Node) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in _tensors(node)}
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes into whose tensors an operation writes."""
+    target: Any = node.target
+    args = node.args
+    if target is operator.call:  # a batch norm in training
+        return node.all_input_nodes[:1]
+    if isinstance(target, HigherOrderOperator):
+        return node.all_input_nodes if any(map(_writes_into_arguments, _bodies(node))) else []
+    if not isinstance(target, OpOverload) or target is torch.ops.aten.detach_.default:
+        return []
+    found: list[Any] = []
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[index] if index < len(args) else node.kwargs.get(argument.name))
+    if target in (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default) and args[5]:
+        found += args[3:5]  # which its schema does not say
+    return [one for one in pytree.tree_leaves(found) if isinstance(one, fx.Node)]
+
+
+def _bodies(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs inside a node, such as that of a part under `no_grad`."""
+    module: Any = node.graph.owning_module
+    found = [getattr(module, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"]
+    return [one for one in found if isinstance(one, fx.GraphModule)]
+
+
+def _writes_into_arguments(body: fx.GraphModule) -> bool:
+    given = set().union(*map(_storages, body.graph.find_nodes(op="placeholder")))
+    return any(given & _storages(one) for node in body.graph.nodes for one in _written(node))
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether an operation takes little time, and gives the same every time."""
+    target: Any = node.target
+    if isinstance(target, HigherOrderOperator):
+        return all(_is_cheap(one) for body in _bodies(node) for one in body.graph.nodes if one.op == "call_function")
+    if not isinstance(target, OpOverload):
+        return target is not operator.call
+    if torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    values = pytree.tree_map_only(fx.Node, lambda one: one.meta.get("val"), (node.args, dict(node.kwargs)))
+    try:
+        with FakeTensorMode(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            args, kwargs = pytree.tree_map(_of_the_example, values)
+            target(*args, **kwargs)
+    except Exception:  # what depends on data cannot be tried without them
+        return False
+    size = sum(optimization_hint(tensor.numel()) * tensor.itemsize for tensor in _tensors(node))
+    return counter.get_total_flops() <= _CHEAP * size
+
+
+def _of_the_example(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return optimization_hint(value)
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty([optimization_hint(size) for size in value.shape], dtype=value.dtype, device=value.device)
+
+
+def flow_of(
+    model: nn.Module, args: Any, kwargs: Any, training: bool | None = None, dtype: torch.dtype | None = None
+) -> Flow:
+    """The flow of a model's forward, for any number of samples if its code allows that.
+
+    Args:
+        model: hollow.
+        args: positional arguments; of tensors only shapes, types and devices matter.
+        kwargs: keyword arguments.
+        training: the mode of all modules; None: each has its own.
+        dtype: of floating parameters and buffers; None: their own.
+
+    Raises:
+        ModelError: it cannot be exported; with export's reason.
+    """
+    # In a thread of its own there is no autocast, hook or mode of who asks.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_flow_of, model, args, kwargs, training, dtype).result()
+
+
+def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dtype: torch.dtype | None) -> Flow:
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    pretended = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+    def fake(tensor: Tensor, kind: torch.dtype | None = None) -> Tensor:
+        kind = kind if kind and tensor.is_floating_point() else tensor.dtype
+        with pretended:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
+
+    ready = _copied(model, partial(fake, kind=dtype))
+    if training is not None:
+        ready.train(training)
+    leaves = [fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    shapes = ShapesCollection()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            # Samples, and the places of what is a sequence.
+            is_sequence = leaf.dim() == 3 or (leaf.dim() == 2 and not leaf.is_floating_point())
+            shapes[leaf] = dict.fromkeys(range(min(leaf.dim(), 1 + is_sequence)), Dim.AUTO)
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    drawn = random.getstate()
+    try:
+        program = _quietly(partial(export, ready, args, kwargs, strict=False, dynamic_shapes=shapes))
+    except Exception as problem:
+        raise ModelError(f"torch.export refuses it: {_reason(problem)}") from problem
+    if random.getstate() != drawn:
+        random.setstate(drawn)
+        raise ModelError("it draws from Python's random numbers, which a trace would fix: draw from torch's")
+    return _flow(program, ready)
+
+
+def _quietly(make: Callable[[], ExportedProgram]) -> ExportedProgram:
+    """Without what export logs and warns of."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return make()
+    finally:
+        logging.disable(before)
+
+
+def _reason(problem: Exception) -> str:
+    """The cause that export gives, and the line of the model's code where it is known."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    place = next((i for i, line in enumerate(lines) if line.startswith("The following call raised")), len(lines))
+    return " ".join([*(lines[:1] or [type(problem).__name__]), *lines[place + 1 : place + 3]])[:400]
+
+
+def _flow(program: ExportedProgram, model: nn.Module) -> Flow:
+    graph = program.graph
+    guards = getattr(program.module(), "_guards_fn", None)
+    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    state: dict[fx.Node, tuple[str, ...]] = {}
+    inputs, parameters, constants = [], [], {}
+    for node, spec in zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
+        if spec.kind.name in ("PARAMETER", "BUFFER"):
+            state[node] = (first[id(tensors[str(spec.target)])],)
+            parameters += [node] if spec.kind.name == "PARAMETER" else []
+        elif spec.kind.name == "USER_INPUT":
+            inputs.append(node)
+        else:
+            constants[node] = program.constants[str(spec.target)]
+    constants |= {node: getattr(program.graph_module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
+        path = state.get(node.args[3], ("",))[0].removesuffix(".running_mean")
+        if node.args[5] and isinstance(model.get_submodule(path), _BatchNorm):
+            _call_module(node, path, model.get_submodule(path), state)
+    _put_writes_in_place(graph, state)
+    flow = Flow(
+        [node for node in graph.nodes if node.op == "call_function"],
+        inputs,
+        state,
+        constants,
+        parameters,
+        tuple(graph.output_node().args[0]),
+        program.call_spec.out_spec,
+        (lambda *leaves: None) if guards is None else guards.forward,
+    )
+    if any(storage in flow.writers for node in inputs for storage in flow.storages[node]):
+        raise ModelError("it writes into its input, which every stage has: let it change a copy (x = x.clone())")
+    return flow
+
+
+def _call_module(node: fx.Node, path: str, module: nn.Module, state: dict[fx.Node, tuple[str, ...]]) -> None:
+    """Lets a batch norm be computed by its module, which in a stage counts micro-batches in its own way."""
+    graph: Any = node.graph
+    with graph.inserting_before(next(iter(graph.nodes))):
+        given = graph.placeholder(f"module_{len(state)}")
+    given.meta["val"] = [one.meta["val"] for one in node.args[3:5]]
+    state[given] = tuple(f"{path}.{name}" for name in dict((*module.named_parameters(), *module.named_buffers())))
+    with graph.inserting_before(node):
+        call = graph.call_function(operator.call, (given, node.args[0]))
+    call.meta = dict(node.meta)
+    node.replace_all_uses_with(call)
+    graph.erase_node(node)
+    for counter in [one for one, names in state.items() if names == (f"{path}.num_batches_tracked",)]:
+        for user in [one for one in counter.users if one.target is torch.ops.aten.add_.Tensor]:
+            graph.erase_node(user)
+
+
+def _put_writes_in_place(graph: fx.Graph, state: Mapping[fx.Node, tuple[str, ...]]) -> None:
+    """Puts the new value of a buffer, which export notes at the end, where it is made and the old one was read last."""
+    nodes = list(graph.nodes)
+    copies = takewhile(lambda one: one.target is torch.ops.aten.copy_.default, reversed(nodes[:-1]))
+    for node in [one for one in copies if one.args[0] in state]:
+        buffer, value = map(_storages, node.args)
+        if buffer == value:
+            graph.erase_node(node)
+            continue
+        before = [one for one in nodes if one is not node and (
+            one is node.args[1] or any(buffer & _storages(given) for given in one.all_input_nodes)
+            or any(value & _storages(given) for given in _written(one)))]  # fmt: skip
+        before[-1].append(node)
