@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
 from pipefit.cutting.anatomy import Call as Called
-from pipefit.cutting.exported import hollow
+from pipefit.cutting.exported import copied
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
 from pipefit.cutting.proof import buffers_of, prove, prove_trace
 from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
@@ -154,33 +154,33 @@ def _as_it_is(output: Any) -> Any:
 
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     args, kwargs = ways[0](example)
-    kind = type(model).__name__
-    problems: list[str] = []
+    kind, problems = type(model).__name__, list[str]()
     restore = buffers_of(model)
-    with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as stack:
-        stack.callback(restore)
-        try:
-            calls = calls_of(model, args, kwargs)
-        except Exception as problem:
-            raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
-        found = _around_blocks(model, calls, example, cuts, ways, problems)
-        if found is not None and (is_transformers(model) or _is_good(found, cuts)):
-            return found
+    try:
+        with torch.random.fork_rng(devices=[]):
+            try:
+                calls = calls_of(model, args, kwargs)
+            except Exception as problem:
+                raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
+            found = _around_blocks(model, calls, example, cuts, ways, problems)
+            if found is not None and (is_transformers(model) or _is_good(found, cuts)):
+                return found
+            restore()
+            try:
+                traced = _traced(model, example, cuts, ways)
+                if found is None or cuts is not None or _largest(traced) < _largest(found):
+                    return traced
+            except ModelError as problem:
+                problems.append(f"as a graph: {problem}")
+    finally:
         restore()
-        try:
-            traced = _traced(model, example, cuts, ways)
-        except ModelError as problem:
-            problems.append(f"as a graph: {problem}")
-        else:
-            if found is None or cuts is not None or _largest(traced) < _largest(found):
-                return traced
     if found is not None:
         return found
     again = called_again(model, calls)
-    if again:
-        problems.insert(-1, f"{again[0]} is called {again[1]} times in one forward, so it would be in several layers")
+    if again and cuts is None:
+        problems.insert(0, f"{again[0]} is called {again[1]} times in one forward, so it would be in several layers")
     raise ModelError(
-        f"{kind} cannot be cut: {'; '.join(problems)}. Give cuts=['path.to.module', …], modules to cut before, or "
+        f"{kind} cannot be cut: {'; '.join([*problems[:-1][:1], problems[-1]])}. Give cuts=['path.to.module', …], modules to cut before, or "
         "write the model as a list of layers"
     )
 
@@ -198,7 +198,8 @@ def _largest(found: Cut) -> int:
 
 def _traced(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     """The cut of a model's traced graph."""
-    shell = Traced(hollow(model), ways[0], ways[1], model.training)
+    hollow = copied(model, lambda tensor: tensor.to("meta"))
+    shell = Traced(hollow, ways[0], ways[1], model.training)
     crossing = shell.choose(example, cuts)
     layers = shell.hold(model)
     why = prove_trace(shell, model, example)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import logging
 import operator
 import random
@@ -23,20 +25,15 @@ from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, optimization_hint
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 from pipefit.errors import ModelError
 
-_CHEAP = 16
-"""The most FLOP per byte for which an operation on the batch alone is done again instead of sending its result."""
+_SLOW = ("mm", "matmul", "linear", "conv", "einsum", "fft", "attention", "lstm", "gru", "rnn")
+"""Parts of the names of operations that are not done twice."""
 
 
-def hollow(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device."""
-    return _copied(model, lambda tensor: torch.empty_like(tensor, device="meta"))
-
-
-def _copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of a model with other parameters and buffers; one on the meta device is hollow."""
     memo: dict[int, Any] = {}
     for tensor in chain(model.parameters(), model.buffers()):
         made = make(tensor)
@@ -44,7 +41,7 @@ def _copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as problem:
-        raise ModelError(f"{type(model).__name__} cannot be copied: {problem}") from problem
+        raise ModelError(f"it cannot be copied: {problem}") from problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +56,7 @@ class Flow:
         parameters: those of `state` that are parameters.
         outputs: nodes or plain values.
         structure: of the output.
-        guards: raises an `AssertionError` for the leaves of a batch that the graph is not for.
+        accepts: whether the leaves of another batch have shapes that the graph is for.
     """
 
     nodes: list[fx.Node]
@@ -69,7 +66,7 @@ class Flow:
     parameters: list[fx.Node]
     outputs: Sequence[Any]
     structure: pytree.TreeSpec
-    guards: Callable[..., None]
+    accepts: Callable[[Sequence[Any]], bool]
 
     @cached_property
     def storages(self) -> dict[fx.Node, frozenset[int]]:
@@ -84,13 +81,15 @@ class Flow:
         for node in self.nodes:
             for storage in {storage for given in _written(node) for storage in self.storages[given]}:
                 found[storage].append(node)
-        return found
+        return dict(found)
 
     @cached_property
     def kept(self) -> frozenset[int]:
         """The memory of parameters, buffers and constants that is written into."""
-        every = chain.from_iterable(self.storages[node] for node in chain(self.state, self.constants))
-        return frozenset(storage for storage in every if storage in self.writers)
+        return (
+            frozenset().union(*(self.storages[node] for node in chain(self.state, self.constants)))
+            & self.writers.keys()
+        )
 
     @cached_property
     def free(self) -> set[fx.Node]:
@@ -100,16 +99,31 @@ class Flow:
             found: set[fx.Node] = set()
             for node in self.nodes:
                 before = [given for given in node.all_input_nodes if given.op == "call_function"]
-                if found.issuperset(before) and not self.touched(node) & tainted and _is_cheap(node):
+                if found.issuperset(before) and not self.touched(node) & tainted and _is_quick(node):
                     found.add(node)
             written = {storage for storage, nodes in self.writers.items() if not found.issuperset(nodes)}
             if written <= tainted:
                 return found
             tainted |= written
 
+    @cached_property
+    def computed(self) -> list[fx.Node]:
+        """The nodes that an output or a buffer needs and that are not free."""
+        live = self.needed([*self.outputs, *self.effects])
+        return [node for node in self.nodes if node in live and node not in self.free]
+
+    @cached_property
+    def effects(self) -> set[fx.Node]:
+        """The nodes that write into parameters, buffers and constants."""
+        return {node for storage in self.kept for node in self.writers[storage]}
+
     def touched(self, node: fx.Node) -> frozenset[int]:
         """The memory that a node reads, writes or gives."""
         return self.storages[node].union(*(self.storages[given] for given in node.all_input_nodes))
+
+    def writing(self, node: fx.Node) -> set[fx.Node]:
+        """The nodes that write into the memory that a node gives."""
+        return {writer for storage in self.storages[node] for writer in self.writers.get(storage, ())}
 
     def needed(self, wanted: Sequence[Any], here: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
         """The nodes that some values need, those included.
@@ -124,25 +138,13 @@ class Flow:
             node = rest.pop()
             if node not in found:
                 found.add(node)
-                rest += [one for storage in self.storages[node] for one in self.writers.get(storage, ()) if here(one)]
+                rest += filter(here, self.writing(node))
                 rest += node.all_input_nodes if here(node) else ()
         return found
 
-    @cached_property
-    def effects(self) -> list[fx.Node]:
-        """The nodes that write into parameters, buffers and constants."""
-        found = {node for storage in self.kept for node in self.writers[storage]}
-        return [node for node in self.nodes if node in found]
-
-    @cached_property
-    def computed(self) -> list[fx.Node]:
-        """The nodes that an output or a buffer needs and that are not free."""
-        live = self.needed([*self.outputs, *self.effects])
-        return [node for node in self.nodes if node in live and node not in self.free]
-
-    def state_of(self, node: fx.Node) -> list[str]:
-        """The names of the parameters and buffers that a node takes."""
-        return [name for given in node.all_input_nodes for name in self.state.get(given, ())]
+    def state_of(self, nodes: Sequence[fx.Node] | set[fx.Node]) -> set[str]:
+        """The names of the parameters and buffers among some nodes."""
+        return {name for node in nodes for name in self.state.get(node, ())}
 
 
 def num_bytes(node: fx.Node) -> float:
@@ -156,30 +158,25 @@ def modules_of(node: fx.Node) -> list[str]:
     return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-
-
 def _storages(node: fx.Node) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in _tensors(node)}
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
     """The nodes into whose tensors an operation writes."""
     target: Any = node.target
-    args = node.args
     if target is operator.call:  # a batch norm in training
         return node.all_input_nodes[:1]
     if isinstance(target, HigherOrderOperator):
         return node.all_input_nodes if any(map(_writes_into_arguments, _bodies(node))) else []
     if not isinstance(target, OpOverload) or target is torch.ops.aten.detach_.default:
         return []
-    found: list[Any] = []
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[index] if index < len(args) else node.kwargs.get(argument.name))
-    if target in (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default) and args[5]:
-        found += args[3:5]  # which its schema does not say
+    values = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
+    names = [one.name for one in target._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    if values.get("running_mean") is not None and (values.get("training") or values.get("use_input_stats")):
+        names += ["running_mean", "running_var"]  # which the schema does not say
+    found = [(values | node.kwargs).get(name) for name in names]
     return [one for one in pytree.tree_leaves(found) if isinstance(one, fx.Node)]
 
 
@@ -195,37 +192,17 @@ def _writes_into_arguments(body: fx.GraphModule) -> bool:
     return any(given & _storages(one) for node in body.graph.nodes for one in _written(node))
 
 
-def _is_cheap(node: fx.Node) -> bool:
+def _is_quick(node: fx.Node) -> bool:
     """Whether an operation takes little time, and gives the same every time."""
     target: Any = node.target
     if isinstance(target, HigherOrderOperator):
-        return all(_is_cheap(one) for body in _bodies(node) for one in body.graph.nodes if one.op == "call_function")
-    if not isinstance(target, OpOverload):
-        return target is not operator.call
-    if torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    values = pytree.tree_map_only(fx.Node, lambda one: one.meta.get("val"), (node.args, dict(node.kwargs)))
-    try:
-        with FakeTensorMode(), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            args, kwargs = pytree.tree_map(_of_the_example, values)
-            target(*args, **kwargs)
-    except Exception:  # what depends on data cannot be tried without them
-        return False
-    size = sum(optimization_hint(tensor.numel()) * tensor.itemsize for tensor in _tensors(node))
-    return counter.get_total_flops() <= _CHEAP * size
+        return all(_is_quick(one) for body in _bodies(node) for one in body.graph.nodes if one.op == "call_function")
+    if isinstance(target, OpOverload):
+        return torch.Tag.nondeterministic_seeded not in target.tags and not any(part in str(target) for part in _SLOW)
+    return target is not operator.call
 
 
-def _of_the_example(value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return optimization_hint(value)
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty([optimization_hint(size) for size in value.shape], dtype=value.dtype, device=value.device)
-
-
-def flow_of(
-    model: nn.Module, args: Any, kwargs: Any, training: bool | None = None, dtype: torch.dtype | None = None
-) -> Flow:
+def flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dtype: torch.dtype | None) -> Flow:
     """The flow of a model's forward, for any number of samples if its code allows that.
 
     Args:
@@ -253,9 +230,9 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
         with pretended:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
 
-    ready = _copied(model, partial(fake, kind=dtype))
+    model = copied(model, partial(fake, kind=dtype))
     if training is not None:
-        ready.train(training)
+        model.train(training)
     leaves = [fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     shapes = ShapesCollection()
     for leaf in leaves:
@@ -264,39 +241,35 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
             is_sequence = leaf.dim() == 3 or (leaf.dim() == 2 and not leaf.is_floating_point())
             shapes[leaf] = dict.fromkeys(range(min(leaf.dim(), 1 + is_sequence)), Dim.AUTO)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
-    drawn = random.getstate()
+    drawn, silenced, aside = random.getstate(), logging.root.manager.disable, io.StringIO()
+    logging.disable(logging.CRITICAL)
     try:
-        program = _quietly(partial(export, ready, args, kwargs, strict=False, dynamic_shapes=shapes))
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(aside),
+            contextlib.redirect_stderr(aside),
+        ):
+            program = export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
+            guards = getattr(program.module(), "_guards_fn", None)
     except Exception as problem:
         raise ModelError(f"torch.export refuses it: {_reason(problem)}") from problem
+    finally:
+        logging.disable(silenced)
     if random.getstate() != drawn:
         random.setstate(drawn)
         raise ModelError("it draws from Python's random numbers, which a trace would fix: draw from torch's")
-    return _flow(program, ready)
-
-
-def _quietly(make: Callable[[], ExportedProgram]) -> ExportedProgram:
-    """Without what export logs and warns of."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return make()
-    finally:
-        logging.disable(before)
+    return _flow(program, model, (lambda *leaves: None) if guards is None else guards.forward)
 
 
 def _reason(problem: Exception) -> str:
-    """The cause that export gives, and the line of the model's code where it is known."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    """The cause that export gives, and the line of the model's code where that is known."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
     place = next((i for i, line in enumerate(lines) if line.startswith("The following call raised")), len(lines))
-    return " ".join([*(lines[:1] or [type(problem).__name__]), *lines[place + 1 : place + 3]])[:400]
+    return ": ".join([lines[0].partition(" (unhinted")[0].rstrip("."), *lines[place + 1 : place + 3]])[:400]
 
 
-def _flow(program: ExportedProgram, model: nn.Module) -> Flow:
+def _flow(program: ExportedProgram, model: nn.Module, guards: Callable[..., None]) -> Flow:
     graph = program.graph
-    guards = getattr(program.module(), "_guards_fn", None)
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     state: dict[fx.Node, tuple[str, ...]] = {}
@@ -311,7 +284,7 @@ def _flow(program: ExportedProgram, model: nn.Module) -> Flow:
             constants[node] = program.constants[str(spec.target)]
     constants |= {node: getattr(program.graph_module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
-        path = state.get(node.args[3], ("",))[0].removesuffix(".running_mean")
+        path = state.get(node.args[3], ("",))[0].rpartition(".")[0]
         if node.args[5] and isinstance(model.get_submodule(path), _BatchNorm):
             _call_module(node, path, model.get_submodule(path), state)
     _put_writes_in_place(graph, state)
@@ -323,11 +296,22 @@ def _flow(program: ExportedProgram, model: nn.Module) -> Flow:
         parameters,
         tuple(graph.output_node().args[0]),
         program.call_spec.out_spec,
-        (lambda *leaves: None) if guards is None else guards.forward,
+        partial(_accepts, [node.meta.get("val") for node in inputs], guards),
     )
-    if any(storage in flow.writers for node in inputs for storage in flow.storages[node]):
+    if any(flow.writing(node) for node in inputs):
         raise ModelError("it writes into its input, which every stage has: let it change a copy (x = x.clone())")
     return flow
+
+
+def _accepts(forms: Sequence[Any], guards: Callable[..., None], leaves: Sequence[Any]) -> bool:
+    sizes = [(known, size) for form, leaf in zip(forms, leaves, strict=True) if isinstance(form, Tensor)
+             for known, size in zip(form.shape, leaf.shape, strict=True)]  # fmt: skip
+    try:
+        guards(*leaves)
+    except AssertionError:
+        return False
+    # A size of 1 is a program of its own, for instance in broadcasting.
+    return all(isinstance(known, int) or size > 1 for known, size in sizes)
 
 
 def _call_module(node: fx.Node, path: str, module: nn.Module, state: dict[fx.Node, tuple[str, ...]]) -> None:
@@ -336,27 +320,24 @@ def _call_module(node: fx.Node, path: str, module: nn.Module, state: dict[fx.Nod
     with graph.inserting_before(next(iter(graph.nodes))):
         given = graph.placeholder(f"module_{len(state)}")
     given.meta["val"] = [one.meta["val"] for one in node.args[3:5]]
-    state[given] = tuple(f"{path}.{name}" for name in dict((*module.named_parameters(), *module.named_buffers())))
+    state[given] = tuple(f"{path}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers()))
     with graph.inserting_before(node):
         call = graph.call_function(operator.call, (given, node.args[0]))
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     graph.erase_node(node)
-    for counter in [one for one, names in state.items() if names == (f"{path}.num_batches_tracked",)]:
-        for user in [one for one in counter.users if one.target is torch.ops.aten.add_.Tensor]:
-            graph.erase_node(user)
+    counters = [one for one, names in state.items() if names == (f"{path}.num_batches_tracked",)]
+    for user in [user for one in counters for user in one.users if user.target is torch.ops.aten.add_.Tensor]:
+        graph.erase_node(user)
 
 
 def _put_writes_in_place(graph: fx.Graph, state: Mapping[fx.Node, tuple[str, ...]]) -> None:
     """Puts the new value of a buffer, which export notes at the end, where it is made and the old one was read last."""
-    nodes = list(graph.nodes)
-    copies = takewhile(lambda one: one.target is torch.ops.aten.copy_.default, reversed(nodes[:-1]))
-    for node in [one for one in copies if one.args[0] in state]:
-        buffer, value = map(_storages, node.args)
-        if buffer == value:
+    *nodes, _ = graph.nodes
+    for node in list(takewhile(lambda one: one.target is torch.ops.aten.copy_.default, reversed(nodes))):
+        buffer, value = node.args
+        if buffer in state and _storages(buffer) == _storages(value):
             graph.erase_node(node)
-            continue
-        before = [one for one in nodes if one is not node and (
-            one is node.args[1] or any(buffer & _storages(given) for given in one.all_input_nodes)
-            or any(value & _storages(given) for given in _written(one)))]  # fmt: skip
-        before[-1].append(node)
+        elif buffer in state:
+            users = [one for given in state if _storages(given) == _storages(buffer) for one in given.users]
+            max([value, *users], key=lambda one: -1 if one is node else nodes.index(one)).append(node)

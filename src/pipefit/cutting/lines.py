@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 
@@ -50,26 +51,24 @@ def found_lines(flow: Flow) -> list[int]:
     return [_cheapest(prices, lines[a:b]) for a, b in pairwise(ends)]
 
 
-def named_lines(flow: Flow, paths: Sequence[str]) -> list[int]:
-    """The places before modules that are given by hand, each where the fewest bytes cross after the weights before it.
+def named_lines(flow: Flow, paths: Sequence[str]) -> dict[int, str]:
+    """The places before modules that are given by hand: each where the least crosses after the weights before it.
 
     Raises:
-        ModelError: no operation with weights is before a module, or no line is possible there.
+        ModelError: no operation with weights comes before a module, or there can be no line.
     """
-    prices, heavy, found = _prices(flow), _places(flow), set()
+    prices, heavy = _prices(flow), _places(flow)
+    found: dict[int, str] = {}
     for path in paths:
         start = next((i for i, node in enumerate(flow.nodes) if path in modules_of(node)), None)
-        if start is None:
-            raise ModelError(f"cuts: the forward runs nothing of {path}")
-        before = [i for i in heavy if i < start]
-        place = _cheapest(prices, range(before[-1] + 1, start + 1)) if before else 0
-        if not before or prices[place] == math.inf:
-            raise ModelError(
-                f"cuts: no cut before {path}: "
-                + ("no weights come before it" if not before else "what crosses there is no tensor, or is written into")
-            )
-        found.add(place)
-    return sorted(found)
+        before = [] if start is None else [i for i in heavy if i < start]
+        if start is None or not before:
+            raise ModelError(f"cuts: {path} does not run" + ("" if start is None else " after anything with weights"))
+        place = _cheapest(prices, range(before[-1] + 1, start + 1))
+        if prices[place] == math.inf:
+            raise ModelError(f"cuts: what crosses before {path} is no tensor, or is written into on both sides")
+        found[place] = path
+    return dict(sorted(found.items()))
 
 
 def _places(flow: Flow) -> list[int]:
@@ -82,29 +81,29 @@ def _cheapest(prices: Sequence[float], places: Sequence[int]) -> int:
     return min(places, key=lambda place: (prices[place], -place))
 
 
+def _last_uses(flow: Flow, order: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
+    """Of each computed node the largest number, in some order, of one that takes it; `end` for those of the output."""
+    found = {node: max((order[user] for user in node.users if user in order), default=0) for node in flow.computed}
+    return found | {node: end for node in flow.outputs if node in order}
+
+
 def _prices(flow: Flow) -> list[float]:
     """Bytes that cross a line before each operation; infinite where there can be none."""
     place = {node: i for i, node in enumerate(flow.nodes)}
-    count = len(flow.nodes)
-    prices = [0.0] * (count + 1)
-    live = set(flow.computed)
-    lasts = {node: max((place[user] for user in node.users if user in live), default=0) for node in flow.computed}
-    lasts |= {node: count for node in flow.outputs if node in live}
-    crossing: dict[int, list[int]] = {}
-    for node, last in lasts.items():
+    prices = [0.0] * (len(place) + 1)
+    views: Counter[tuple[int, int]] = Counter()
+    for node, last in _last_uses(flow, {node: place[node] for node in flow.computed}, len(place)).items():
         size = num_bytes(node)
         for line in range(place[node] + 1, last + 1):
             prices[line] += size
-            for storage in flow.storages[node] & flow.writers.keys():
-                crossing.setdefault(storage, [0] * (count + 1))[line] += 1
-    for storage, numbers in crossing.items():
+            views.update((storage, line) for storage in flow.storages[node] & flow.writers.keys())
+    for (storage, line), number in views.items():
         # What is written into later is copied as it arrives, which only one of its views may.
-        for line in range(place[flow.writers[storage][-1]] + 1):
-            prices[line] += math.inf if numbers[line] > 1 else 0
+        if number > 1 and line <= place[flow.writers[storage][-1]]:
+            prices[line] = math.inf
     for storage in flow.kept:
         users = [place[node] for node in flow.computed if storage in flow.touched(node)]
-        for line in range(min(users) + 1, max(users) + 1):
-            prices[line] = math.inf
+        prices[min(users) + 1 : max(users) + 1] = [math.inf] * (max(users) - min(users))
     return prices
 
 
@@ -123,11 +122,9 @@ def by_weights(flow: Flow, weights: Sequence[Set[str]]) -> dict[fx.Node, int]:
     known = set().union(*weights)
     layers: dict[fx.Node, int] = {}
     for node in flow.computed:
-        before = {one for storage in flow.touched(node) for one in flow.writers.get(storage, ())}.union(
-            node.all_input_nodes
-        )
+        before = set(node.all_input_nodes).union(*map(flow.writing, (node, *node.all_input_nodes)))
         least = max((layers[one] for one in before if one in layers), default=0)
-        names = known.intersection(flow.state_of(node))
+        names = known & flow.state_of(node.all_input_nodes)
         place = next((k for k in range(least, len(weights)) if names <= weights[k]), None)
         if place is None:
             raise ModelError(f"{(modules_of(node) or [''])[-1] or node.name} runs in another order than in its example")
@@ -141,8 +138,7 @@ def crossings(flow: Flow, layers: Layers, num_layers: int) -> list[list[fx.Node]
     Raises:
         ModelError: it is no tensor, or one that is written into in an earlier and a later layer.
     """
-    lasts = {node: max((layers[user] for user in node.users if user in layers), default=0) for node in layers}
-    lasts |= {node: num_layers - 1 for node in flow.outputs if node in layers}
+    lasts = _last_uses(flow, layers, num_layers - 1)
     found = [[node for node in layers if layers[node] < k <= lasts[node]] for k in range(num_layers)]
     for k, entering in enumerate(found):
         for node in entering:
